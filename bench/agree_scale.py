@@ -1,11 +1,13 @@
-"""How long do hundreds of nodes take to agree, from the last one's call to the same words on all of them?
+"""How long do hundreds of nodes take to agree, from the last one's call to the same words on all of
+them?
 
     python bench/agree_scale.py                      256 and 1,024 nodes; writes bench/results/agree_scale.json
     python bench/agree_scale.py --nodes 64 --out -   one size, printed
 
-Real sockets on loopback, every node authenticated, every report as large as a real one. The head is this process; the nodes
-live in two others, and all share this machine's cores. The head takes every report as the front does, compares all of
-them, and says its last word, which every node acknowledges. Cases:
+Real sockets on loopback, every node authenticated, every report as large as a real one. The head is
+this process; the nodes live in two others, and all share this machine's cores. The head takes every
+report as the front does, compares all of them, and says its last word, which every node
+acknowledges. Cases:
 
     equal        all but one are here and have reported; then the last one calls. Counted from its call
     differs      the same; one node has another NCCL variable
@@ -83,7 +85,9 @@ def report(rank: int, nodes: int, *, odd: bool) -> NodeReport:
 
 
 class Nodes:
-    """Some of the nodes, in this process: what the parent's lines on stdin ask for, answered by lines of JSON on stdout."""
+    """Some of the nodes, in this process: what the parent's lines on stdin ask for, answered by
+    lines of JSON on stdout.
+    """
 
     def __init__(self, port: int, nodes: int, odd: int) -> None:
         self.port = port

@@ -1,12 +1,16 @@
-"""What the board takes: of a long run with many ranks, of many runs, of lines that come, and of a page that stays open.
+"""What the board takes: of a long run with many ranks, of many runs, of lines that come, and of a
+page that stays open.
 
     python bench/board.py                     about ten minutes; needs Chromium; writes bench/results/board.json
     python bench/board.py --only long many    parts: long many live open cost paired
 
-long: 100,000 steps and 64 ranks: first paint of curves, the server's memory, the size of the file. many: 20 runs of 10,000 steps, and zoom. live: from an appended line to the
-draw of its curve. open: eight hours of steps of a second, appended as fast as they are shown. cost: the server's CPU beside a run that logs 20 steps a second. paired: a real run,
-whose stretches alternate between a board with a client that follows it as the page does, and none; the medians of step times and of CPU seconds a step, pair by pair. On a machine
-that is busy with other work the spread of the pairs is larger than the bound.
+long: 100,000 steps and 64 ranks: first paint of curves, the server's memory, the size of the file.
+many: 20 runs of 10,000 steps, and zoom. live: from an appended line to the draw of its curve. open:
+eight hours of steps of a second, appended as fast as they are shown. cost: the server's CPU beside
+a run that logs 20 steps a second. paired: a real run, whose stretches alternate between a board
+with a client that follows it as the page does, and none; the medians of step times and of CPU
+seconds a step, pair by pair. On a machine that is busy with other work the spread of the pairs is
+larger than the bound.
 """
 
 import argparse
@@ -68,7 +72,8 @@ def page_of(url: str, *, is_scrolled: bool = False, **options: Any) -> Iterator[
         page = browser.new_context(viewport={"width": 1400, "height": 900}, **options).new_page()
         if is_scrolled:  # curves below the window are drawn when they are scrolled to
             page.add_init_script(
-                "const scrolling = setInterval(() => { document.getElementById('curves')?.scrollIntoView(); if (document.documentElement.dataset.lines === '20') clearInterval(scrolling); }, 30)"
+                "const scrolling = setInterval(() => { document.getElementById('curves')?.scrollIntoView();"
+                " if (document.documentElement.dataset.lines === '20') clearInterval(scrolling); }, 30)"
             )
         page.goto(url)
         page.wait_for_selector("[data-painted]", timeout=60_000)
@@ -140,7 +145,8 @@ def measure_many(folder: Path) -> dict[str, Any]:
             with page_of(url, is_scrolled=True, **options) as page:
                 until(
                     page,
-                    "document.querySelectorAll('[data-region=status] tbody tr .badge').length >= 20 && Number(document.documentElement.dataset.lines) >= 20",
+                    "document.querySelectorAll('[data-region=status] tbody tr .badge').length >= 20 &&"
+                    " Number(document.documentElement.dataset.lines) >= 20",
                 )
                 paints.append(round(float(page.evaluate("performance.now()")) / 1000, 3))
                 page.wait_for_timeout(1_000)
@@ -196,7 +202,9 @@ def measure_live(folder: Path) -> dict[str, Any]:
 
 
 def measure_open(folder: Path) -> dict[str, Any]:
-    """Eight hours of steps of a second, in little time; memory after a quarter of them and at the end."""
+    """Eight hours of steps of a second, in little time; memory after a quarter of them and at the
+    end.
+    """
     run = make_run(folder / "open", steps=100, total=HOURS_8, outcome=None)
     rng = random.Random(0)
     found = []
@@ -252,7 +260,9 @@ PAIRS, STRETCH_S = 12, 10.0
 
 
 def measure_paired(folder: Path) -> dict[str, Any]:
-    """Step times and CPU seconds a step of one run, in stretches with and without a board that is followed."""
+    """Step times and CPU seconds a step of one run, in stretches with and without a board that is
+    followed.
+    """
     run = folder / "run"
     rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f"{n} " * 40}) + "\n" for n in range(500))
     (folder / "rows.jsonl").write_text(rows)
@@ -345,9 +355,9 @@ def main() -> None:
         "bounds": BOUNDS,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "chromium": subprocess.run(
-            [CHROMIUM, "--version"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "chromium": (
+            subprocess.run([CHROMIUM, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        ),
     }
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="board-") as folder:

@@ -1,10 +1,12 @@
-"""How long a save keeps training waiting, and what digests cost: ours, torch.save, torch.distributed.checkpoint's save and async_save.
+"""How long a save keeps training waiting, and what digests cost: ours, torch.save,
+torch.distributed.checkpoint's save and async_save.
 
     python bench/checkpoint.py [--rounds 5]
 
-A random Llama of 135 M parameters in float32 trains on one core's worth of threads, with AdamW: 1.6 GB a checkpoint. All ways take turns
-in one process, after a first save of each that does not count. Blocking is what the training thread spends on a save: the call, and any
-waiting before the next update (async_save's staging is over when it returns, so its state may change). Results go to
+A random Llama of 135 M parameters in float32 trains on one core's worth of threads, with AdamW: 1.6
+GB a checkpoint. All ways take turns in one process, after a first save of each that does not count.
+Blocking is what the training thread spends on a save: the call, and any waiting before the next
+update (async_save's staging is over when it returns, so its state may change). Results go to
 bench/results/checkpoint.json; ratios within the run are what to look at.
 """
 
@@ -153,7 +155,9 @@ def digested_write(parts: Files, root: Path) -> float:
 
 
 def costs(training: Training, root: Path, rounds: int) -> dict[str, Any]:
-    """What digests add to writing: in pairs, either way first in turn, each with nothing of the other left to be written."""
+    """What digests add to writing: in pairs, either way first in turn, each with nothing of the
+    other left to be written.
+    """
     parts = in_place({
         group: [Part(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
         for group, members in training.tensors().items()
@@ -208,7 +212,9 @@ def _drop_caches() -> None:
 
 
 def reading(root: Path) -> float:
-    """Seconds in which the disk gives the same bytes to a program that does nothing with them: what there is at least."""
+    """Seconds in which the disk gives the same bytes to a program that does nothing with them: what
+    there is at least.
+    """
     _drop_caches()
     began = time.perf_counter()
     for path in (root / "ours" / "step-00000001").iterdir():
@@ -219,7 +225,9 @@ def reading(root: Path) -> float:
 
 
 def verifying(root: Path, *, cold: bool) -> float:
-    """Seconds that reading the checkpoint through takes; cold: with nothing of it in the page cache."""
+    """Seconds that reading the checkpoint through takes; cold: with nothing of it in the page
+    cache.
+    """
     store = CheckpointStore(root / "ours", key=b"k" * 32)
     if cold:
         _drop_caches()

@@ -1,11 +1,14 @@
-"""Kills a writer of checkpoints at random moments: what survives? What damage does is in damage.py, what kills do to whole runs in resumes.py.
+"""Kills a writer of checkpoints at random moments: what survives?
+
+What damage does is in damage.py, what kills do to whole runs in resumes.py.
 
     python bench/checkpoint_kills.py                       200 kills; writes bench/results/checkpoint_kills.json
     python bench/checkpoint_kills.py --kills 25 --out FILE
 
-A real process writes and prunes checkpoints, and acknowledges each that it has saved. It gets SIGKILL at a random moment;
-the next one goes on from what is there. After each kill there must be an intact checkpoint, and none older than the last
-acknowledged; and it must hold, byte for byte, what was written at its step.
+A real process writes and prunes checkpoints, and acknowledges each that it has saved. It gets
+SIGKILL at a random moment; the next one goes on from what is there. After each kill there must be
+an intact checkpoint, and none older than the last acknowledged; and it must hold, byte for byte,
+what was written at its step.
 """
 
 import argparse

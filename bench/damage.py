@@ -1,12 +1,14 @@
-"""Damages real checkpoints at random, and starts on them: is every damage found, named, and never read?
+"""Damages real checkpoints at random, and starts on them: is every damage found, named, and never
+read?
 
     python bench/damage.py                    100 damages; writes bench/results/damage.json
     python bench/damage.py --damages 1000 --starts 0
 
-Each is one of: a flipped bit, a zeroed page, a truncation, a missing file, the file of another step or run, a manifest without files, a
-half-deleted directory; in the manifest, in state.json, or in tensors: by turns in a rank's shards, of all weights on two ranks, and in
-whole files, of an adapter on one. All of them are judged as a start judges them, by CheckpointStore; some of them also by the whole
-command, `unisono train`, which must name the file and go on from the checkpoint before.
+Each is one of: a flipped bit, a zeroed page, a truncation, a missing file, the file of another step
+or run, a manifest without files, a half-deleted directory; in the manifest, in state.json, or in
+tensors: by turns in a rank's shards, of all weights on two ranks, and in whole files, of an adapter
+on one. All of them are judged as a start judges them, by CheckpointStore; some of them also by the
+whole command, `unisono train`, which must name the file and go on from the checkpoint before.
 """
 
 import argparse

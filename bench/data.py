@@ -1,8 +1,10 @@
-"""Rows and tokens a second of the data path: the first start (tokenizing) and the second (mapping the cache).
+"""Rows and tokens a second of the data path: the first start (tokenizing) and the second (mapping
+the cache).
 
-Run: .venv/bin/python bench/data.py [ROWS]
-Writes bench/results/data.json. One thread; times are CPU seconds of the process, wall seconds beside them. After the two starts, the
-tokenizers library alone encodes the same texts, with offsets, a thousand rows at a time: the most that a first start can come to.
+Run: .venv/bin/python bench/data.py [ROWS] Writes bench/results/data.json. One thread; times are CPU
+seconds of the process, wall seconds beside them. After the two starts, the tokenizers library alone
+encodes the same texts, with offsets, a thousand rows at a time: the most that a first start can
+come to.
 """
 
 import json
@@ -89,8 +91,8 @@ def write_tokenizer(folder: Path) -> None:
     )
     backend.train_from_iterator((" ".join(draw.choices(words, weights, k=200)) for _ in range(3000)), trainer)
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%"
+        " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template

@@ -22,7 +22,9 @@ SEEDS = (0, 1, 2)
 
 
 def run_demo(seed: int) -> dict[str, Any]:
-    """One run of the demo, as `make demo` does it; times include its start and the loading of everything."""
+    """One run of the demo, as `make demo` does it; times include its start and the loading of
+    everything.
+    """
     load, began, cpu = os.getloadavg()[0], time.perf_counter(), _children_cpu_s()
     subprocess.run(
         [sys.executable, "examples/demo.py", "--seed", str(seed)],

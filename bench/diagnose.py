@@ -1,4 +1,7 @@
-"""How fast `unisono diagnose` reads a gigabyte of log, and in how much memory. Run: python bench/diagnose.py; writes bench/results/diagnose.json."""
+"""How fast `unisono diagnose` reads a gigabyte of log, and in how much memory.
+
+Run: python bench/diagnose.py; writes bench/results/diagnose.json.
+"""
 
 import argparse
 import json
@@ -59,7 +62,9 @@ def diagnosed(log: Path) -> dict[str, Any]:
 
 
 def engines() -> dict[str, float]:
-    """How fast each engine finds all hints in the same bytes, without any of them being left out as frequent."""
+    """How fast each engine finds all hints in the same bytes, without any of them being left out as
+    frequent.
+    """
     from unisono.diagnose.lines import _finder
     from unisono.diagnose.scan import STRONG, WEAK
 

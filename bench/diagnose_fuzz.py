@@ -1,10 +1,13 @@
-"""Damages logs in every way that files are damaged, and diagnoses them. Run: python bench/diagnose_fuzz.py; writes bench/results/diagnose_fuzz.json.
+"""Damages logs in every way that files are damaged, and diagnoses them.
+
+Run: python bench/diagnose_fuzz.py; writes bench/results/diagnose_fuzz.json.
 
     python bench/diagnose_fuzz.py --seconds 120 --cases FILE.jsonl ...
 
-Cases are those of tests/diagnose/cases, and more where files are given (one object a line, with `files`: name → text), and the recordings of
-flight recorders. Each round takes one, changes it a few times, and reads it as the command does. A round fails where there is an exception,
-where it takes longer than LIMIT_S of this process's time, or where a secret that was put in comes out.
+Cases are those of tests/diagnose/cases, and more where files are given (one object a line, with
+`files`: name → text), and the recordings of flight recorders. Each round takes one, changes it a
+few times, and reads it as the command does. A round fails where there is an exception, where it
+takes longer than LIMIT_S of this process's time, or where a secret that was put in comes out.
 """
 
 import argparse

@@ -1,4 +1,6 @@
-"""A synthetic log of any length that looks like a real one: loss lines, bars, NCCL INFO, warnings, data preparation, prefixes of ranks."""
+"""A synthetic log of any length that looks like a real one: loss lines, bars, NCCL INFO, warnings,
+data preparation, prefixes of ranks.
+"""
 
 import argparse
 import random
@@ -21,7 +23,10 @@ END = """\
 
 
 def blocks(total_bytes: int) -> Iterator[bytes]:
-    """The log in blocks, `END` last; `total_bytes` are met to one block. The blocks repeat with other steps and times."""
+    """The log in blocks, `END` last; `total_bytes` are met to one block.
+
+    The blocks repeat with other steps and times.
+    """
     random.seed(SEED)
     template = "".join(_line() for _ in range(BLOCK_LINES)).encode()
     written = number = 0
@@ -48,13 +53,21 @@ def _line() -> str:
     )
     if kind < 0.30:
         return (
-            f"node-{rank // 4}:{4000 + rank}:{4100 + rank} [{rank % 4}] NCCL INFO Channel {random.randrange(16):02d}/0 : {rank}[{rank % 4}] -> "
-            f"{(rank + 1) % 8}[{(rank + 1) % 4}] via P2P/CUMEM/read @@@@@@\n"
+            f"node-{rank // 4}:{4000 + rank}:{4100 + rank} [{rank % 4}] NCCL INFO Channel"
+            f" {random.randrange(16):02d}/0 : {rank}[{rank % 4}] -> {(rank + 1) % 8}[{(rank + 1) % 4}] via"
+            " P2P/CUMEM/read @@@@@@\n"
         )
     if kind < 0.50:
-        return f"[rank{rank}]: {clock} - INFO - user.loader - fetched shard-@@@@@@-{random.randrange(9999):05d}.tar in {pick():.3f} s, {random.randrange(1, 99)} MB/s\n"
+        return (
+            f"[rank{rank}]: {clock} - INFO - user.loader - fetched"
+            f" shard-@@@@@@-{random.randrange(9999):05d}.tar in {pick():.3f} s, {random.randrange(1, 99)}"
+            " MB/s\n"
+        )
     if kind < 0.62:
-        return f"{{'loss': {pick() + 1:.4f}, 'grad_norm': {pick():.4f}, 'learning_rate': {pick() * 1e-4:.3e}, 'epoch': {pick():.2f}}}\n"
+        return (
+            f"{{'loss': {pick() + 1:.4f}, 'grad_norm': {pick():.4f}, 'learning_rate': {pick() * 1e-4:.3e},"
+            f" 'epoch': {pick():.2f}}}\n"
+        )
     if kind < 0.72:
         share = random.randrange(100)
         return (
@@ -63,7 +76,10 @@ def _line() -> str:
     if kind < 0.92:
         return f"[rank{rank}]: {clock} DEBUG:trainer:step=@@@@@@ micro={random.randrange(8)} tokens={random.randrange(4096)} " + "x" * random.randrange(90) + "\n"  # fmt: skip
     if kind < 0.97:
-        return f"{clock} [WARNING] [real_accelerator.py:162:get_accelerator] a setting that does nothing was ignored: key_{random.randrange(999)}\n"
+        return (
+            f"{clock} [WARNING] [real_accelerator.py:162:get_accelerator] a setting that does nothing was"
+            f" ignored: key_{random.randrange(999)}\n"
+        )
     if kind < 0.995:
         return "\n"
     return f"tokens: {' '.join(str(random.randrange(32000)) for _ in range(400))}\n"

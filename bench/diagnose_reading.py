@@ -1,6 +1,8 @@
-"""What `unisono diagnose` says of cases that its rules have not been tried on: `python bench/diagnose_reading.py CASES --out RESULT`.
+"""What `unisono diagnose` says of cases that its rules have not been tried on: `python
+bench/diagnose_reading.py CASES --out RESULT`.
 
-A first reading is made once, before a rule is touched, and its result is kept: afterwards the cases are known, and no measure any more.
+A first reading is made once, before a rule is touched, and its result is kept: afterwards the cases
+are known, and no measure any more.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
-"""Steps per CPU second of LoRA training on pictures, against diffusers' recipe written by hand; and the memory estimate against a measured run.
+"""Steps per CPU second of LoRA training on pictures, against diffusers' recipe written by hand; and
+the memory estimate against a measured run.
 
-Run: .venv/bin/python bench/diffusion.py speed [ROUNDS], and bench/diffusion.py memory
-Writes bench/results/diffusion.json. One thread; the ways take turns in one process, which has loaded all code before.
+Run: .venv/bin/python bench/diffusion.py speed [ROUNDS], and bench/diffusion.py memory Writes
+bench/results/diffusion.json. One thread; the ways take turns in one process, which has loaded all
+code before.
 
-The model has the proportions of Stable Diffusion 1.5 with an eighth of its channels and attention heads, and random weights: UNet, autoencoder and text encoder then
-share the work about as in the real model. The recipe is that of diffusers' `train_text_to_image_lora.py` as a loop: a data loader that decodes,
-resizes and cuts each picture to a square, autoencoder and text encoder in each step, the UNet with peft's LoRA, AdamW. Both do the same number
-of pictures of about the same area in a step, on the same layers and rank. The recipe's default is float32, ours bfloat16 where the
-processor has it: both are done in both. The ways `square` cut all pictures to a square, as the recipe
-does; with `buckets` pictures keep one of four aspect ratios, those of a step have one size, and share a forward. `times_by_hand_if_all_else_were_free` is the
-bound: the recipe's step over the part of ours that convolutions, matrix products and attention of the UNet take, which are the same in both.
+The model has the proportions of Stable Diffusion 1.5 with an eighth of its channels and attention
+heads, and random weights: UNet, autoencoder and text encoder then share the work about as in the
+real model. The recipe is that of diffusers' `train_text_to_image_lora.py` as a loop: a data loader
+that decodes, resizes and cuts each picture to a square, autoencoder and text encoder in each step,
+the UNet with peft's LoRA, AdamW. Both do the same number of pictures of about the same area in a
+step, on the same layers and rank. The recipe's default is float32, ours bfloat16 where the
+processor has it: both are done in both. The ways `square` cut all pictures to a square, as the
+recipe does; with `buckets` pictures keep one of four aspect ratios, those of a step have one size,
+and share a forward. `times_by_hand_if_all_else_were_free` is the bound: the recipe's step over the
+part of ours that convolutions, matrix products and attention of the UNet take, which are the same
+in both.
 """
 
 import json
@@ -39,7 +45,9 @@ _ARM_STEPS = FIRST + STEPS
 
 
 def write_pictures(folder: Path) -> None:
-    """64 photographs of noise and shapes in four aspect ratios, larger than they are trained on, with captions."""
+    """64 photographs of noise and shapes in four aspect ratios, larger than they are trained on,
+    with captions.
+    """
     import numpy as np
     from PIL import Image
 
@@ -78,7 +86,8 @@ def write_model(root: Path, *, divisor: int = 8) -> Path:
     )  # fmt: skip
     unet = UNet2DConditionModel(
         sample_size=SIDE // 8, block_out_channels=[c // divisor for c in (320, 640, 1280, 1280)], layers_per_block=2, norm_num_groups=8,
-        cross_attention_dim=width, attention_head_dim=8 // divisor,  # heads, in spite of its name: of 40 channels, as in the real model
+        # heads, in spite of its name: of 40 channels, as in the real model
+        cross_attention_dim=width, attention_head_dim=8 // divisor,
     )  # fmt: skip
     names = (str(root / "vocabulary" / name) for name in ("vocab.json", "merges.txt"))
     pipeline = StableDiffusionPipeline(
@@ -91,7 +100,10 @@ def write_model(root: Path, *, divisor: int = 8) -> Path:
 
 
 def by_hand(model: Path, pictures: Path, dtype: str) -> dict[str, float]:
-    """The recipe, with the option mixed_precision: float32 is `no`, its default. Gives CPU seconds of a step after the first ones."""
+    """The recipe, with the option mixed_precision: float32 is `no`, its default.
+
+    Gives CPU seconds of a step after the first ones.
+    """
     import numpy as np
     import torch
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
@@ -170,7 +182,9 @@ _PRODUCTS = ("conv", "mm", "scaled_dot_product")
 
 
 def share_of_products(model: Path) -> float:
-    """Of the CPU time of a UNet step with LoRA, the share in convolutions, matrix products and attention, which caches do not change."""
+    """Of the CPU time of a UNet step with LoRA, the share in convolutions, matrix products and
+    attention, which caches do not change.
+    """
     import torch
     from diffusers import UNet2DConditionModel
     from peft import LoraConfig
@@ -213,7 +227,9 @@ def sections(
 
 
 def ours(studio: Any, *, cache: bool, buckets: bool, dtype: str) -> dict[str, float]:
-    """A run; gives CPU seconds of a step after the first ones, and those of everything before the run."""
+    """A run; gives CPU seconds of a step after the first ones, and those of everything before the
+    run.
+    """
     from tests.ranks.conftest import _Kept
     from unisono.train.front_io import StopRequest
     from unisono.train.rank_run import run_plan
@@ -272,7 +288,9 @@ def speed(rounds: int) -> dict[str, Any]:
 
 
 def _ratios(steps: dict[str, list[float]], recipe: str) -> dict[str, dict[str, float]]:
-    """Steps per CPU second of each of our ways over those of a recipe: round by round, the median and the least."""
+    """Steps per CPU second of each of our ways over those of a recipe: round by round, the median
+    and the least.
+    """
     found = {}
     for way, all_ in steps.items():
         if not way.startswith("by_hand"):
@@ -306,7 +324,9 @@ print(json.dumps({{"parameters": plan.model.parameters, "estimate": plan.memory.
 
 
 def memory() -> list[dict[str, Any]]:
-    """Estimate and growth of the peak resident memory of two steps, in a process of its own that has filled its caches before."""
+    """Estimate and growth of the peak resident memory of two steps, in a process of its own that
+    has filled its caches before.
+    """
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

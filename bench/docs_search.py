@@ -1,8 +1,10 @@
-"""How often the documentation site's own search finds the page of a cause, in the first three results, for a pasted line of a log.
+"""How often the documentation site's own search finds the page of a cause, in the first three
+results, for a pasted line of a log.
 
 make docs; python bench/docs_search.py [--site site]
 
-The lines: tests/docs/search_lines.jsonl, and, since pages and search were made with a look at those, the decisive lines of tests/diagnose/cases, too.
+The lines: tests/docs/search_lines.jsonl, and, since pages and search were made with a look at
+those, the decisive lines of tests/diagnose/cases, too.
 """
 
 import argparse

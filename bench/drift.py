@@ -3,13 +3,15 @@
     python bench/drift.py                writes bench/results/drift.json
     python bench/drift.py --out -        printed
 
-A digest is made of the float32 tensors that a run trains; nothing is sent but its 32 characters. Cases:
+A digest is made of the float32 tensors that a run trains; nothing is sent but its 32 characters.
+Cases:
 
     tiny lora    LoRA of rank 16 on all linear layers of a model as large as builtin:tiny
     135M full    all weights of a model of 135 million parameters, as SmolLM2-135M has them
 
-`update_s` is one AdamW update of the same tensors on the same device: a step takes longer than that, so `share_of_update` (the digest's cost a step,
-at one in a hundred, over it) is above the share of a step.
+`update_s` is one AdamW update of the same tensors on the same device: a step takes longer than
+that, so `share_of_update` (the digest's cost a step, at one in a hundred, over it) is above the
+share of a step.
 """
 
 import argparse

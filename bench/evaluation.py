@@ -1,10 +1,13 @@
-"""Measures `unisono eval`: its answers against `model.generate` one by one and in padded batches; its loss of packed rows against TRL's evaluation with padding.
+"""Measures `unisono eval`: its answers against `model.generate` one by one and in padded batches;
+its loss of packed rows against TRL's evaluation with padding.
 
-python bench/evaluation.py [m15|m135 ...] [--parts answers loss] [--dtypes float32 bfloat16] [--rounds 3] [--out bench/results/evaluation.json]
+python bench/evaluation.py [m15|m135 ...] [--parts answers loss] [--dtypes float32 bfloat16]
+[--rounds 3] [--out bench/results/evaluation.json]
 
-The models are the random ones of bench/workload.py. They would never end an answer, so a sixtieth of the vocabulary are stop tokens: lengths
-vary as those of real answers do. The loss is that of rows of 180 and of 24 tokens; in bfloat16, TRL has bfloat16 weights and its default, autocast.
-The ways are measured in turn, in CPU seconds and in seconds; ratios are those of medians.
+The models are the random ones of bench/workload.py. They would never end an answer, so a sixtieth
+of the vocabulary are stop tokens: lengths vary as those of real answers do. The loss is that of
+rows of 180 and of 24 tokens; in bfloat16, TRL has bfloat16 weights and its default, autocast. The
+ways are measured in turn, in CPU seconds and in seconds; ratios are those of medians.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Causes each fault for real, and measures how long it takes until every node says the same words about it.
+"""Causes each fault for real, and measures how long it takes until every node says the same words
+about it.
 
     python bench/faults.py                       all faults once; writes bench/results/faults.json
     python bench/faults.py --times 3 -k network  some of them, three times
 
-The faults are those of tests/nodes and tests/nproc that carry the marker `fault`; a row is only written where the test holds.
-Seconds are counted from the start of the last front (Python's own start is in them), or, in a run that trains, from the blow.
-`named_after_s` is what the verdict itself says: from the moment at which all that it needs was there.
+The faults are those of tests/nodes and tests/nproc that carry the marker `fault`; a row is only
+written where the test holds. Seconds are counted from the start of the last front (Python's own
+start is in them), or, in a run that trains, from the blow. `named_after_s` is what the verdict
+itself says: from the moment at which all that it needs was there.
 """
 
 import argparse

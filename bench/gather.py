@@ -1,9 +1,11 @@
-"""Memory of rank 0 while a sharded model of 135 M parameters is written whole, over 2 ranks, for two sizes of a file of the result.
+"""Memory of rank 0 while a sharded model of 135 M parameters is written whole, over 2 ranks, for
+two sizes of a file of the result.
 
     python bench/gather.py
 
-Numbers are of the kernel: the resident memory of each rank before, and its peak while it writes (VmHWM, counted anew). For comparison, the
-same with torch's own way: get_model_state_dict with full_state_dict, then save_pretrained. Results go to bench/results/gather.json.
+Numbers are of the kernel: the resident memory of each rank before, and its peak while it writes
+(VmHWM, counted anew). For comparison, the same with torch's own way: get_model_state_dict with
+full_state_dict, then save_pretrained. Results go to bench/results/gather.json.
 """
 
 import json

@@ -1,26 +1,37 @@
-"""Fine-tuning by TRL and unisono on one CUDA device, in turn in one run, on the same rows and the same random weights.
+"""Fine-tuning by TRL and unisono on one CUDA device, in turn in one run, on the same rows and the
+same random weights.
 
-    python bench/gpu_peers.py [m135 1b 8b] [--arms unisono,trl-tuned,unsloth] [--out FILE] [--profile 1b] [--rehearse]
+    python bench/gpu_peers.py [m135 1b 8b] [--arms unisono,trl-tuned,unsloth] [--out FILE]
+    [--profile 1b] [--rehearse]
 
-Each arm is a process of its own, with the Python that runs this script: it needs trl, peft and datasets, and for `trl-tuned` liger-kernel. An arm that
-cannot be imported is recorded with the last line of its error. Results are written after each arm, so what was measured stays if the time ends
+Each arm is a process of its own, with the Python that runs this script: it needs trl, peft and
+datasets, and for `trl-tuned` liger-kernel. An arm that cannot be imported is recorded with the last
+line of its error. Results are written after each arm, so what was measured stays if the time ends
 (--limit seconds in all).
 
-- Shapes: SmolLM 135M, Llama 3.2 1B, Llama 3.1 8B; weights are random, bfloat16, made on the device. The tokenizer has 8,192 tokens and the head as many
-  rows as the real model, so the head costs what it really does.
-- Rows: bench/workload.py, 181 tokens on average. Every arm has about 16 × 1,024 real tokens in an optimizer step, LoRA of rank 16 on all linear layers
-  (or all weights), AdamW, and the loss on answers.
-- unisono: the config that a user writes, with its defaults. trl-default: SFTTrainer's defaults, 8 rows in a forward. trl-tuned: packing, torch's variable-length
-  flash attention (TRL has it from the package flash-attn), Liger's layers, bfloat16 weights, no gradient checkpointing, and as many sequences in a forward as fit.
-- unsloth, only on request: its layers and its trainer, packing, no gradient checkpointing. It wants older packages than the others: run it alone, with a
-  PYTHONPATH of its own; its import and compilation take a minute or two. It takes its fast attention for packed rows where torch's varlen_attn has the argument
-  enable_gqa (torch 2.12); torch 2.11's takes fewer heads of keys without it, so there the argument is added from outside.
-- tokens per second: real tokens of the steps after the warm-up / their wall time. Peaks: torch's own counts of the process that trains, and what nvidia-smi
-  shows for the whole device.
-- share of the peak: model FLOPs / (989.4 TFLOP/s, dense bfloat16 of an H100 SXM). Model FLOPs of a token are 4 × the weights of the linear layers (6 × for
-  full fine-tuning), 4 × (6 ×) those of the head for each loss token, and 6 × layers × heads × head size × the mean number of tokens before it × 2 of attention; what is recomputed
-  does not count.
-- --profile SIZE: steps of unisono under torch's profiler: its longest kernels, the operations that take the CPU's time, and the share of time in which the device idles.
+- Shapes: SmolLM 135M, Llama 3.2 1B, Llama 3.1 8B; weights are random, bfloat16, made on the device.
+  The tokenizer has 8,192 tokens and the head as many rows as the real model, so the head costs what
+  it really does.
+- Rows: bench/workload.py, 181 tokens on average. Every arm has about 16 × 1,024 real tokens in an
+  optimizer step, LoRA of rank 16 on all linear layers (or all weights), AdamW, and the loss on
+  answers.
+- unisono: the config that a user writes, with its defaults. trl-default: SFTTrainer's defaults, 8
+  rows in a forward. trl-tuned: packing, torch's variable-length flash attention (TRL has it from
+  the package flash-attn), Liger's layers, bfloat16 weights, no gradient checkpointing, and as many
+  sequences in a forward as fit.
+- unsloth, only on request: its layers and its trainer, packing, no gradient checkpointing. It wants
+  older packages than the others: run it alone, with a PYTHONPATH of its own; its import and
+  compilation take a minute or two. It takes its fast attention for packed rows where torch's
+  varlen_attn has the argument enable_gqa (torch 2.12); torch 2.11's takes fewer heads of keys
+  without it, so there the argument is added from outside.
+- tokens per second: real tokens of the steps after the warm-up / their wall time. Peaks: torch's
+  own counts of the process that trains, and what nvidia-smi shows for the whole device.
+- share of the peak: model FLOPs / (989.4 TFLOP/s, dense bfloat16 of an H100 SXM). Model FLOPs of a
+  token are 4 × the weights of the linear layers (6 × for full fine-tuning), 4 × (6 ×) those of the
+  head for each loss token, and 6 × layers × heads × head size × the mean number of tokens before it
+  × 2 of attention; what is recomputed does not count.
+- --profile SIZE: steps of unisono under torch's profiler: its longest kernels, the operations that
+  take the CPU's time, and the share of time in which the device idles.
 - --rehearse: tiny shapes on the CPU, to try the script itself.
 """
 
@@ -64,7 +75,8 @@ ARMS = {
     "8b": ["unisono", "trl-tuned", "trl-default"],
     "tiny": ["unisono", "trl-tuned"],
 }
-# Optimizer steps of an arm: (warm-up, measured). TRL's arms also end after so many seconds of measured steps.
+# Optimizer steps of an arm: (warm-up, measured). TRL's arms also end after so many seconds of
+# measured steps.
 STEPS = {"m135": (5, 40), "1b": (5, 30), "8b": (3, 10), "tiny": (1, 2)}
 MEASURED_S = 10.0
 LIMIT_S = {"m135": 60, "1b": 90, "8b": 120, "tiny": 120}
@@ -108,7 +120,10 @@ def make_model(out: Path, shape: dict[str, Any], tokenizer: Path, device: str) -
 
 
 def model_flops(shape: dict[str, Any], *, full: bool, loss_share: float, row_tokens: float) -> float:
-    """Of one token, on average; see the top of this file. `row_tokens` is the mean over tokens of the length of their row."""
+    """Of one token, on average; see the top of this file.
+
+    `row_tokens` is the mean over tokens of the length of their row.
+    """
     hidden, size = shape["hidden_size"], shape["head_dim"]
     heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
     layer = hidden * size * (2 * heads + 2 * kv) + 3 * hidden * shape["intermediate_size"]
@@ -212,7 +227,9 @@ def trl_arm(name: str, size: str, model: Path, rows_file: Path, device: str) -> 
 
 
 def take_gqa() -> None:
-    """Gives torch 2.11's varlen_attn the argument enable_gqa, which Unsloth looks for; its kernel takes fewer heads of keys without it."""
+    """Gives torch 2.11's varlen_attn the argument enable_gqa, which Unsloth looks for; its kernel
+    takes fewer heads of keys without it.
+    """
     import inspect
 
     from torch.nn.attention import varlen
@@ -229,7 +246,9 @@ def take_gqa() -> None:
 
 
 def register_flash() -> str:
-    """Registers torch's flash attention for packed rows with transformers, which knows only that of other packages; gives its name."""
+    """Registers torch's flash attention for packed rows with transformers, which knows only that of
+    other packages; gives its name.
+    """
     import inspect
 
     import torch
@@ -297,7 +316,8 @@ def unisono_arm(name: str, size: str, model: Path, rows: Path, device: str, work
     shutil.rmtree(run, ignore_errors=True)  # of a former call
     full = name == "unisono-full"
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet"]
-    # The checkpoint of all weights with their moments takes longer than the steps that are measured: the run ends before it is written.
+    # The checkpoint of all weights with their moments takes longer than the steps that are
+    # measured: the run ends before it is written.
     command += ["--no-first-checkpoint"] if full else []
     last = sum(STEPS[size])
     wanted = last - 1 if full else last
@@ -352,7 +372,9 @@ def end_tree(pid: int) -> None:
 
 
 def profile(plan_file: Path, work: Path, warmup: int, steps: int) -> str:
-    """The rank of the arm `unisono` once more, in this process, under torch's profiler for a few steps; gives the text."""
+    """The rank of the arm `unisono` once more, in this process, under torch's profiler for a few
+    steps; gives the text.
+    """
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler_of
@@ -391,7 +413,9 @@ def profile(plan_file: Path, work: Path, warmup: int, steps: int) -> str:
 
 
 def describe(profiler: Any, steps: int, times: list[float], walls: list[float]) -> str:
-    """The longest kernels, the operations that take the CPU's time, and the share of time in which the device idles."""
+    """The longest kernels, the operations that take the CPU's time, and the share of time in which
+    the device idles.
+    """
     from torch.autograd import DeviceType
 
     events = profiler.key_averages()
@@ -413,13 +437,14 @@ def describe(profiler: Any, steps: int, times: list[float], walls: list[float]) 
         "", f"{'kernels, ms a step':76s} {'ms':>8s} {'share':>6s} {'calls':>6s}",
     ]  # fmt: skip
     lines += [
-        f"{short(event.key):76s} {event.self_device_time_total / steps / 1e3:8.2f} {event.self_device_time_total / steps / 1e3 / max(busy, 1e-9):6.1%} "
-        f"{event.count / steps:6.0f}"
+        f"{short(event.key):76s} {event.self_device_time_total / steps / 1e3:8.2f}"
+        f" {event.self_device_time_total / steps / 1e3 / max(busy, 1e-9):6.1%} {event.count / steps:6.0f}"
         for event in kernels[:35]
     ]
     lines += ["", f"{'on the CPU, ms a step':76s} {'ms':>8s} {'':6s} {'calls':>6s}"]
     lines += [
-        f"{short(event.key):76s} {event.self_cpu_time_total / steps / 1e3:8.2f} {'':6s} {event.count / steps:6.0f}"
+        f"{short(event.key):76s} {event.self_cpu_time_total / steps / 1e3:8.2f} {'':6s}"
+        f" {event.count / steps:6.0f}"
         for event in operations[:25]
     ]
     return "\n".join(lines)
@@ -435,7 +460,9 @@ def short(name: str) -> str:
 
 
 class DeviceMemory:
-    """The largest number of MiB in use on the device, read by nvidia-smi five times a second; None without it."""
+    """The largest number of MiB in use on the device, read by nvidia-smi five times a second; None
+    without it.
+    """
 
     def __enter__(self) -> "DeviceMemory":
         self.peak: int | None = None
@@ -523,15 +550,16 @@ def figures(outcome: dict[str, Any], began: float, size: str, name: str) -> dict
     }  # fmt: skip
 
 
-# Of the rows of bench/workload.py: loss tokens / tokens, and the mean over tokens of the length of their row.
+# Of the rows of bench/workload.py: loss tokens / tokens, and the mean over tokens of the length of
+# their row.
 LOSS_SHARE, ROW_TOKENS = 0.57, 253.0
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """A line for each arm."""
     lines = [
-        f"{'':18s} {'tok/s':>8s} {'/default':>8s} {'/tuned':>7s} {'step ms':>8s} {'est. GB':>8s} {'alloc GB':>8s} {'reserved':>8s} {'device':>7s} {'1st step':>8s} {'of peak':>7s} "
-        f"{'tok/step':>8s}"
+        f"{'':18s} {'tok/s':>8s} {'/default':>8s} {'/tuned':>7s} {'step ms':>8s} {'est. GB':>8s}"
+        f" {'alloc GB':>8s} {'reserved':>8s} {'device':>7s} {'1st step':>8s} {'of peak':>7s} {'tok/step':>8s}"
     ]
     for key, arm in found.items():
         size = key.split()[0]
@@ -545,8 +573,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         device = f"{arm['device_mib'] / 1024:.1f}" if arm["device_mib"] else "–"
         estimate = f"{arm['estimate']['total'] / 1e9:.2f}" if arm.get("estimate") else "–"
         lines.append(
-            f"{key:18s} {arm['tokens_per_s']:8.0f} {ratios[0]:>8s} {ratios[1]:>7s} {arm['step_s'] * 1e3:8.1f} {estimate:>8s} {arm['allocated'] / 1e9:8.2f} "
-            f"{arm['reserved'] / 1e9:8.2f} {device:>7s} {arm['first_step_s']:8.1f} {arm['share_of_peak']:7.1%} {arm['tokens_per_step']:8.0f}"
+            f"{key:18s} {arm['tokens_per_s']:8.0f} {ratios[0]:>8s} {ratios[1]:>7s} {arm['step_s'] * 1e3:8.1f}"
+            f" {estimate:>8s} {arm['allocated'] / 1e9:8.2f} {arm['reserved'] / 1e9:8.2f} {device:>7s}"
+            f" {arm['first_step_s']:8.1f} {arm['share_of_peak']:7.1%} {arm['tokens_per_step']:8.0f}"
         )
     return "\n".join(lines)
 

@@ -1,13 +1,16 @@
-"""What the guard costs inside a rank of somebody else's program: each hook, the threads, and a DDP toy with the guard and without it in turn.
+"""What the guard costs inside a rank of somebody else's program: each hook, the threads, and a DDP
+toy with the guard and without it in turn.
 
     python bench/guard_cost.py               about five minutes; writes bench/results/guard_cost.json after each pair
     python bench/guard_cost.py --pairs 2 --out /tmp/cost.json
 
-    computed cost of a step = Σ over hooks (calls a step × cost of one) + CPU time of the threads, a second × step
+    computed cost of a step = Σ over hooks (calls a step × cost of one) + CPU time of the threads, a
+    second × step
 
-All costs are CPU time, which a busy machine stretches less than the clock. The toy is torch's own DDP on gloo, two ranks, with steps of about
-5 ms; it is started with the injected environment and without it, and nothing else differs. A step has one collective in C++, which no hook
-sees, and here one all_reduce from Python beside it, one batch of a loader, and one optimizer step.
+All costs are CPU time, which a busy machine stretches less than the clock. The toy is torch's own
+DDP on gloo, two ranks, with steps of about 5 ms; it is started with the injected environment and
+without it, and nothing else differs. A step has one collective in C++, which no hook sees, and here
+one all_reduce from Python beside it, one batch of a loader, and one optimizer step.
 """
 
 import argparse
@@ -66,7 +69,9 @@ def rank_main(steps: int) -> None:
 
 
 def hooks_main() -> None:
-    """Prints what each hook costs in a guarded rank, in CPU nanoseconds, and the threads' share of a processor."""
+    """Prints what each hook costs in a guarded rank, in CPU nanoseconds, and the threads' share of
+    a processor.
+    """
     import torch  # it is what is hooked
 
     from unisono.integrations.inside.guarded_process import this_process
@@ -198,7 +203,8 @@ def main() -> None:
         }
         pairs.append({"on": pair[True], "off": pair[False], "load": round(os.getloadavg()[0], 1)})
         print(
-            f"pair {number + 1}: cpu {pair[True]['cpu_s'] / pair[False]['cpu_s']:.4f}, wall {pair[True]['wall_s'] / pair[False]['wall_s']:.4f}",
+            f"pair {number + 1}: cpu {pair[True]['cpu_s'] / pair[False]['cpu_s']:.4f}, wall"
+            f" {pair[True]['wall_s'] / pair[False]['wall_s']:.4f}",
             flush=True,
         )
         write(asked.out, found, pairs)

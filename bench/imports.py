@@ -1,10 +1,12 @@
-"""What a start costs: the imports of a rank, and a run of the built-in model up to its first step.
+"""What a start costs: the imports of a rank, and a run of the built-in model up to its first
+step.
 
 python bench/imports.py [--pairs 10] [--runs 5]
 
-Imports in pairs of fresh processes: without and with `loading_modules`, under which Python's collector rests, bitsandbytes is not
-imported, and transformers reads the sources of its models once. The first step is the first line of metrics.jsonl; CPU seconds are those of all processes of the run until then.
-The first run is not counted: it compiles, and prepares the data.
+Imports in pairs of fresh processes: without and with `loading_modules`, under which Python's
+collector rests, bitsandbytes is not imported, and transformers reads the sources of its models
+once. The first step is the first line of metrics.jsonl; CPU seconds are those of all processes of
+the run until then. The first run is not counted: it compiles, and prepares the data.
 """
 
 import argparse

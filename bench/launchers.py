@@ -1,11 +1,14 @@
-"""What each launcher costs at the start, against local: seconds from typing to the first step, and to the end of a run of four steps.
+"""What each launcher costs at the start, against local: seconds from typing to the first step, and
+to the end of a run of four steps.
 
     python bench/launchers.py                          all launchers, three times; writes bench/results/launchers.json
     python bench/launchers.py --times 1 --only ray     some of them; the others keep what is in the file
 
-Two ranks everywhere: of one node (local), or of two nodes that are network namespaces of this machine, with a real sshd, Slurm and Ray. The
-clusters are up before. Launchers take turns, so that a busy machine slows all alike; what to look at is the difference to local. The load before
-each run is in the result. Where other work cannot be stopped, a control group with many cpu.shares helps (`--note` keeps that).
+Two ranks everywhere: of one node (local), or of two nodes that are network namespaces of this
+machine, with a real sshd, Slurm and Ray. The clusters are up before. Launchers take turns, so that
+a busy machine slows all alike; what to look at is the difference to local. The load before each run
+is in the result. Where other work cannot be stopped, a control group with many cpu.shares helps
+(`--note` keeps that).
 """
 
 import argparse
@@ -40,7 +43,9 @@ Start = Callable[[], Front]
 
 
 class Bench:
-    """Clusters that are up, and a way to start a run by each launcher, each time in a new directory."""
+    """Clusters that are up, and a way to start a run by each launcher, each time in a new
+    directory.
+    """
 
     def __init__(self, folder: Path, only: list[str], stack: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -172,7 +177,8 @@ def main() -> None:
                 one = measure(start)
                 seen[name].append(one)
                 print(
-                    f"{name}: first step after {one.first_step_s:.1f} s, end after {one.end_s:.1f} s, load {one.load:.1f}",
+                    f"{name}: first step after {one.first_step_s:.1f} s, end after {one.end_s:.1f} s, load"
+                    f" {one.load:.1f}",
                     flush=True,
                 )
             _write(seen, options.note)

@@ -1,10 +1,12 @@
-"""Losses of LLaMA-Factory itself and of unisono, from one LLaMA-Factory file, on the same rows in the same order.
+"""Losses of LLaMA-Factory itself and of unisono, from one LLaMA-Factory file, on the same rows in
+the same order.
 
     python bench/llamafactory.py --llamafactory PATH [--steps 5]
 
-PATH is the `llamafactory-cli` of an environment with llamafactory==0.9.5 and torch for the CPU. The file is its example
-train_lora/qwen3_lora_sft.yaml for a tiny random Qwen3, in float32, without dropout, on one rank, from the same initial adapter; rows are
-sorted for LLaMA-Factory in the order in which unisono takes them. Results go to bench/results/llamafactory.json.
+PATH is the `llamafactory-cli` of an environment with llamafactory==0.9.5 and torch for the CPU. The
+file is its example train_lora/qwen3_lora_sft.yaml for a tiny random Qwen3, in float32, without
+dropout, on one rank, from the same initial adapter; rows are sorted for LLaMA-Factory in the order
+in which unisono takes them. Results go to bench/results/llamafactory.json.
 """
 
 import argparse
@@ -50,7 +52,9 @@ WORDS = [
 
 
 def make_model(place: Path) -> None:
-    """A random Qwen3 of two layers with the tokenizer of LLaMA-Factory's golden cases, and an untrained adapter."""
+    """A random Qwen3 of two layers with the tokenizer of LLaMA-Factory's golden cases, and an
+    untrained adapter.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM

@@ -1,10 +1,14 @@
-"""Templates of LLaMA-Factory: equal to its own encoder on drawn rows, and the rate of `unisono data preview`.
+"""Templates of LLaMA-Factory: equal to its own encoder on drawn rows, and the rate of `unisono data
+preview`.
 
-python bench/llamafactory_encodings.py [--llamafactory PYTHON] [--jobs 60] [--seed 1] [--rows 10000] [--pairs 3]
+python bench/llamafactory_encodings.py [--llamafactory PYTHON] [--jobs 60] [--seed 1] [--rows 10000]
+[--pairs 3]
 
-With --llamafactory, the Python of an environment with LLaMA-Factory 0.9.5, rows of every shape (several turns, tools, calls, thoughts, odd
-characters, empty parts, pairs, ratings) are encoded by both, with random templates, cutoffs and settings. Text rows of vision models are
-encoded with its base plugin, so that no image processor is needed. Then both encoders of unisono read the same 10,000 rows, in turns.
+With --llamafactory, the Python of an environment with LLaMA-Factory 0.9.5, rows of every shape
+(several turns, tools, calls, thoughts, odd characters, empty parts, pairs, ratings) are encoded by
+both, with random templates, cutoffs and settings. Text rows of vision models are encoded with its
+base plugin, so that no image processor is needed. Then both encoders of unisono read the same
+10,000 rows, in turns.
 """
 
 import argparse
@@ -62,8 +66,8 @@ _TAGS = {
     "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
 _CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor"
+    " %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 # Runs in LLaMA-Factory's environment: argv is the file of jobs and the file of results.
@@ -122,7 +126,10 @@ def main() -> None:
         "load": os.getloadavg()[0],
     }
     if args.llamafactory:
-        command = f"python bench/llamafactory_encodings.py --llamafactory PYTHON --jobs {args.jobs} --seed {args.seed}"
+        command = (
+            f"python bench/llamafactory_encodings.py --llamafactory PYTHON --jobs {args.jobs} --seed"
+            f" {args.seed}"
+        )
         result["equality"] = {"command": command} | compare(
             args.llamafactory, draw_jobs(args.seed, args.jobs)
         )
@@ -225,7 +232,9 @@ _ALPACA = {"prompt": "instruction", "query": "input", "system": "system", "histo
 
 
 def draw_jobs(seed: int, count: int) -> list[dict[str, Any]]:
-    """`count` jobs of each template: three rows, settings, and the entry of a dataset_info.json for them."""
+    """`count` jobs of each template: three rows, settings, and the entry of a dataset_info.json for
+    them.
+    """
     from unisono.config.lf_template import template_names
 
     draw = Draw(seed)
@@ -279,7 +288,9 @@ def _draw_job(draw: Draw, template: str) -> dict[str, Any]:
 
 
 def compare(python: str, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many jobs have the same tokens and the same loss; those that LLaMA-Factory fails on must have a bad row here."""
+    """How many jobs have the same tokens and the same loss; those that LLaMA-Factory fails on must
+    have a bad row here.
+    """
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "jobs.json", Path(folder) / "results.json"
         given.write_text(json.dumps({"tokenizer": str(_TOKENIZER), "jobs": jobs}), encoding="utf-8")
@@ -365,7 +376,9 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
 
 
 def measure(rows: int, pairs: int) -> dict[str, Any]:
-    """Seconds of `unisono data preview` with our own encoder and with `lf:`, in pairs of fresh caches."""
+    """Seconds of `unisono data preview` with our own encoder and with `lf:`, in pairs of fresh
+    caches.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = folder / "model"
@@ -394,7 +407,8 @@ def measure(rows: int, pairs: int) -> dict[str, Any]:
 
 def _preview(folder: Path, template: str) -> tuple[float, float]:
     (folder / "config.yaml").write_text(
-        f"model: {folder / 'model'}\ndata: {{train: {folder / 'rows.jsonl'}, template: {template}, max_length: 4096}}\noutput_dir: out\n",
+        f"model: {folder / 'model'}\ndata: {{train: {folder / 'rows.jsonl'}, template: {template},"
+        " max_length: 4096}\noutput_dir: out\n",
         encoding="utf-8",
     )
     cache = folder / "cache"

@@ -1,16 +1,23 @@
-"""Fine-tuning by TRL's trainers, LLaMA-Factory and unisono, in turn in one run, on the same rows.
+"""Fine-tuning by TRL's trainers, LLaMA-Factory and unisono, in turn in one run, on the same
+rows.
 
-    python bench/peers.py [sft | full | dpo | memory] [--model m15 | m135] [--threads 1] [--steps 12] [--repetitions 2]
+    python bench/peers.py [sft | full | dpo | memory] [--model m15 | m135] [--threads 1] [--steps
+    12] [--repetitions 2]
         [--peers-python PATH] [--llamafactory-python PATH]
 
-PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0 trl==1.16.0); the test extra has them. That of
-LLaMA-Factory has llamafactory==0.9.5 and the same torch (its import of torchaudio needs a build for that torch); without it these arms are skipped, with a line. Each repetition runs every arm
-once, so that a busy hour hits all of them. Results go to bench/results/peers-….json.
+PATH is the Python of an environment with trl, peft and the same torch (pip install torch==2.13.0
+trl==1.16.0); the test extra has them. That of LLaMA-Factory has llamafactory==0.9.5 and the same
+torch (its import of torchaudio needs a build for that torch); without it these arms are skipped,
+with a line. Each repetition runs every arm once, so that a busy hour hits all of them. Results go
+to bench/results/peers-….json.
 
-- sft (LoRA), full (all weights), dpo (LoRA): rows of mixed length. The headline is real (non-padding) tokens per CPU second in the steady state; wall time, peak memory and the
-  time to the first step are kept too. Tokens of dpo are those of both sides. Its headline includes the forward passes of the reference model
-  for one epoch, wherever they are made: before the first step, or in each step.
-- memory: rows of exactly MAX_LENGTH tokens, the same tokens in a micro batch for sft (both sides as rows of their own) and dpo.
+- sft (LoRA), full (all weights), dpo (LoRA): rows of mixed length. The headline is real
+  (non-padding) tokens per CPU second in the steady state; wall time, peak memory and the time to
+  the first step are kept too. Tokens of dpo are those of both sides. Its headline includes the
+  forward passes of the reference model for one epoch, wherever they are made: before the first
+  step, or in each step.
+- memory: rows of exactly MAX_LENGTH tokens, the same tokens in a micro batch for sft (both sides as
+  rows of their own) and dpo.
 """
 
 import argparse
@@ -82,7 +89,9 @@ COMPARISONS = {
 
 
 def trl_arm(model: str, data: str, batch: int, arm: Arm) -> dict[str, Any]:
-    """Runs in the peers' Python: TRL's trainer over all rows once; gives the end, CPU time and tokens of each step."""
+    """Runs in the peers' Python: TRL's trainer over all rows once; gives the end, CPU time and
+    tokens of each step.
+    """
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -184,7 +193,9 @@ def lengths_of(dataset: Any) -> list[int]:
 
 
 def llamafactory_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[str, Any]:
-    """Runs in the Python of LLaMA-Factory: its trainer over all rows once, from a file as a user writes it."""
+    """Runs in the Python of LLaMA-Factory: its trainer over all rows once, from a file as a user
+    writes it.
+    """
     here = str(Path(__file__).parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]  # it has a llamafactory.py
     import torch
@@ -237,10 +248,10 @@ def unisono_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[
     run = out / "run"
     adapter = "null" if arm.full else "{rank: 8, alpha: 16}"
     config.write_text(
-        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {adapter}\nobjective: {arm.objective}\n"
-        f"data: {{train: {data}, max_length: {MAX_LENGTH}, too_long: cut, packing: false}}\n"
-        f"optim: {{lr: 2.0e-5, schedule: constant}}\nduration: 1 epoch\nbatch: {{global: {batch}, micro: {batch}}}\n"
-        f"device: cpu\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+        f"model: {{path: {model}, dtype: bfloat16}}\nadapter: {adapter}\nobjective: {arm.objective}\ndata:"
+        f" {{train: {data}, max_length: {MAX_LENGTH}, too_long: cut, packing: false}}\noptim: {{lr: 2.0e-5,"
+        f" schedule: constant}}\nduration: 1 epoch\nbatch: {{global: {batch}, micro: {batch}}}\ndevice:"
+        f" cpu\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
     settings = [f"{key}={value}" for key, value in arm.options.items()]
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", *settings]
@@ -262,7 +273,9 @@ def unisono_arm(model: str, data: str, batch: int, arm: Arm, out: Path) -> dict[
 
 
 def figures(outcome: dict[str, Any], *, warmup: int) -> dict[str, float]:
-    """Tokens per CPU second and per second after the first steps; per CPU second with the reference of one epoch."""
+    """Tokens per CPU second and per second after the first steps; per CPU second with the reference
+    of one epoch.
+    """
     steps = outcome["steps"]
     (wall0, cpu0, _), (wall1, cpu1, _) = steps[warmup - 1], steps[-1]
     tokens, all_tokens = sum(step[2] for step in steps[warmup:]), sum(step[2] for step in steps)
@@ -379,7 +392,9 @@ def rows_of(args: argparse.Namespace, work: Path) -> dict[str, Path]:
 
 
 def full_pair(rows: list[dict[str, str]], first: int) -> dict[str, str]:
-    """A pair whose sides are both longer than MAX_LENGTH: its answers are those of several pairs."""
+    """A pair whose sides are both longer than MAX_LENGTH: its answers are those of several
+    pairs.
+    """
     own = [rows[(first + i) % len(rows)] for i in range(20)]
     sides = {side: " ".join(row[side] for row in own) for side in ("chosen", "rejected")}
     return {"prompt": own[0]["prompt"], **sides}
@@ -400,8 +415,8 @@ def compare(args: argparse.Namespace, work: Path) -> None:
             last = run_arm(name, args, work / args.model, data[arms[name].objective])
             found.setdefault(name, []).append(last)
             print(
-                f"{repetition} {name:20s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s {last['tokens_per_s']:8.0f} tok/s "
-                f"{last['peak_bytes'] / 1e6:8.0f} MB",
+                f"{repetition} {name:20s} {last['tokens_per_cpu_s']:8.0f} tok/cpu-s"
+                f" {last['tokens_per_s']:8.0f} tok/s {last['peak_bytes'] / 1e6:8.0f} MB",
                 flush=True,
             )
     medians = {
@@ -412,9 +427,10 @@ def compare(args: argparse.Namespace, work: Path) -> None:
     print(f"\n{'':20s} tok/cpu-s  ratio   tok/s  ratio  peak MB  ratio  first step")
     for name, m in medians.items():
         print(
-            f"{name:20s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f} {m['tokens_per_s']:7.0f} "
-            f"{m['tokens_per_s'] / base['tokens_per_s']:6.2f} {m['peak_bytes'] / 1e6:8.0f} {m['peak_bytes'] / base['peak_bytes']:6.2f} "
-            f"{m['first_step_s']:8.1f} s"
+            f"{name:20s} {m['tokens_per_cpu_s']:9.0f} {m['tokens_per_cpu_s'] / base['tokens_per_cpu_s']:6.2f}"
+            f" {m['tokens_per_s']:7.0f} {m['tokens_per_s'] / base['tokens_per_s']:6.2f}"
+            f" {m['peak_bytes'] / 1e6:8.0f} {m['peak_bytes'] / base['peak_bytes']:6.2f}"
+            f" {m['first_step_s']:8.1f} s"
         )
     result = {
         "schema": 1, "command": f"python bench/peers.py {args.comparison} --model {args.model} --threads {args.threads} --steps {args.steps} "

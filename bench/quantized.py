@@ -1,10 +1,12 @@
-"""LoRA on base weights quantized by bitsandbytes or in files of GPTQ against LoRA on bfloat16 ones, and against peft with bitsandbytes by hand: memory, losses, CPU time.
+"""LoRA on base weights quantized by bitsandbytes or in files of GPTQ against LoRA on bfloat16 ones,
+and against peft with bitsandbytes by hand: memory, losses, CPU time.
 
     OMP_NUM_THREADS=1 python -m bench.quantized [--model m135] [--repetitions 1]
 
-Random weights in the shape of a model of 135 M parameters, rank 16 on all linear layers, bfloat16 computation. Each arm is a process of its
-own, and all take turns. The peak is that of the process's resident memory during the steps, above what it was before the model was loaded;
-time is CPU time of a step, the median over the steps after the first. Results go to bench/results/quantized.json.
+Random weights in the shape of a model of 135 M parameters, rank 16 on all linear layers, bfloat16
+computation. Each arm is a process of its own, and all take turns. The peak is that of the process's
+resident memory during the steps, above what it was before the model was loaded; time is CPU time of
+a step, the median over the steps after the first. Results go to bench/results/quantized.json.
 """
 
 import argparse

@@ -1,18 +1,22 @@
-"""What training over two ranks costs: tokens per CPU second of one rank, two replicas and two shards, on this machine.
+"""What training over two ranks costs: tokens per CPU second of one rank, two replicas and two
+shards, on this machine.
 
     python bench/ranks.py [--steps 10] [--rounds 2] [--dtype bfloat16]
 
-Runs `unisono train` as a user does, on the random 12 M model and the rows of bench/workload.py. CPU seconds are those of all processes of
-a job, as the kernel counts them; a short job is taken off a long one, so that starting up does not count. All ways take turns, so that a
-busy machine slows all alike; ratios to one rank are what to look at. Results go to bench/results/ranks.json, those of bfloat16 to
-ranks-bfloat16.json, where losses differ by its rounding.
+Runs `unisono train` as a user does, on the random 12 M model and the rows of bench/workload.py. CPU
+seconds are those of all processes of a job, as the kernel counts them; a short job is taken off a
+long one, so that starting up does not count. All ways take turns, so that a busy machine slows all
+alike; ratios to one rank are what to look at. Results go to bench/results/ranks.json, those of
+bfloat16 to ranks-bfloat16.json, where losses differ by its rounding.
 
-Two ways are controls, in which nothing is exchanged: `half` is one run of one rank with half of the batch, i.e. what one of two replicas
-computes, an update for each micro batch; `pair` is two such runs side by side, which share the machine's memory and last cache as ranks do.
-Its ratio is the bound for ddp: no exchange of gradients can be better.
+Two ways are controls, in which nothing is exchanged: `half` is one run of one rank with half of the
+batch, i.e. what one of two replicas computes, an update for each micro batch; `pair` is two such
+runs side by side, which share the machine's memory and last cache as ranks do. Its ratio is the
+bound for ddp: no exchange of gradients can be better.
 
-`in_steps` is the same from the steps alone: the median of tokens over the CPU seconds of rank 0's process in a step, times the ranks. It
-varies less than the difference of two jobs, and lacks what the front takes.
+`in_steps` is the same from the steps alone: the median of tokens over the CPU seconds of rank 0's
+process in a step, times the ranks. It varies less than the difference of two jobs, and lacks what
+the front takes.
 """
 
 import argparse
@@ -36,7 +40,9 @@ SHORT = 2
 
 
 def job(work: Path, adapter: str, way: str, steps: int, dtype: str) -> dict[str, Any]:
-    """One job: tokens it saw, CPU seconds of all its processes, seconds a step, seconds of waiting a step."""
+    """One job: tokens it saw, CPU seconds of all its processes, seconds a step, seconds of waiting
+    a step.
+    """
     runs = [work / f"{adapter}-{way}-{steps}-{number}" for number in range(CONTROLS.get(way, 1))]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = [subprocess.Popen(**command(work, run, adapter, way, steps, dtype)) for run in runs]
@@ -68,9 +74,10 @@ def command(work: Path, run: Path, adapter: str, way: str, steps: int, dtype: st
     section = "{rank: 8, alpha: 16}" if adapter == "lora" else "null"
     config = run.with_suffix(".yaml")
     config.write_text(
-        f"model: {{path: {work / 'm15'}, dtype: {dtype}}}\nadapter: {section}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
-        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
-        f"batch: {{global: {4 if way in CONTROLS else 8}, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+        f"model: {{path: {work / 'm15'}, dtype: {dtype}}}\nadapter: {section}\nparallel: {{strategy:"
+        f" {strategy}}}\ndevice: cpu\ndata: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut,"
+        f" packing: false}}\nduration: {steps} steps\nbatch: {{global: {4 if way in CONTROLS else 8}, micro:"
+        f" 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
     args = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh"]
     args += ["--nproc", str(nproc)] if nproc > 1 else []
@@ -78,7 +85,9 @@ def command(work: Path, run: Path, adapter: str, way: str, steps: int, dtype: st
 
 
 def measure(work: Path, adapter: str, steps: int, rounds: int, dtype: str) -> list[dict[str, Any]]:
-    """Medians over the rounds, for each way, and ratios to one rank; losses must be those of one rank, except with half of the batch."""
+    """Medians over the rounds, for each way, and ratios to one rank; losses must be those of one
+    rank, except with half of the batch.
+    """
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     in_steps: dict[str, list[float]] = {way: [] for way in WAYS}
     last: dict[str, dict[str, Any]] = {}

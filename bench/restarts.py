@@ -1,11 +1,14 @@
-"""How long a run stands still when a rank dies: seconds from the verdict to the first step after it, with all that is between.
+"""How long a run stands still when a rank dies: seconds from the verdict to the first step after
+it, with all that is between.
 
     python bench/restarts.py                 ten kills of each layout; a few minutes on two quiet cores; writes bench/results/restarts.json
 
-A rank of a tiny run is killed by SIGKILL after some steps, again and again; the front ends the others, finds the step to go on from,
-and starts all ranks anew. What that costs is what the run itself writes down (`restarts` in result.json): it begins with the verdict and holds
-the end of the other ranks, their start, the model, the meeting of the ranks, and one step. Each layout runs twice: ranks forked from a
-process that has imported torch, as everywhere, and each a fresh interpreter, as where nothing can be forked; most of the latter is imports.
+A rank of a tiny run is killed by SIGKILL after some steps, again and again; the front ends the
+others, finds the step to go on from, and starts all ranks anew. What that costs is what the run
+itself writes down (`restarts` in result.json): it begins with the verdict and holds the end of the
+other ranks, their start, the model, the meeting of the ranks, and one step. Each layout runs twice:
+ranks forked from a process that has imported torch, as everywhere, and each a fresh interpreter, as
+where nothing can be forked; most of the latter is imports.
 """
 
 import argparse

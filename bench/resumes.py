@@ -1,16 +1,19 @@
-"""Kills runs of one and of several ranks at random moments: does the end have the same bits as that of an undisturbed run?
+"""Kills runs of one and of several ranks at random moments: does the end have the same bits as that
+of an undisturbed run?
 
     python bench/resumes.py                 200 of each kind; more than an hour on two quiet cores; writes bench/results/resumes.json
     python bench/resumes.py --each 20 -k fsdp
     python bench/resumes.py --seed 21 --out bench/results/resumes-seed21.json     other kills than those before
     python bench/resumes.py --show          the table of all results there are
 
-SIGKILL hits one rank, all ranks, the front, or, in a job of two nodes, the head's front: half of the time inside a save, else anywhere in
-training or before it. After a rank's death the front goes on by itself; after its own the same command is given again. Every loss and
-evaluation in metrics.jsonl, the bytes of the final weights, and the rows that each step's forwards took, as the ranks wrote them down, are
-compared with those of the undisturbed run. (The results of two nodes with the seeds 0, 11 and 22 are older than the writing down of their rows.)
-The run is a tiny one, and saves after every step, so that many saves are hit. Results are written as they come. Two nodes are network
-namespaces where the user is root, else two names on loopback.
+SIGKILL hits one rank, all ranks, the front, or, in a job of two nodes, the head's front: half of
+the time inside a save, else anywhere in training or before it. After a rank's death the front goes
+on by itself; after its own the same command is given again. Every loss and evaluation in
+metrics.jsonl, the bytes of the final weights, and the rows that each step's forwards took, as the
+ranks wrote them down, are compared with those of the undisturbed run. (The results of two nodes
+with the seeds 0, 11 and 22 are older than the writing down of their rows.) The run is a tiny one,
+and saves after every step, so that many saves are hit. Results are written as they come. Two nodes
+are network namespaces where the user is root, else two names on loopback.
 """
 
 import argparse
@@ -31,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces  # noqa: E402 - the tests are found through the line above
+from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces  # noqa: E402
 from tests.resume.killed_runs import Layout, Struck, beat, draw_blows, mix, undisturbed  # noqa: E402
 
 _MOMENTS = ("before step 1", "in training", "inside a save", "at the end")
@@ -111,9 +114,9 @@ def _sums(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{name: sum(part[name] for part in parts) for name in ("kills", "survived", "bit_equal")},
         "moments": {moment: sum(part["moments"][moment] for part in parts) for moment in _MOMENTS},
-        "steps_lost": {"min": min(one["min"] for one in lost), "max": max(one["max"] for one in lost)}
-        if lost
-        else None,
+        "steps_lost": (
+            {"min": min(one["min"] for one in lost), "max": max(one["max"] for one in lost)} if lost else None
+        ),
     }
 
 
@@ -128,7 +131,8 @@ def show(result: dict[str, Any]) -> str:
         steps = f"{lost['min']}, {lost['max']}" if lost else ""
         saves = row["moments"]["inside a save"]
         lines.append(
-            f"| {row['layout']} | {row['kind']} | {row['kills']} | {saves} | {row['survived']} | {row['bit_equal']} | {steps} |"
+            f"| {row['layout']} | {row['kind']} | {row['kills']} | {saves} | {row['survived']} |"
+            f" {row['bit_equal']} | {steps} |"
         )
     return "\n".join(lines)
 

@@ -1,10 +1,12 @@
-"""Breaks real programs under `unisono run`, and writes what was named and when: program × fault → cause, ranks, seconds.
+"""Breaks real programs under `unisono run`, and writes what was named and when: program × fault →
+cause, ranks, seconds.
 
     python bench/run_programs.py                      all; writes bench/results/run_programs.json after each row
     python bench/run_programs.py -k "HF Trainer" -f kill -f steps
 
-Seconds are counted from the blow where there is one (SIGKILL, SIGSTOP), from the shorter rank's last step where a rank makes fewer, else from
-the start of the front: then the imports of torch and the trainer are in them. Rows of an earlier call that are not made anew stay.
+Seconds are counted from the blow where there is one (SIGKILL, SIGSTOP), from the shorter rank's
+last step where a rank makes fewer, else from the start of the front: then the imports of torch and
+the trainer are in them. Rows of an earlier call that are not made anew stay.
 """
 
 import argparse

@@ -1,10 +1,13 @@
-"""Measures `unisono serve` on this machine: tokens a second of eight requests at once, against the same requests one after the other.
+"""Measures `unisono serve` on this machine: tokens a second of eight requests at once, against the
+same requests one after the other.
 
 python bench/serve.py [m15|m135|RUN|MODEL ...] [--rounds 3] [--out bench/results/serve.json]
 
-Both are measured in turn, on the same server; the ratio is that of the medians. Answers at temperature 0 are compared, too. `longest_gap_s` is the
-longest time between two tokens of a running stream: alone, and while prompts of 1,500 tokens come in. m15 and m135 are
-the random models of bench/workload.py, in float32; builtin:tiny computes in bfloat16 where the CPU can, so its answers may differ.
+Both are measured in turn, on the same server; the ratio is that of the medians. Answers at
+temperature 0 are compared, too. `longest_gap_s` is the longest time between two tokens of a running
+stream: alone, and while prompts of 1,500 tokens come in. m15 and m135 are the random models of
+bench/workload.py, in float32; builtin:tiny computes in bfloat16 where the CPU can, so its answers
+may differ.
 """
 
 import argparse
@@ -49,7 +52,9 @@ def timed(port: int, model: str, *, workers: int) -> tuple[float, list[str]]:
 
 
 def gaps(port: int, model: str, rounds: int) -> dict[str, list[float]]:
-    """The longest seconds between two tokens of a stream, alone and while a long prompt comes in; one of each a round."""
+    """The longest seconds between two tokens of a stream, alone and while a long prompt comes in;
+    one of each a round.
+    """
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     body = {"model": model, "prompt": [11], "max_tokens": 1_900, "temperature": 0, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})

@@ -1,17 +1,23 @@
-"""What it costs to keep each step of an adapter in memory: seconds a step, as a share of the step.
+"""What it costs to keep each step of an adapter in memory: seconds a step, as a share of the
+step.
 
     python bench/snapshot.py [--steps 13] [--batch 8]
     python bench/snapshot.py --kills 3
 
-Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of bench/workload.py, with LoRA of rank 16: one
-rank, two replicas, and two shards (FSDP2), each of which keeps its half and then waits until the other has kept its own. The figures are
-the worker's own, by which it decides (medians of ten steps, the first left out): for how long a step waits for it, that wait included.
-`load_average` is that at the end of the job: what is much above the number of ranks is other work, which the wait for another rank feels most.
-With `--kills` nothing but deaths is measured: two ranks of `builtin:tiny`, steps of some tens of milliseconds, one of them killed with SIGKILL at a moment after step 30 that is
-drawn, `--kills` times with an adapter of rank 16 and as often with one of rank 128, which costs more. `lost` counts the steps that rank 0 had shown and the checkpoint of the rescue does not have; `promised` is what
-the first screen says, `kept_every` what plan.json has by then.
-`apart` takes the same pass apart in a process of its own, on tensors of the same sizes: the copy alone, and with the digest; best of many,
-so that other work on the machine counts less. Results go to bench/results/snapshot.json, those of deaths to snapshot_deaths.json.
+Runs `unisono train` as a user does, on the random model of 135 M parameters and the rows of
+bench/workload.py, with LoRA of rank 16: one rank, two replicas, and two shards (FSDP2), each of
+which keeps its half and then waits until the other has kept its own. The figures are the worker's
+own, by which it decides (medians of ten steps, the first left out): for how long a step waits for
+it, that wait included. `load_average` is that at the end of the job: what is much above the number
+of ranks is other work, which the wait for another rank feels most. With `--kills` nothing but
+deaths is measured: two ranks of `builtin:tiny`, steps of some tens of milliseconds, one of them
+killed with SIGKILL at a moment after step 30 that is drawn, `--kills` times with an adapter of rank
+16 and as often with one of rank 128, which costs more. `lost` counts the steps that rank 0 had
+shown and the checkpoint of the rescue does not have; `promised` is what the first screen says,
+`kept_every` what plan.json has by then. `apart` takes the same pass apart in a process of its own,
+on tensors of the same sizes: the copy alone, and with the digest; best of many, so that other work
+on the machine counts less. Results go to bench/results/snapshot.json, those of deaths to
+snapshot_deaths.json.
 """
 
 import argparse
@@ -42,9 +48,10 @@ def job(work: Path, way: str, *, steps: int, batch: int) -> list[dict[str, Any]]
     run = work / way.replace(" ", "-")
     config = work / "config.yaml"
     config.write_text(
-        f"model: {{path: {work / 'm135'}, dtype: float32}}\nadapter: {{rank: 16, alpha: 32}}\nparallel: {{strategy: {strategy}}}\ndevice: cpu\n"
-        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
-        f"batch: {{global: {batch}, micro: 2}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+        f"model: {{path: {work / 'm135'}, dtype: float32}}\nadapter: {{rank: 16, alpha: 32}}\nparallel:"
+        f" {{strategy: {strategy}}}\ndevice: cpu\ndata: {{train: {work / 'alpaca.jsonl'}, max_length: 512,"
+        f" too_long: cut, packing: false}}\nduration: {steps} steps\nbatch: {{global: {batch}, micro:"
+        f" 2}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
     )
     command = [
         sys.executable,
@@ -80,12 +87,16 @@ _PROMISED = re.compile(r"a rank's death costs [^\n]*")
 
 
 def death(work: Path, number: int, *, rank: int = 16) -> dict[str, Any]:
-    """One run of two ranks with an adapter of this rank, of which one is killed; gives what was lost."""
+    """One run of two ranks with an adapter of this rank, of which one is killed; gives what was
+    lost.
+    """
     run = work / f"death-{rank}-{number}"
     config = work / "tiny.yaml"
     config.write_text(
-        f"model: builtin:tiny\nadapter: {{rank: {rank}}}\ndevice: cpu\ndata: {{train: {Path(__file__).parents[1] / 'examples' / 'data' / 'train.jsonl'}, max_length: 64}}\n"
-        f"duration: 2000 steps\nbatch: {{global: 2}}\ncheckpoint: {{every: 10000 steps}}\nrestarts: 0\noutput_dir: {run}\n"
+        f"model: builtin:tiny\nadapter: {{rank: {rank}}}\ndevice: cpu\ndata: {{train:"
+        f" {Path(__file__).parents[1] / 'examples' / 'data' / 'train.jsonl'}, max_length: 64}}\nduration:"
+        " 2000 steps\nbatch: {global: 2}\ncheckpoint: {every: 10000 steps}\nrestarts: 0\noutput_dir:"
+        f" {run}\n"
     )
     command = [sys.executable, "-m", "unisono", "train", str(config), "--nproc", "2", "--no-first-checkpoint"]
     front = subprocess.Popen(
@@ -132,7 +143,9 @@ def _last_step(run: Path) -> int:
 
 
 def apart(sizes: list[int], *, rounds: int) -> dict[str, float]:
-    """Best times in seconds of one pass over float32 tensors of these numbers of elements: copied, and copied and digested."""
+    """Best times in seconds of one pass over float32 tensors of these numbers of elements: copied,
+    and copied and digested.
+    """
     import torch
     import xxhash
 

@@ -1,13 +1,16 @@
-"""Healthy runs with long pauses on a busy machine: is anybody named, or ended, who only does what healthy ranks do?
+"""Healthy runs with long pauses on a busy machine: is anybody named, or ended, who only does what
+healthy ranks do?
 
     python bench/soak.py --minutes 30            writes bench/results/soak.json as it goes; nobody may be named
     nohup python bench/soak.py --minutes 30 > /tmp/soak.log 2>&1 &
 
-Runs of two ranks (replicas) and of three (sharded weights) come in turn, each for some minutes, with pauses that are drawn anew: a slow first
-step (8 s) or a compiler's work in it (20 s), evaluations of 20 s, saves of 15 s, garbage collections of up to 2 s, small hitches of up to 1.5 s;
-of all ranks or of one. For half of the time, in turns, other processes want as many cores again as there are. Counted are verdicts (the
-run was ended), names (a warning that says who stands still), suspicions (a line that something is looked at), and stragglers: a rank that
-loses its core to another process is slow in truth, so these are told apart.
+Runs of two ranks (replicas) and of three (sharded weights) come in turn, each for some minutes,
+with pauses that are drawn anew: a slow first step (8 s) or a compiler's work in it (20 s),
+evaluations of 20 s, saves of 15 s, garbage collections of up to 2 s, small hitches of up to 1.5 s;
+of all ranks or of one. For half of the time, in turns, other processes want as many cores again as
+there are. Counted are verdicts (the run was ended), names (a warning that says who stands still),
+suspicions (a line that something is looked at), and stragglers: a rank that loses its core to
+another process is slow in truth, so these are told apart.
 """
 
 import argparse
@@ -141,7 +144,9 @@ def _count(part: Part, front: Front, pauses: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def burners(count: int) -> Iterator[None]:
-    """Processes that want a core each, in turn running and stopped for BUSY_S, for as long as the context lasts."""
+    """Processes that want a core each, in turn running and stopped for BUSY_S, for as long as the
+    context lasts.
+    """
     script = (
         "import os, signal, subprocess, sys, time\n"
         f"them = [subprocess.Popen([sys.executable, '-c', {_BURN!r}]) for _ in range({count})]\n"

@@ -1,12 +1,14 @@
-"""A healthy third-party program under `unisono run`, with long pauses on a busy machine: is any warning false?
+"""A healthy third-party program under `unisono run`, with long pauses on a busy machine: is any
+warning false?
 
     python bench/soak_programs.py --minutes 60   writes bench/results/soak_programs.json; no stall may be reported
     nohup python bench/soak_programs.py --minutes 60 > /tmp/soak.log 2>&1 &
 
-torchrun, two ranks, DDP, gloo, steps of 50 ms. About every second one rank, or all of them, does something that
-takes long and is not a stall: it evaluates, compiles in a separate process, saves slowly, downloads from a slow
-server (into a file, or into memory), reads its rows through slow loader processes, or collects garbage. The other
-ranks wait in their next collective. Other processes want as many cores again as there are, in turn.
+torchrun, two ranks, DDP, gloo, steps of 50 ms. About every second one rank, or all of them, does
+something that takes long and is not a stall: it evaluates, compiles in a separate process, saves
+slowly, downloads from a slow server (into a file, or into memory), reads its rows through slow
+loader processes, or collects garbage. The other ranks wait in their next collective. Other
+processes want as many cores again as there are, in turn.
 """
 
 import argparse

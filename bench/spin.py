@@ -1,11 +1,14 @@
-"""What threads that spin while they wait gain on a quiet machine, and lose on a busy one: seconds a step for several limits of spinning.
+"""What threads that spin while they wait gain on a quiet machine, and lose on a busy one: seconds a
+step for several limits of spinning.
 
     python bench/spin.py [--steps 12] [--rounds 2] [--dtype bfloat16]       about eight minutes; writes bench/results/spin.json
 
-Runs `unisono train` on one rank with two threads, on the random models of 12 M and 135 M parameters of bench/workload.py with LoRA. libgomp spins
-GOMP_SPINCOUNT times before a waiting thread sleeps: 0 with OMP_WAIT_POLICY=PASSIVE, 300,000 without a policy, without end with ACTIVE.
-Quiet: nothing else runs. Busy: one process that computes without end on each core. The medians of the steps after the first two; rounds are
-interleaved, so that a slow phase of the machine meets all settings; `to_passive` is the ratio to PASSIVE in the same load.
+Runs `unisono train` on one rank with two threads, on the random models of 12 M and 135 M parameters
+of bench/workload.py with LoRA. libgomp spins GOMP_SPINCOUNT times before a waiting thread sleeps: 0
+with OMP_WAIT_POLICY=PASSIVE, 300,000 without a policy, without end with ACTIVE. Quiet: nothing else
+runs. Busy: one process that computes without end on each core. The medians of the steps after the
+first two; rounds are interleaved, so that a slow phase of the machine meets all settings;
+`to_passive` is the ratio to PASSIVE in the same load.
 """
 
 import argparse
@@ -36,9 +39,10 @@ def seconds_a_step(work: Path, model: str, setting: dict[str, str], steps: int, 
     run = work / "run"
     config = work / "config.yaml"
     config.write_text(
-        f"model: {{path: {work / model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\n"
-        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing: false}}\nduration: {steps} steps\n"
-        f"batch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+        f"model: {{path: {work / model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice:"
+        f" cpu\ndata: {{train: {work / 'alpaca.jsonl'}, max_length: 512, too_long: cut, packing:"
+        f" false}}\nduration: {steps} steps\nbatch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000"
+        f" steps}}\noutput_dir: {run}\n"
     )
     command = [
         sys.executable,

@@ -1,11 +1,14 @@
-"""How the CPU time of a training step is spent, and what the fast layers give: one process, ways in turn on the same rows.
+"""How the CPU time of a training step is spent, and what the fast layers give: one process, ways in
+turn on the same rows.
 
     python bench/step.py [--models m15,m135] [--threads 1] [--steps 6]
 
-- shares: of LoRA and full fine-tuning in bfloat16, the part of a step in matrix products, in the other operations of torch, in functions of
-  kernels.c with what calls them, by torch's profiler.
-- bound: tokens per CPU second if a step consisted of its matrix products alone, each as fast as in this step.
-- fast_layers: tokens per CPU second with the fast layers (model.decoder) and without them, and the ratio.
+- shares: of LoRA and full fine-tuning in bfloat16, the part of a step in matrix products, in the
+  other operations of torch, in functions of kernels.c with what calls them, by torch's profiler.
+- bound: tokens per CPU second if a step consisted of its matrix products alone, each as fast as in
+  this step.
+- fast_layers: tokens per CPU second with the fast layers (model.decoder) and without them, and the
+  ratio.
 - peak: the highest memory of the process so far, MiB; full fine-tuning comes last.
 
 Results go to bench/results/step-t1.json, or --out.

@@ -1,11 +1,14 @@
-"""CPU seconds of tests, with all processes that they start: a plugin of pytest, one test at a time, as root on Linux with control groups of version 1.
+"""CPU seconds of tests, with all processes that they start: a plugin of pytest, one test at a time,
+as root on Linux with control groups of version 1.
 
-    mkdir /sys/fs/cgroup/cpuacct/tests
-    PYTHONPATH=$PWD/bench OMP_NUM_THREADS=1 python -m pytest -p suite_cpu -m "not long and not gpu" tests/cli tests/board
+    mkdir /sys/fs/cgroup/cpuacct/tests PYTHONPATH=$PWD/bench OMP_NUM_THREADS=1 python -m pytest -p
+    suite_cpu -m "not long and not gpu" tests/cli tests/board
 
-Seconds of the clock say little on a machine that others use; CPU seconds of a whole group also count servers that fork what a test starts.
-At the end it prints the folders, the files and the tests that took the most. Several at once, each over its own folders: SUITE_CPU=NAME for each, with a group of that
-name under /sys/fs/cgroup/cpuacct; SUITE_CPU_OUT=FILE gets the seconds of every test as JSON.
+Seconds of the clock say little on a machine that others use; CPU seconds of a whole group also
+count servers that fork what a test starts. At the end it prints the folders, the files and the
+tests that took the most. Several at once, each over its own folders: SUITE_CPU=NAME for each, with
+a group of that name under /sys/fs/cgroup/cpuacct; SUITE_CPU_OUT=FILE gets the seconds of every test
+as JSON.
 """
 
 import json

@@ -1,10 +1,12 @@
-"""Seconds a step with one thread and with two, for models of several widths: the figures behind `_SMALL` in unisono/plan/resolve.py.
+"""Seconds a step with one thread and with two, for models of several widths: the figures behind
+`_SMALL` in unisono/plan/resolve.py.
 
     python bench/threads.py [--widths 128 192 256] [--steps 16] [--rounds 2]       about five minutes; writes bench/results/threads.json
     python bench/threads.py --models m15 m135      instead of widths the models of bench/workload.py, in bfloat16; writes threads-models.json
 
-Runs `unisono train` on one rank, LoRA on random models of a width each, in both dtypes, and on `builtin:tiny`; ways take turns. The medians of
-the steps after the first three, the least of the rounds; `wall_2_to_1` is the time with two threads over that with one. Run it on a quiet machine.
+Runs `unisono train` on one rank, LoRA on random models of a width each, in both dtypes, and on
+`builtin:tiny`; ways take turns. The medians of the steps after the first three, the least of the
+rounds; `wall_2_to_1` is the time with two threads over that with one. Run it on a quiet machine.
 """
 
 import argparse
@@ -47,9 +49,10 @@ def step_of(work: Path, model: str, dtype: str, *, threads: int, steps: int) -> 
     """Seconds of the clock and of the CPU, of the median step of one run."""
     run, config = work / "run", work / "config.yaml"
     config.write_text(
-        f"model: {{path: {model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\n"
-        f"data: {{train: {work / 'alpaca.jsonl'}, max_length: 256, too_long: cut, on_bad_row: skip}}\nduration: {steps} steps\n"
-        f"batch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir: {run}\n"
+        f"model: {{path: {model}, dtype: {dtype}}}\nadapter: {{rank: 16, alpha: 32}}\ndevice: cpu\ndata:"
+        f" {{train: {work / 'alpaca.jsonl'}, max_length: 256, too_long: cut, on_bad_row: skip}}\nduration:"
+        f" {steps} steps\nbatch: {{global: 4, micro: 4}}\ncheckpoint: {{every: 100000 steps}}\noutput_dir:"
+        f" {run}\n"
     )
     command = [sys.executable, "-m", "unisono", "train", str(config), "--quiet", "--fresh", "--no-first-checkpoint"]  # fmt: skip
     subprocess.run(

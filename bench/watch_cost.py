@@ -1,15 +1,19 @@
-"""What the watch costs: each beat, the second thread, the front's reading, and a run with the watch and without it in turn.
+"""What the watch costs: each beat, the second thread, the front's reading, and a run with the watch
+and without it in turn.
 
     python bench/watch_cost.py               about ten minutes; writes bench/results/watch_cost.json
     python bench/watch_cost.py --pairs 2 --out /tmp/cost.json
     python bench/watch_cost.py --before ../old          the parts of an earlier checkout as well, in turn with these
 
-    computed cost of a step = Σ over kinds of beat (beats a step × cost of one) + (CPU time of the second thread + of the front, a second) × step
+    computed cost of a step = Σ over kinds of beat (beats a step × cost of one) + (CPU time of the
+    second thread + of the front, a second) × step
 
-All costs are CPU time, which a busy machine stretches less than the clock. The second thread and the front are measured beside ranks that
-compute and beat as in steps of 50 ms: both do more where a rank is silent. Beats a step are counted in real runs, by ranks that count their calls.
-Runs without the watch have ranks without --beat-fds that beat nowhere, and a front that never looks: there is no such option, so this file is
-its own front (`front MODE WORDS …`) and its own rank (`rank MODE WORDS …`).
+All costs are CPU time, which a busy machine stretches less than the clock. The second thread and
+the front are measured beside ranks that compute and beat as in steps of 50 ms: both do more where a
+rank is silent. Beats a step are counted in real runs, by ranks that count their calls. Runs without
+the watch have ranks without --beat-fds that beat nowhere, and a front that never looks: there is no
+such option, so this file is its own front (`front MODE WORDS …`) and its own rank (`rank MODE WORDS
+…`).
 """
 
 import argparse
@@ -49,7 +53,9 @@ FIRST_COUNTED = 5
 
 
 def beat_costs_ns() -> dict[str, dict[str, float]]:
-    """CPU nanoseconds of one call of each kind, in memory that is shared as a run's is: the least and the median of some rounds."""
+    """CPU nanoseconds of one call of each kind, in memory that is shared as a run's is: the least
+    and the median of some rounds.
+    """
     from unisono.watch import Beats
     from unisono.watch.views import BeatMemory
 
@@ -81,7 +87,9 @@ def beat_costs_ns() -> dict[str, dict[str, float]]:
 
 
 def second_thread_s_per_s() -> float:
-    """CPU seconds a second that a process has used beside its main thread, which computes and beats; the kernel's part is in it."""
+    """CPU seconds a second that a process has used beside its main thread, which computes and
+    beats; the kernel's part is in it.
+    """
     from unisono.watch import Beats
     from unisono.watch.views import BeatMemory
 
@@ -129,7 +137,9 @@ class OneNode:
 
 
 def front_s_per_s() -> float:
-    """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often as a run calls it."""
+    """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often
+    as a run calls it.
+    """
     from tests.watch.conftest import watch_deeds
     from unisono.supervise.rank_monitor import StallMonitor
 
@@ -148,7 +158,9 @@ def front_s_per_s() -> float:
 
 
 def parts_in_turn(before: Path | None) -> dict[str, dict[str, float]]:
-    """The second thread's and the front's cost, by process: of this checkout and, in turn, of an earlier one; medians of some rounds."""
+    """The second thread's and the front's cost, by process: of this checkout and, in turn, of an
+    earlier one; medians of some rounds.
+    """
     checkouts = {"now": ROOT} | ({"before": before} if before else {})
     found: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in checkouts}
     for _ in range(PART_ROUNDS):
@@ -173,7 +185,8 @@ class Runs:
         self._count = 0
 
     def run(self, mode: Mode, **sections: Any) -> dict[str, Any]:
-        """One run: CPU and clock seconds a step of rank 0's process, and CPU seconds of the front a second.
+        """One run: CPU and clock seconds a step of rank 0's process, and CPU seconds of the front a
+        second.
 
         The quickest tenth of the steps is what other work on the machine has disturbed least.
         """
@@ -313,7 +326,9 @@ def be_front(mode: Mode, words: list[str]) -> None:
 
 
 def be_rank(mode: Mode, words: list[str]) -> int:
-    """A rank; in mode off it does not beat, in mode counting it leaves the number of its calls beside its plan."""
+    """A rank; in mode off it does not beat, in mode counting it leaves the number of its calls
+    beside its plan.
+    """
     import unisono.worker.__main__ as worker
 
     if mode == "on":

@@ -1,6 +1,8 @@
-"""Makes what the comparison trains on: a tokenizer, two random Llama models (12 M and 135 M parameters), Alpaca-like rows, pairs.
+"""Makes what the comparison trains on: a tokenizer, two random Llama models (12 M and 135 M
+parameters), Alpaca-like rows, pairs.
 
-Row lengths are lognormal, as those of instruction data are; both answers of a pair have a length of their own. Everything follows from a seed.
+Row lengths are lognormal, as those of instruction data are; both answers of a pair have a length of
+their own. Everything follows from a seed.
 """
 
 import argparse
@@ -13,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor"
+    " %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MODELS = {
     "m15": {
@@ -88,7 +90,9 @@ class Writer:
 def make(
     out: Path, *, rows: int = 2000, seed: int = 0, shapes: dict[str, dict[str, Any]] | None = None
 ) -> None:
-    """Writes a model for each of the shapes (m15/ and m135/), tokenizer/, alpaca.jsonl and pairs.jsonl into `out`."""
+    """Writes a model for each of the shapes (m15/ and m135/), tokenizer/, alpaca.jsonl and
+    pairs.jsonl into `out`.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

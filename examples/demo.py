@@ -1,9 +1,11 @@
-"""Fine-tunes the built-in model and shows the results before and after: the program behind `make demo` and `make demo-dpo`.
+"""Fine-tunes the built-in model and shows the results before and after: the program behind `make
+demo` and `make demo-dpo`.
 
     python examples/demo.py [sft | dpo] [--seed 0] [key=value ...]
 
-`sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers is preferred (`examples/demo-dpo.yaml`). The
-run measures all figures; this program reads them from its directory.
+`sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers
+is preferred (`examples/demo-dpo.yaml`). The run measures all figures; this program reads them from
+its directory.
 """
 
 import argparse
@@ -59,7 +61,9 @@ def show_sft(run: Path, samples: Lines) -> None:
 
 
 def show_dpo(run: Path, samples: Lines) -> None:
-    """Answers before and after beside both sides of the pair, the curves of the metrics, and reward accuracy."""
+    """Answers before and after beside both sides of the pair, the curves of the metrics, and reward
+    accuracy.
+    """
     pairs = _read_lines(ROOT / "examples" / "data" / "pairs-heldout.jsonl")
     rejected = {pair["prompt"]: pair["rejected"] for pair in pairs}
     print("\nThree held-out requests, with the answer that is preferred and the one that is not:\n")
@@ -80,7 +84,9 @@ def show_dpo(run: Path, samples: Lines) -> None:
 
 
 def show_answers(before: dict[str, Any], after: dict[str, Any], right: dict[str, str]) -> None:
-    """A request, the answers to it before the first step and after the last, and those of the data."""
+    """A request, the answers to it before the first step and after the last, and those of the
+    data.
+    """
     room = shutil.get_terminal_size().columns - len("  before   ''")
     width = max(len(name) for name in ("before", *right))
     print(f"request {' ' * (width - 5)} {before['prompt'].strip()}")

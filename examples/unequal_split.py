@@ -1,4 +1,5 @@
-"""A training loop with a common mistake: every rank splits the rows by itself, with a seed of its own, so that ranks have different numbers of batches.
+"""A training loop with a common mistake: every rank splits the rows by itself, with a seed of its
+own, so that ranks have different numbers of batches.
 
 torchrun --nproc-per-node 2 examples/unequal_split.py                     hangs at the end of the epoch, until the process group's timeout
 unisono run -- torchrun --nproc-per-node 2 examples/unequal_split.py      names the cause and the rank in seconds

@@ -1,4 +1,5 @@
-"""Takes the pictures of docs/how-to/board.md: the page of a made run in both colour schemes, in Chromium.
+"""Takes the pictures of docs/how-to/board.md: the page of a made run in both colour schemes, in
+Chromium.
 
 python scripts/board_pictures.py        writes docs/how-to/pictures/board-*.png
 """

@@ -1,4 +1,5 @@
-"""docs/reference/causes.md and a page for each cause, in English and Chinese, from the catalogue, the signatures, the rules' fixes and the variables.
+"""docs/reference/causes.md and a page for each cause, in English and Chinese, from the catalogue,
+the signatures, the rules' fixes and the variables.
 
 Used by scripts/make_reference.py.
 """
@@ -186,14 +187,17 @@ def _check(line: str) -> str:
         before, _, command = line.partition("：")
         return f"{before}：{_check(command)}"
     command, rest = re.fullmatch(
-        r"(.*?)((?:,| as a test)(?: (?:on|between|from|with|of|and|beside|over)\b.*)?|(?: on| while| beside) .*)?",
+        r"(.*?)((?:,| as a test)(?: (?:on|between|from|with|of|and|beside|over)\b.*)?|(?: on| while| beside)"
+        r" .*)?",
         line,
     ).groups(default="")  # type: ignore[union-attr]
     return f"`{command}`{rest}" if command.split()[0] in _COMMANDS or "=" in command.split()[0] else line
 
 
 def _in_programs(cause: Cause, general: list[str], t: Translate) -> Iterator[str]:
-    """What to set in other programs: the fixes of `diagnose` that are specific to them, without repeating one that holds for all."""
+    """What to set in other programs: the fixes of `diagnose` that are specific to them, without
+    repeating one that holds for all.
+    """
     known: dict[str, list[str]] = {}
     for program in _PROGRAMS:
         for line in remedy(Hypothesis(cause=cause.id, why=""), replace(RunFacts(), framework=program)):

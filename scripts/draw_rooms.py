@@ -1,9 +1,11 @@
-"""Writes the picture and the table of rooms in docs/explanation/architecture.md from pyproject.toml, the imports and the docstrings of the rooms.
+"""Writes the picture and the table of rooms in docs/explanation/architecture.md from
+pyproject.toml, the imports and the docstrings of the rooms.
 
     python scripts/draw_rooms.py            writes the page
     python scripts/draw_rooms.py --check    exit 1 if it is not up to date; a test runs this
 
-An arrow means "imports". Arrows that follow from others are omitted (transitive reduction), so a room also reaches what its arrows reach.
+An arrow means "imports". Arrows that follow from others are omitted (transitive reduction), so a
+room also reaches what its arrows reach.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Fits the weights of `unisono diagnose`'s hypotheses on cases, and measures ranking and calibration by cross-validation.
+"""Fits the weights of `unisono diagnose`'s hypotheses on cases, and measures ranking and
+calibration by cross-validation.
 
-    cd tests/diagnose/reports
-    python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl --kept kept.jsonl --no-failure no_failure.jsonl [--write]
+    cd tests/diagnose/reports python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl
+    --kept kept.jsonl --no-failure no_failure.jsonl [--write]
 
-A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of table.toml are the prior mean: a penalized
-softmax regression corrects them only where cases say so, and changes no sign (Gaussian prior, maximum a posteriori).
+A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of table.toml
+are the prior mean: a penalized softmax regression corrects them only where cases say so, and
+changes no sign (Gaussian prior, maximum a posteriori).
 """
 
 import argparse
@@ -78,7 +80,9 @@ def read_others(file: Path) -> list[Case]:
 
 @dataclass
 class Problem:
-    """Cases as matrices: features (cases x features), lines (cases x causes x 4), accepted shares (cases x causes)."""
+    """Cases as matrices: features (cases x features), lines (cases x causes x 4), accepted shares
+    (cases x causes).
+    """
 
     causes: list[str]
     names: list[str]
@@ -169,7 +173,9 @@ def fit(problem: Problem, table: Table) -> Fitted:
 
 
 def fit_no_failure(failures: Sequence[Case], others: Sequence[Case], table: Table) -> dict[str, float]:
-    """Corrections for the outcome that a text reports no failure: a penalized logistic regression of failures against other texts."""
+    """Corrections for the outcome that a text reports no failure: a penalized logistic regression
+    of failures against other texts.
+    """
     entry = table.entries[NO_FAILURE]
     names = sorted(entry.weights)
     rows = np.array([[float(name in case.features) for name in names] for case in (*failures, *others)])
@@ -215,7 +221,9 @@ def best_temperature(chances: Any, problem: Problem) -> float:
 
 
 def best_calibration(chances: Any, problem: Problem) -> tuple[float, float]:
-    """Slope and shift of the log odds with the largest likelihood (Platt 1999), over all causes with a chance of at least 0.02."""
+    """Slope and shift of the log odds with the largest likelihood (Platt 1999), over all causes
+    with a chance of at least 0.02.
+    """
     rows = chances >= 0.02
     odds = np.log(chances[rows].clip(1e-9) / (1 - chances[rows]).clip(1e-9)).clip(-8, 8)
     right = (problem.accepted > 0)[rows].astype(float)
@@ -240,7 +248,9 @@ def tempered(chances: Any, temperature: float) -> Any:
 
 
 def calibration(chances: Any, problem: Problem) -> dict[str, Any]:
-    """The reliability table of all hypotheses with a score of 0.05 and more, and the expected calibration error."""
+    """The reliability table of all hypotheses with a score of 0.05 and more, and the expected
+    calibration error.
+    """
     rows = [
         (float(score), bool(problem.accepted[row, column] > 0))
         for row, scores in enumerate(chances)
@@ -272,7 +282,9 @@ def calibration(chances: Any, problem: Problem) -> dict[str, Any]:
 
 
 def ranking(cases: Sequence[Case], chances: Any, causes: list[str]) -> dict[str, Any]:
-    """Shares of cases whose cause is first, and among the first three; the verdict comes first where lines prove it."""
+    """Shares of cases whose cause is first, and among the first three; the verdict comes first
+    where lines prove it.
+    """
     marks = []
     for case, scores in zip(cases, chances, strict=True):
         order = [causes[column] for column in np.argsort(-scores)[:3]]
@@ -296,7 +308,9 @@ def ranking(cases: Sequence[Case], chances: Any, causes: list[str]) -> dict[str,
 
 
 def grepped(cases: Sequence[Case]) -> dict[str, Any]:
-    """The figure to beat: the causes of all known signatures in the text, the most frequent first."""
+    """The figure to beat: the causes of all known signatures in the text, the most frequent
+    first.
+    """
     first = three = 0
     for case in cases:
         counts = Counter(
@@ -313,7 +327,9 @@ def grepped(cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def measured(cases: Sequence[Case], table: Table) -> dict[str, Any]:
-    """Ranking and calibration on cases that no fit has seen, with the table as it is, and what grep finds."""
+    """Ranking and calibration on cases that no fit has seen, with the table as it is, and what grep
+    finds.
+    """
     problem = make_problem(cases, table)
     start, _ = start_of(problem, table)
     chances = tempered(probabilities(problem, start), table.temperature)

@@ -1,11 +1,13 @@
-"""The catalogue of texts in Chinese, src/unisono/locale/zh/LC_MESSAGES/unisono.po: its English side, extracted from the source.
+"""The catalogue of texts in Chinese, src/unisono/locale/zh/LC_MESSAGES/unisono.po: its English
+side, extracted from the source.
 
 python scripts/make_catalogue.py           adds the texts that are new, without a translation, and removes those that are gone
 python scripts/make_catalogue.py --check   changes nothing; exit code 1 and a list if a text has no translation, or an entry no text
 python scripts/make_catalogue.py --fill F  fills in translations from a file of lines `ENGLISH<tab>CHINESE`
 
-An f-string becomes a template: its values are placeholders with the names of their expressions, and a choice between two texts within it
-gives two templates. See docs/decisions/0029-translated-where-it-is-printed.md.
+An f-string becomes a template: its values are placeholders with the names of their expressions, and
+a choice between two texts within it gives two templates. See
+docs/decisions/0029-translated-where-it-is-printed.md.
 """
 
 import argparse
@@ -26,7 +28,9 @@ CATALOGUE = SOURCE / "locale/zh/LC_MESSAGES/unisono.po"
 
 NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
              "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
-"""Files whose strings are not for people, or that have words of their own: signs that are searched in logs, and the board's page."""
+"""Files whose strings are not for people, or that have words of their own: signs that are searched
+in logs, and the board's page.
+"""
 WORDS = (
     "error", "warning", "where", "why", "fix", "next", "result", "checkpoint", "checkpoints", "evaluation", "check", "against",
     "if this", "with unisono", "unlikely", "ruled out", "cause",
@@ -250,7 +254,9 @@ def _joined(parts: tuple[Pieces, ...]) -> Pieces:
 
 
 def _name(node: ast.expr) -> str:
-    """A name for a value: of the variable, the attribute, or the function and what it is called with."""
+    """A name for a value: of the variable, the attribute, or the function and what it is called
+    with.
+    """
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name.strip("_").lower() or "value"
@@ -338,7 +344,9 @@ def texts_of_catalogue(found: dict[str, str], known: dict[str, str]) -> str:
 
 
 def has_same_values(english: str, chinese: str) -> bool:
-    """Whether a translation has the placeholders of its text; those without text between them stay together, as they match as one."""
+    """Whether a translation has the placeholders of its text; those without text between them stay
+    together, as they match as one.
+    """
     return sorted(PLACEHOLDER.findall(english)) == sorted(PLACEHOLDER.findall(chinese)) and all(
         run in chinese for run in _RUN.findall(english)
     )

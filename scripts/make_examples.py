@@ -2,9 +2,10 @@
 
     python scripts/make_examples.py
 
-Three files of prompt-completion rows. `train.jsonl` is learnt from; on `dev.jsonl` the example's settings were chosen;
-`heldout.jsonl` is measured and nothing else. No answer occurs in two of them, and a share of the rows of `dev` and of
-`heldout` holds a noun, a name or a city that occurs in no other file.
+Three files of prompt-completion rows. `train.jsonl` is learnt from; on `dev.jsonl` the example's
+settings were chosen; `heldout.jsonl` is measured and nothing else. No answer occurs in two of them,
+and a share of the rows of `dev` and of `heldout` holds a noun, a name or a city that occurs in no
+other file.
 """
 
 import hashlib
@@ -30,7 +31,10 @@ Answer = dict[str, str | int]
 
 @dataclass(frozen=True)
 class Words:
-    """The words that rows are made of. Where `new` is given, one of its words takes the place of a common one."""
+    """The words that rows are made of.
+
+    Where `new` is given, one of its words takes the place of a common one.
+    """
 
     nouns: tuple[str, ...]
     names: tuple[str, ...]
@@ -95,7 +99,9 @@ PHRASINGS = (*REMINDER, *ALARM, *WEATHER, *MUSIC, *MUSIC_BY, *MESSAGE, *TIMER, *
 
 
 def phrases() -> list[str]:
-    """The stretches of two words or more that requests are recognised by, as `remind me` or `set a timer for`."""
+    """The stretches of two words or more that requests are recognised by, as `remind me` or `set a
+    timer for`.
+    """
     found = (part.strip() for phrasing in PHRASINGS for part in re.split(r"\{\w+\}", phrasing))
     return sorted({part for part in found if " " in part})
 
@@ -107,7 +113,10 @@ def draw_day(draw: random.Random) -> tuple[str, str]:
 
 
 def draw_time(draw: random.Random) -> tuple[str, str]:
-    """A time of day as it is said, and as HH:MM. A bare hour is one from eight in the morning to seven in the evening."""
+    """A time of day as it is said, and as HH:MM.
+
+    A bare hour is one from eight in the morning to seven in the evening.
+    """
     kind = draw.choices(
         ("noon", "midnight", "digits", "bare", "half", "quarter", "whole"), (6, 4, 12, 13, 18, 12, 35)
     )[0]
@@ -214,13 +223,17 @@ def holds_any(text: str, words: Words) -> bool:
 
 
 def split_of(answer: str) -> str:
-    """Where an answer belongs: a function of the answer alone, so that no answer is in two splits."""
+    """Where an answer belongs: a function of the answer alone, so that no answer is in two
+    splits.
+    """
     place = hashlib.sha256(answer.encode()).digest()[0] % 8
     return {0: "heldout", 1: "dev"}.get(place, "train")
 
 
 def rows_of_split(split: str) -> list[Row]:
-    """The rows of a split, no request twice; of `dev` and `heldout` a share holds words of their own."""
+    """The rows of a split, no request twice; of `dev` and `heldout` a share holds words of their
+    own.
+    """
     draw = random.Random(f"rows {split} {SEED}")
     words = words_of_splits()
     wanted = SPLITS[split]

@@ -1,9 +1,11 @@
-"""Writes the preference pairs of the demo: the same answer to a request as a polite sentence (chosen), and in a few words (rejected).
+"""Writes the preference pairs of the demo: the same answer to a request as a polite sentence
+(chosen), and in a few words (rejected).
 
     python scripts/make_pairs.py
 
-`pairs.jsonl` is learned from, `pairs-heldout.jsonl` is measured and nothing else. No request and no answer occurs in both, and a share of the
-held-out pairs has a noun, a name or a city that occurs in no other pair. Requests have the phrasings of `make_examples.py`.
+`pairs.jsonl` is learned from, `pairs-heldout.jsonl` is measured and nothing else. No request and no
+answer occurs in both, and a share of the held-out pairs has a noun, a name or a city that occurs in
+no other pair. Requests have the phrasings of `make_examples.py`.
 """
 
 import random

@@ -1,4 +1,5 @@
-"""Writes docs/reference/ from the code: the schema, the catalogue, the commands, the exit codes, the names of files.
+"""Writes docs/reference/ from the code: the schema, the catalogue, the commands, the exit codes,
+the names of files.
 
     python scripts/make_reference.py            writes the pages
     python scripts/make_reference.py --check    exit 1 if one of them is not up to date

@@ -1,4 +1,5 @@
-"""Makes the built-in model `builtin:tiny` with unisono itself: text from a seed, a tokenizer, random weights, pretraining.
+"""Makes the built-in model `builtin:tiny` with unisono itself: text from a seed, a tokenizer,
+random weights, pretraining.
 
     python scripts/make_tiny.py                # about fifteen minutes on one core
 
@@ -28,7 +29,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-"""What is asked ends with a line break, what is answered with the end token. So it was in pretraining: nothing is new."""
+"""What is asked ends with a line break, what is answered with the end token. So it was in
+pretraining: nothing is new.
+"""
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,7 +82,9 @@ RUN: dict[str, Any] = {
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE; digits and punctuation stand alone, so that numbers and quotes can be copied piece by piece."""
+    """Byte-level BPE; digits and punctuation stand alone, so that numbers and quotes can be copied
+    piece by piece.
+    """
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

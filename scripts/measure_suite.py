@@ -1,6 +1,8 @@
-"""Runs the tests, and says at the end what they took: minutes, CPU seconds, how busy the cores were, what lasted longer than a minute.
+"""Runs the tests, and says at the end what they took: minutes, CPU seconds, how busy the cores
+were, what lasted longer than a minute.
 
-Run: python scripts/measure_suite.py make test. The exit status is that of the command; with one core to spare, more WORKERS make it faster.
+Run: python scripts/measure_suite.py make test. The exit status is that of the command; with one
+core to spare, more WORKERS make it faster.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""The page docs/reference/memory.md: the formula of the estimate, and a table of models and devices, from the code that makes plans."""
+"""The page docs/reference/memory.md: the formula of the estimate, and a table of models and
+devices, from the code that makes plans.
+"""
 
 import inspect
 from typing import Any
@@ -29,7 +31,9 @@ WAYS = ("full", "full, compact", "LoRA", "QLoRA")
 
 
 def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
-    """The estimate for one device: full fine-tuning, with AdamW's moments in bfloat16 if it is compact, LoRA in bfloat16, or LoRA on nf4 with quantized scales; fsdp with several devices."""
+    """The estimate for one device: full fine-tuning, with AdamW's moments in bfloat16 if it is
+    compact, LoRA in bfloat16, or LoRA on nf4 with quantized scales; fsdp with several devices.
+    """
     return estimate_memory(
         facts(shape, way),
         dtype="bfloat16",

@@ -1,4 +1,5 @@
-"""What the documentation shows exists: commands with their options, config keys, and the English page behind each Chinese one.
+"""What the documentation shows exists: commands with their options, config keys, and the English
+page behind each Chinese one.
 
 Used by the build of the site (scripts/site_hooks.py) and by tests/docs.
 
@@ -26,7 +27,9 @@ _SHELL = ("", "bash", "sh", "console")
 
 
 def unknown_commands(text: str) -> Iterator[str]:
-    """Each `unisono NAME`, or option of it, in a block or in the text of a page that docs/reference/commands.md does not have."""
+    """Each `unisono NAME`, or option of it, in a block or in the text of a page that
+    docs/reference/commands.md does not have.
+    """
     reference = commands_page()
     bodies = "\n".join(body for language, body in BLOCK.findall(text) if language in _SHELL)
     shown = re.findall(r"^ *(?:\$ )?(?:\.venv/bin/)?unisono (.+)$", bodies, re.MULTILINE)
@@ -77,12 +80,17 @@ def commands_page() -> str:
 
 
 def english_page(chinese: Path) -> Path:
-    """The page that a Chinese one is made from: the one with the same path below docs/, for README.zh.md the README."""
+    """The page that a Chinese one is made from: the one with the same path below docs/, for
+    README.zh.md the README.
+    """
     return DOCS / chinese.relative_to(CHINESE) if chinese.is_relative_to(CHINESE) else ROOT / "README.md"
 
 
 def chinese_pages() -> list[Path]:
-    """All pages in Chinese that are translations of one. Pages made by scripts/make_reference.py are compared there, and the index lists what there is."""
+    """All pages in Chinese that are translations of one.
+
+    Pages made by scripts/make_reference.py are compared there, and the index lists what there is.
+    """
     pages = [
         page
         for page in (*sorted(CHINESE.rglob("*.md")), ROOT / "README.zh.md")

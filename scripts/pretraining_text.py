@@ -1,7 +1,9 @@
-"""The text that the built-in model is pretrained on: written from a seed, with nothing of the demo's task in it.
+"""The text that the built-in model is pretrained on: written from a seed, with nothing of the
+demo's task in it.
 
-It teaches the words of the demo and how to copy: repeat what was said, list and list again, find a value by its key,
-answer questions about a little story, write a number's word as digits. It holds no JSON and no phrase of the task.
+It teaches the words of the demo and how to copy: repeat what was said, list and list again, find a
+value by its key, answer questions about a little story, write a number's word as digits. It holds
+no JSON and no phrase of the task.
 
     python scripts/pretraining_text.py       # writes a sample, examples/data/text.jsonl
 """
@@ -107,7 +109,9 @@ def _numbers(draw: Draw) -> str:
 
 
 def _story(draw: Draw) -> str:
-    """Something happened, somewhere, one day, at some hour; then questions, each answered in the story's words."""
+    """Something happened, somewhere, one day, at some hour; then questions, each answered in the
+    story's words.
+    """
     one, other = draw.sample(NAMES, 2)
     deed, song = _deed(draw), f"{draw.choice(ADJECTIVES)} {draw.choice(SONG_NOUNS)}"
     settings = [
@@ -152,7 +156,9 @@ def _story(draw: Draw) -> str:
 
 
 def _codes(draw: Draw) -> str:
-    """Random characters, pieces of words and groups of digits, copied: so that every byte's token is learnt."""
+    """Random characters, pieces of words and groups of digits, copied: so that every byte's token
+    is learnt.
+    """
     code = draw.choice(
         (
             [_some(draw, _PRINTABLE, 1, 3) for _ in range(draw.randint(2, 6))],
@@ -183,7 +189,9 @@ _FORBIDDEN = ('{"', *phrases())
 
 
 def rows(seed: int) -> Iterator[str]:
-    """An endless stream of rows of one to three pieces; a row that by chance holds JSON or a phrase of the task is left out."""
+    """An endless stream of rows of one to three pieces; a row that by chance holds JSON or a phrase
+    of the task is left out.
+    """
     draw = random.Random(f"text {seed}")
     while True:
         kinds = draw.choices(list(_KINDS), list(_KINDS.values()), k=draw.choice((1, 1, 2, 3)))

@@ -1,4 +1,6 @@
-"""The page of the Python interface, from the names of `unisono.__all__`, their signatures and docstrings."""
+"""The page of the Python interface, from the names of `unisono.__all__`, their signatures and
+docstrings.
+"""
 
 import dataclasses
 import inspect

@@ -1,4 +1,5 @@
-"""What the site adds to MkDocs: places for generated pages, links that leave the pages, and errors for commands and keys that do not exist.
+"""What the site adds to MkDocs: places for generated pages, links that leave the pages, and errors
+for commands and keys that do not exist.
 
 Used by mkdocs.yml and mkdocs.zh.yml (`make docs`).
 """
@@ -33,7 +34,9 @@ SECTIONS = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills in the navigation: folders of generated pages; in Chinese, only pages that there are."""
+    """Fills in the navigation: folders of generated pages; in Chinese, only pages that there
+    are.
+    """
     folder = Path(config.docs_dir)
     config.nav = _places(config.nav or [], folder, chinese=folder != DOCS)
     return config
@@ -77,7 +80,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _relink(text: str, source: Path, folder: Path) -> str:
-    """Links to pages in the other language as addresses; links to the repository's other files as their names; lists begin a paragraph, as on GitHub."""
+    """Links to pages in the other language as addresses; links to the repository's other files as
+    their names; lists begin a paragraph, as on GitHub.
+    """
 
     def replace(link: re.Match[str]) -> str:
         words, target, anchor, title = link.groups(default="")
@@ -90,7 +95,8 @@ def _relink(text: str, source: Path, folder: Path) -> str:
         if not path.exists():
             log.warning("%s links to %s, which does not exist", source, target)
         if path.is_relative_to(DOCS) and path.suffix == ".md":
-            # docs/zh/x.md becomes zh/x.html, docs/x.md becomes x.html: the paths between them are those between the files.
+            # docs/zh/x.md becomes zh/x.html, docs/x.md becomes x.html: the paths between them are
+            # those between the files.
             address = Path(os.path.relpath(path, source.parent)).with_suffix(".html")
             if address.name == "README.html":
                 address = address.with_name("index.html")
@@ -110,7 +116,8 @@ def on_post_build(*, config: MkDocsConfig) -> None:
 
 
 def _draw(text: str) -> str:
-    """A flowchart of mermaid as a picture: a row of boxes for each subgraph, and an arrow for each line with `-->`.
+    """A flowchart of mermaid as a picture: a row of boxes for each subgraph, and an arrow for each
+    line with `-->`.
 
     The theme would load mermaid's library from the network.
     """
@@ -122,14 +129,22 @@ def _draw(text: str) -> str:
         for index, name in enumerate(row):
             places[name] = (480 + (index - (len(row) - 1) / 2) * (width + 30), 20 + number * (height + gap))
     lines = [
-        f'<path d="M{x0:.0f} {y0 + height} C{x0:.0f} {y0 + height + gap / 2:.0f} {x1:.0f} {y1 - gap / 2:.0f} {x1:.0f} {y1 - 4}" marker-end="url(#tip)"/>'
+        f'<path d="M{x0:.0f} {y0 + height} C{x0:.0f} {y0 + height + gap / 2:.0f} {x1:.0f} {y1 - gap / 2:.0f}'
+        f' {x1:.0f} {y1 - 4}" marker-end="url(#tip)"/>'
         for (x0, y0), (x1, y1) in ((places[one], places[other]) for one, other in arrows)
     ]
     boxes = [
-        f'<rect x="{x - width / 2:.0f}" y="{y}" width="{width}" height="{height}" rx="4"/><text x="{x:.0f}" y="{y + 17}">{name}</text>'
+        f'<rect x="{x - width / 2:.0f}" y="{y}" width="{width}" height="{height}" rx="4"/><text x="{x:.0f}"'
+        f' y="{y + 17}">{name}</text>'
         for name, (x, y) in places.items()
     ]
-    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
+    tip = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"'
+        ' orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
+    )
     words = "; ".join(f"{one} imports {other}" for one, other in arrows)
     size = f"0 0 960 {20 + len(rows) * (height + gap)}"
-    return f'<svg class="rooms" viewBox="{size}" role="img" aria-label="{words}"><defs>{tip}</defs>{"".join(lines)}{"".join(boxes)}</svg>'
+    return (
+        f'<svg class="rooms" viewBox="{size}" role="img"'
+        f' aria-label="{words}"><defs>{tip}</defs>{"".join(lines)}{"".join(boxes)}</svg>'
+    )

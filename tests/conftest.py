@@ -1,4 +1,6 @@
-"""Runs whole plans in this process, on a random model of 30,000 parameters, so that one import of torch serves many runs."""
+"""Runs whole plans in this process, on a random model of 30,000 parameters, so that one import of
+torch serves many runs.
+"""
 
 import gc
 import json
@@ -59,14 +61,16 @@ __all__ = [  # hooks of files beside this one
     "pytest_unconfigure",
 ]
 
-# How long an example takes says how busy the machine is. What is checked before a change lands is the same each time; `make test-long` draws anew.
+# How long an example takes says how busy the machine is. What is checked before a change lands is
+# the same each time; `make test-long` draws anew.
 _TIMELESS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("landing", _TIMELESS, derandomize=True)
 settings.register_profile("drawn", _TIMELESS)
 settings.load_profile("landing")
 
-# A shell without job control starts `make test &` with SIGINT and SIGQUIT ignored, and nohup ignores SIGHUP. Programs that the tests start would inherit that,
-# and tests of these signals fail. A handler is reset when a program is started.
+# A shell without job control starts `make test &` with SIGINT and SIGQUIT ignored, and nohup
+# ignores SIGHUP. Programs that the tests start would inherit that, and tests of these signals fail.
+# A handler is reset when a program is started.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
@@ -183,7 +187,9 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Forty pairs to train on and twelve others; chosen answers end with a word that the rejected ones lack."""
+    """Forty pairs to train on and twelve others; chosen answers end with a word that the rejected
+    ones lack.
+    """
     draw, folder = random.Random(3), tmp_path_factory.mktemp("pairs")
 
     def text(low: int, high: int) -> str:
@@ -200,7 +206,9 @@ def pair_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def rated_files(pair_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The prompts of these pairs with one rated answer each: two of three are the chosen one, and desirable."""
+    """The prompts of these pairs with one rated answer each: two of three are the chosen one, and
+    desirable.
+    """
     folder = tmp_path_factory.mktemp("rated")
     for file in pair_files:
         pairs = [json.loads(line) for line in file.read_text().splitlines()]
@@ -218,7 +226,9 @@ def rated_files(pair_files: tuple[Path, Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def image_sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The sections of a config for six steps on twelve pictures, with a tiny Stable Diffusion pipeline."""
+    """The sections of a config for six steps on twelve pictures, with a tiny Stable Diffusion
+    pipeline.
+    """
     needs.package("diffusers")
     needs.package("PIL")
     from tests.diffusion.making import write_pictures, write_pipeline
@@ -236,7 +246,9 @@ def image_sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
-    """A function that trains in this process: config sections as keywords, laid over a small default."""
+    """A function that trains in this process: config sections as keywords, laid over a small
+    default.
+    """
     return training_in(tmp_path, model_dir=model_dir, rows_file=rows_file)
 
 
@@ -320,7 +332,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Sharing
 
 @pytest.hookimpl(tryfirst=True)  # before a selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Side by side (`-n`), files with what takes long begin first, so that no process is left alone with one at the end."""
+    """Side by side (`-n`), files with what takes long begin first, so that no process is left alone
+    with one at the end.
+    """
     mark(items)
     if "not processes" in str(config.getoption("-m")):
         refuse_processes()
@@ -335,7 +349,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Python's garbage collector never looks at the million objects of modules and tests; and each test is compiled once."""
+    """Python's garbage collector never looks at the million objects of modules and tests; and each
+    test is compiled once.
+    """
     wait_for_bytecode(session.config)
     gc.disable()
     try:

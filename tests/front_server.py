@@ -1,9 +1,12 @@
-"""Fronts forked from a process that has imported the command line once: a front's own imports take more CPU than most tests of it.
+"""Fronts forked from a process that has imported the command line once: a front's own imports take
+more CPU than most tests of it.
 
-`start` does what subprocess.Popen does, and `run` what subprocess.run does. Each process of a test session has one server, which ends with it.
-A front that needs an interpreter of its own (another environment variable that is read at start, options of the interpreter) gets one.
-`start_program` does the same for programs of others under guard (unisono.integrations.inside), from a process in which torch was imported and hooked.
-See docs/decisions/0018-fork-server.md; tests/test_front_server.py compares both.
+`start` does what subprocess.Popen does, and `run` what subprocess.run does. Each process of a test
+session has one server, which ends with it. A front that needs an interpreter of its own (another
+environment variable that is read at start, options of the interpreter) gets one. `start_program`
+does the same for programs of others under guard (unisono.integrations.inside), from a process in
+which torch was imported and hooked. See docs/decisions/0018-fork-server.md;
+tests/test_front_server.py compares both.
 """
 
 import atexit
@@ -55,7 +58,9 @@ _GUARDED_MODULES = (
     "torch.multiprocessing",
     "torch.utils.data.distributed",
 )
-"""What programs of others import; DistributedDataParallel and optimizers load torch._dynamo when they are made."""
+"""What programs of others import; DistributedDataParallel and optimizers load torch._dynamo when
+they are made.
+"""
 _READ_AT_START = re.compile(r"^(PYTHON|PYDANTIC_|TYPER_|LD_|LC_|LANG|MALLOC_|GLIBC_|TZ)")
 """Variables that the interpreter, or a module at its import, has read."""
 _PLACE = "TEST_PLACE"  # the variable with the place of a forked front, which the front does not see
@@ -68,7 +73,8 @@ _MS_BIND, _MS_REC, _MS_SLAVE, _MNT_DETACH = 4096, 16384, 1 << 19, 2
 
 @dataclass(frozen=True)
 class Place:
-    """Where a front is to be, as `ip netns exec NETWORK unshare --uts` and some mounts would put it.
+    """Where a front is to be, as `ip netns exec NETWORK unshare --uts` and some mounts would put
+    it.
 
     Attributes:
         network: the name of a network namespace; empty for that of the tests.
@@ -118,7 +124,8 @@ def start(
     Args:
         command: this interpreter with `-m MODULE` or a script, and the arguments.
         place: where it is to be.
-        executed: the command line that goes to the place and starts the front there by exec; `command` if it is empty.
+        executed: the command line that goes to the place and starts the front there by exec;
+            `command` if it is empty.
         options: as for subprocess.Popen; the front leads a session of its own in any case.
     """
     environment = options.get("env") or os.environ
@@ -129,7 +136,8 @@ def start(
 
 
 def start_child(command: Sequence[str], **options: Any) -> "_Forked | _Executed":
-    """Starts what a ChildProcess of this process starts, forked if it can be: the front of a program that uses unisono.api.
+    """Starts what a ChildProcess of this process starts, forked if it can be: the front of a
+    program that uses unisono.api.
 
     Args:
         command: this interpreter with `-m MODULE`, and the arguments.
@@ -141,7 +149,8 @@ def start_child(command: Sequence[str], **options: Any) -> "_Forked | _Executed"
 
 
 def start_program(command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
-    """Starts somebody else's program under guard, forked if it can be: what it imports of torch was imported, and hooked, before.
+    """Starts somebody else's program under guard, forked if it can be: what it imports of torch was
+    imported, and hooked, before.
 
     Args:
         command: this interpreter with `-m MODULE` or a script, and the arguments.
@@ -153,7 +162,8 @@ def start_program(command: Sequence[str], **options: Any) -> "subprocess.Popen[s
 
 
 def start_rank(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
-    """Starts a rank without a front, forked by the session's server of ranks (tests/session_server.py) if it can be.
+    """Starts a rank without a front, forked by the session's server of ranks
+    (tests/session_server.py) if it can be.
 
     Args:
         command: this interpreter with `-m MODULE` and the arguments.
@@ -191,7 +201,10 @@ def _server(_pid: int) -> "_FrontServer":
 
 @functools.cache
 def _program_server(_pid: int) -> "_FrontServer":
-    """That of this process for guarded programs. Its own border is this process's, and nobody looks there."""
+    """That of this process for guarded programs.
+
+    Its own border is this process's, and nobody looks there.
+    """
     folder = tempfile.mkdtemp(prefix="unisono-programs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     guard = Guard(Path(folder) / "guard", "none", os.getpid(), host="here")
@@ -205,7 +218,11 @@ def _has_server() -> bool:
 
 
 def wait_for_rank_server(path: str | None = None) -> None:
-    """Waits until a server of ranks has imported, by its socket: a front that comes before it imports the same once more. Of itself, the session's."""
+    """Waits until a server of ranks has imported, by its socket: a front that comes before it
+    imports the same once more.
+
+    Of itself, the session's.
+    """
     limit = time.monotonic() + _LIMIT_S
     path = path or os.environ.get(SHARED, "/")
     while not Path(path).exists():
@@ -217,7 +234,9 @@ _rank_servers: dict[int, "_Server"] = {}
 
 
 def _rank_server() -> "_Server | None":
-    """What the session's server of ranks has forked for this process; None if it has not, which on a busy machine may be different next time."""
+    """What the session's server of ranks has forked for this process; None if it has not, which on
+    a busy machine may be different next time.
+    """
     if found := _rank_servers.get(os.getpid()):
         return found
     wait_for_rank_server()
@@ -238,7 +257,9 @@ class _Server:
     def fork(
         self, body: Mapping[str, Any], folder: str, fds: Sequence[int]
     ) -> tuple[int, socket.socket] | None:
-        """Gives the process, and the channel on which its end is reported; None if the server refuses."""
+        """Gives the process, and the channel on which its end is reported; None if the server
+        refuses.
+        """
         channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
             stack.enter_context(other_end)
@@ -256,7 +277,9 @@ class _Server:
 
 
 class _FrontServer(_Server):
-    """One that is started for this process: of fronts, or of guarded programs in an environment that is guarded."""
+    """One that is started for this process: of fronts, or of guarded programs in an environment
+    that is guarded.
+    """
 
     def __init__(self, environment: Mapping[str, str] = os.environ, kind: str = "fronts") -> None:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -391,7 +414,9 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
 
 
 def compile_options(command: Any) -> None:
-    """Has typer compile the types of all options, as the installed packages are read here: both are the same in every front."""
+    """Has typer compile the types of all options, as the installed packages are read here: both are
+    the same in every front.
+    """
     for parameter in command.params:
         parameter.get_runtime_param()
     for inner in getattr(command, "commands", {}).values():
@@ -399,7 +424,9 @@ def compile_options(command: Any) -> None:
 
 
 def _move_to_border() -> None:
-    """This process was guarded when it imported torch, by the border of the server; its own is the one that its environment names."""
+    """This process was guarded when it imported torch, by the border of the server; its own is the
+    one that its environment names.
+    """
     from unisono.integrations.inside.guarded_process import this_process
 
     process, guard = this_process({}), find_guard(os.environ)
@@ -440,9 +467,11 @@ def _main(control: str, tests: str, kind: str) -> None:
 
 
 def run_and_leave(program: Callable[[], object]) -> None:
-    """Runs a program, and ends this process as the interpreter would, but for its finalization: 0.4 CPU seconds with torch, 0.05 of a front.
+    """Runs a program, and ends this process as the interpreter would, but for its finalization: 0.4
+    CPU seconds with torch, 0.05 of a front.
 
-    It returns, or raises, where the interpreter has something to say about the end: a signal, words instead of a code, a stream that is full.
+    It returns, or raises, where the interpreter has something to say about the end: a signal, words
+    instead of a code, a stream that is full.
     """
     code = 0
     try:

@@ -1,5 +1,8 @@
-"""A file system of FUSE that nobody serves. As long as its device is open, who asks for anything in it waits in the kernel; from then on
-whoever asks gets an error."""
+"""A file system of FUSE that nobody serves.
+
+As long as its device is open, who asks for anything in it waits in the kernel; from then on whoever
+asks gets an error.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,6 @@
-"""Models in the files of GPTQ and AWQ, written by the definition of their layouts: weights rounded to the nearest of their group's numbers."""
+"""Models in the files of GPTQ and AWQ, written by the definition of their layouts: weights rounded
+to the nearest of their group's numbers.
+"""
 
 import json
 import shutil
@@ -87,7 +89,10 @@ def _ranges(weight: torch.Tensor, members: torch.Tensor, groups: int) -> tuple[t
 
 
 def _words(codes: torch.Tensor, bits: int, less: int = 0) -> Any:
-    """(n, m) → (n, m · bits / 32) int32: the first code in the lowest bits. `less` is taken from each, with a borrow from the next."""
+    """(n, m) → (n, m · bits / 32) int32: the first code in the lowest bits.
+
+    `less` is taken from each, with a borrow from the next.
+    """
     per = 32 // bits
     found = np.zeros((codes.shape[0], codes.shape[1] // per), dtype=np.int64)
     for place in range(per):

@@ -1,6 +1,8 @@
-"""llama.cpp as a library, through its C interface: `Llama(file)` gives logits and tokens of a GGUF file.
+"""llama.cpp as a library, through its C interface: `Llama(file)` gives logits and tokens of a GGUF
+file.
 
-The library is that of the package @node-llama-cpp/linux-x64 of npm, which `make system` installs; neither node nor a compiler is needed.
+The library is that of the package @node-llama-cpp/linux-x64 of npm, which `make system` installs;
+neither node nor a compiler is needed.
 """
 
 import ctypes
@@ -23,7 +25,9 @@ _DEFAULTS = {_N_CTX: 512, _N_BATCH: 2048, _N_UBATCH: 512, _N_THREADS: 4, _N_THRE
 
 
 class _Params(ctypes.Structure):
-    """A structure of parameters, at least as long as it is there: it is passed in memory, where more at its end does no harm."""
+    """A structure of parameters, at least as long as it is there: it is passed in memory, where
+    more at its end does no harm.
+    """
 
     _fields_ = [("words", ctypes.c_int32 * 128)]
 
@@ -148,7 +152,9 @@ class Llama:
         self._library.llama_model_free(self._model)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """The tokens of a text, without one at its beginning; `special`: names of control tokens in it are these tokens."""
+        """The tokens of a text, without one at its beginning; `special`: names of control tokens in
+        it are these tokens.
+        """
         data = text.encode()
         ids = (ctypes.c_int32 * (len(data) + 8))()
         count = self._library.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, special)

@@ -1,4 +1,6 @@
-"""What tests need and a machine may lack. A skip says `needs WHAT` or `needs WHAT: why`, and the last line of a run sums them up.
+"""What tests need and a machine may lack.
+
+A skip says `needs WHAT` or `needs WHAT: why`, and the last line of a run sums them up.
 
 `make system` installs PROGRAMS on Debian and Ubuntu. Tests: pytest tests/test_needs.py
 """
@@ -35,7 +37,9 @@ def program(name: str) -> str | None:
 
 
 def lacking(*programs: str, root: bool = False) -> str:
-    """The reason to skip what needs these programs, and perhaps root; empty where all of it is here."""
+    """The reason to skip what needs these programs, and perhaps root; empty where all of it is
+    here.
+    """
     if root and os.geteuid() != 0:
         return "needs root"
     missing = [name for name in programs if program(name) is None]
@@ -49,7 +53,10 @@ def need(*programs: str, root: bool = False) -> None:
 
 
 def package(name: str) -> Any:
-    """A Python package. Where it is missing, skips the test, or the whole file that calls this outside of a test."""
+    """A Python package.
+
+    Where it is missing, skips the test, or the whole file that calls this outside of a test.
+    """
     return pytest.importorskip(name, reason=f"needs {name}", exc_type=ModuleNotFoundError)
 
 
@@ -63,7 +70,9 @@ def need_namespaces(name: str) -> None:
 
 
 def need_user_namespaces() -> None:
-    """Skips the test where a process cannot make a user namespace: without root in a changed root directory, or forbidden by the kernel."""
+    """Skips the test where a process cannot make a user namespace: without root in a changed root
+    directory, or forbidden by the kernel.
+    """
     need("unshare")
     made = subprocess.run(
         ["unshare", "--user", "--map-root-user", "true"], check=False, capture_output=True, text=True
@@ -74,7 +83,9 @@ def need_user_namespaces() -> None:
 
 @contextlib.contextmanager
 def small_disk(place: Path, *options: str) -> Iterator[Path]:
-    """A file system in memory, made at `place` for as long as this lasts. Skips the test where nothing can be mounted.
+    """A file system in memory, made at `place` for as long as this lasts.
+
+    Skips the test where nothing can be mounted.
 
     Args:
         place: a directory, made where it is missing.
@@ -113,7 +124,9 @@ def what_was_skipped(reasons: Sequence[str]) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--skips-allowed PATTERN`: any other skip fails the run, as in CI, where everything that can be installed is."""
+    """`--skips-allowed PATTERN`: any other skip fails the run, as in CI, where everything that can
+    be installed is.
+    """
     parser.addoption(
         "--skips-allowed",
         metavar="PATTERN",

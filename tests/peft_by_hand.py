@@ -27,7 +27,9 @@ def loaded_again(run: Any) -> LoadedModel:
 
 
 def losses_by_hand(run: Any, model: Any, *, targets: str | list[str]) -> list[float]:
-    """The losses of peft on a model: its own layers, each row alone, torch's cross entropy and AdamW."""
+    """The losses of peft on a model: its own layers, each row alone, torch's cross entropy and
+    AdamW.
+    """
     adapter = run.plan.config.adapter
     wanted = peft.LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets, task_type="CAUSAL_LM",

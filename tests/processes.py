@@ -1,4 +1,6 @@
-"""Which tests start processes: `make test-fast` runs the others, and fails one of these that starts a process after all."""
+"""Which tests start processes: `make test-fast` runs the others, and fails one of these that starts
+a process after all.
+"""
 
 import functools
 import sys
@@ -18,7 +20,9 @@ _without: set[types.CodeType] = set()  # code that does not
 
 
 def starts_processes(item: pytest.Function) -> bool:
-    """Whether the code of a test or of one of its fixtures reaches a module that starts processes, through functions and classes of the tests."""
+    """Whether the code of a test or of one of its fixtures reaches a module that starts processes,
+    through functions and classes of the tests.
+    """
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     return any(map(_starts, [item.function, *(definitions[-1].func for definitions in fixtures)]))
 
@@ -79,7 +83,9 @@ def mark(items: list[pytest.Item]) -> None:
 
 
 def refuse_processes() -> None:
-    """From here on a test without the marker that starts a process fails, in this process of the session."""
+    """From here on a test without the marker that starts a process fails, in this process of the
+    session.
+    """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _EVENTS and (name := _here.get("test")) is not None:

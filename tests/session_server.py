@@ -1,4 +1,8 @@
-"""One fork server for all tests of a session: what imports torch, transformers and peft does so once. See docs/decisions/0018-fork-server.md."""
+"""One fork server for all tests of a session: what imports torch, transformers and peft does so
+once.
+
+See docs/decisions/0018-fork-server.md.
+"""
 
 import contextlib
 import os
@@ -18,7 +22,8 @@ _THREADS = 1
 
 
 def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", Path]:
-    """Starts one that has read these variables when it imported; gives it, and its socket, which is there once it has imported.
+    """Starts one that has read these variables when it imported; gives it, and its socket, which is
+    there once it has imported.
 
     Args:
         folder: for what it prints and why it refuses; only this user can enter it.
@@ -34,17 +39,22 @@ def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subproc
 
 
 class SessionServer:
-    """Starts it for a session that has tests with ranks or tasks, and names it to all that these tests start."""
+    """Starts it for a session that has tests with ranks or tasks, and names it to all that these
+    tests start.
+    """
 
     def __init__(self) -> None:
-        # Libraries derive their caches from HOME and XDG_CACHE_HOME, which tests change, at their import; with HF_HOME they do not.
+        # Libraries derive their caches from HOME and XDG_CACHE_HOME, which tests change, at their
+        # import; with HF_HOME they do not.
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-tests-")
         os.environ.setdefault("HF_HOME", str(Path(self._folder.name) / "huggingface"))
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it; fronts that come before its imports are done start fork servers of their own."""
+        """Starts it; fronts that come before its imports are done start fork servers of their
+        own.
+        """
         if self._process is not None or SHARED in os.environ or not sys.platform.startswith("linux"):
             return
         environment = child_environment(threads=_THREADS)
@@ -69,7 +79,8 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uni
 
 
 def cache_with_kernels(folder: Path) -> Path:
-    """A folder for XDG_CACHE_HOME that is the test's own, except for the compiled kernels: each new cache would cost a second of the C compiler.
+    """A folder for XDG_CACHE_HOME that is the test's own, except for the compiled kernels: each new
+    cache would cost a second of the C compiler.
 
     Args:
         folder: it; created if it is missing.
@@ -86,7 +97,9 @@ _KEY = pytest.StashKey[SessionServer]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Side by side (`-n`), all processes of the session share it; they have its name from the environment."""
+    """Side by side (`-n`), all processes of the session share it; they have its name from the
+    environment.
+    """
     if hasattr(config, "workerinput"):
         return
     if sys.platform.startswith("linux") and os.geteuid() == 0:

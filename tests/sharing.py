@@ -1,4 +1,6 @@
-"""Which tests go to the same process when several run side by side (`pytest -n`): those of a file, files that share dear runs, some rooms."""
+"""Which tests go to the same process when several run side by side (`pytest -n`): those of a file,
+files that share dear runs, some rooms.
+"""
 
 import sys
 import time
@@ -17,9 +19,13 @@ _TOGETHER = {
 }
 """A file, and the other with which it goes: session fixtures make their runs once in a process."""
 _ROOMS = ("tests/ray/", "tests/slurm/")
-"""All files of such a room go together: two clusters at a time would be more than a small machine can carry."""
+"""All files of such a room go together: two clusters at a time would be more than a small machine
+can carry.
+"""
 _LONG = ("tests/examples/test_demo.py", *_ROOMS, "tests/ranks/test_equality.py", "tests/ranks/test_resume.py")
-"""What takes a process the longest by itself; it begins first, and the others are done beside it."""
+"""What takes a process the longest by itself; it begins first, and the others are done beside
+it.
+"""
 
 
 def is_long(nodeid: str) -> bool:
@@ -38,14 +44,19 @@ class Sharing(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """On a fresh clone, no test is compiled yet. Where no bytecode is kept, each process has to compile them all, and to wait would gain nothing."""
+    """On a fresh clone, no test is compiled yet.
+
+    Where no bytecode is kept, each process has to compile them all, and to wait would gain nothing.
+    """
     node.workerinput["compiled"] = (
         sys.dont_write_bytecode or (Path(__file__).parent / "agree" / "__pycache__").exists()
     )
 
 
 def wait_for_bytecode(config: pytest.Config) -> None:
-    """Returns at once, except on a fresh clone: all processes would compile the same tests at the same moment, so that the others wait for the first one."""
+    """Returns at once, except on a fresh clone: all processes would compile the same tests at the
+    same moment, so that the others wait for the first one.
+    """
     given = getattr(config, "workerinput", None)
     if given is None or given["compiled"] or given["workerid"] == _FIRST:
         return

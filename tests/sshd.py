@@ -21,11 +21,15 @@ _STARTS_S = 60.0
 
 @contextlib.contextmanager
 def ssh_server(folder: Path, *, login: Mapping[str, str] | None = None) -> Iterator[tuple[str, ...]]:
-    """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches it. Skips the test where there is none.
+    """An sshd on a free port of 127.0.0.1 and 127.0.0.2; gives the ssh command line that reaches
+    it.
+
+    Skips the test where there is none.
 
     Args:
         folder: for its files.
-        login: all variables that a command has there, for one whose processes are to be forked by the session's server; None: what sshd gives.
+        login: all variables that a command has there, for one whose processes are to be forked by
+            the session's server; None: what sshd gives.
     """
     need("sshd", "ssh", "ssh-keygen")
     assert SSHD is not None
@@ -74,7 +78,9 @@ def ssh_server(folder: Path, *, login: Mapping[str, str] | None = None) -> Itera
 
 
 def as_program(options: tuple[str, ...], folder: Path) -> Path:
-    """A folder for PATH in which `ssh` is that command line, as a user's ~/.ssh/config would have it."""
+    """A folder for PATH in which `ssh` is that command line, as a user's ~/.ssh/config would have
+    it.
+    """
     ssh = folder / "ssh"
     ssh.write_text(f'#!/bin/sh\nexec {_SSH} {shlex.join(options[1:])} "$@"\n')
     ssh.chmod(0o755)

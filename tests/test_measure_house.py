@@ -23,7 +23,10 @@ FILES = {
     "cli/__init__.py": "",
     "cli/train.py": "def run():\n    from unisono.train.loop import steps\n\n    return steps()\n",
     "train/__init__.py": "",
-    "train/loop.py": '"""The loop."""\n\nfrom unisono.train import rows\n\n\ndef steps():\n    """Of a run."""\n    # counted\n    return rows.COUNT\n',
+    "train/loop.py": (
+        '"""The loop."""\n\nfrom unisono.train import rows\n\n\ndef steps():\n    """Of a run."""\n    #'
+        " counted\n    return rows.COUNT\n"
+    ),
     "train/rows.py": "TABLE = [1, 2]  # fmt: skip\nCOUNT = len(TABLE)\n",
     "plan/rows.py": "",
     "data/rows.py": "import unisono.train.rows\n",

@@ -21,8 +21,10 @@ def test_one_line_reports_what_was_not_run_for_want_of_what() -> None:
         "Skipped: needs iptables",
         "needs root: x",
     ]
-    assert what_was_skipped(reasons) == (
-        "not run: 4 tests, for want of iptables (2), slurmctld, munged (1), root (1); `make system`, as root, installs the programs"
+    assert (
+        what_was_skipped(reasons)
+        == "not run: 4 tests, for want of iptables (2), slurmctld, munged (1), root (1); `make system`, as"
+        " root, installs the programs"
     )
     assert what_was_skipped(["needs root"]) == "not run: 1 test, for want of root (1)"
     assert what_was_skipped([]) == ""

@@ -1,10 +1,12 @@
-"""Draws colored shapes with captions, and trains a tiny Stable Diffusion pipeline on two of their classes, from random weights.
+"""Draws colored shapes with captions, and trains a tiny Stable Diffusion pipeline on two of their
+classes, from random weights.
 
     python examples/images/make_shapes.py FOLDER
     python examples/images/make_shapes.py classify PICTURES
 
-FOLDER/model is then a pipeline of diffusers that draws red squares and blue discs by their captions, and FOLDER/pictures/8_green has pictures of the
-third class, green crosses, for a LoRA. Nothing is downloaded; it takes about two minutes on one core.
+FOLDER/model is then a pipeline of diffusers that draws red squares and blue discs by their
+captions, and FOLDER/pictures/8_green has pictures of the third class, green crosses, for a LoRA.
+Nothing is downloaded; it takes about two minutes on one core.
 """
 
 import json
@@ -49,10 +51,11 @@ def fill_shape(picture: Image.Image, shape: str, box: tuple[float, float, float,
 
 
 def class_of(picture: Image.Image) -> str:
-    """The color and the shape that a picture shows, e.g. `green cross`, or `green disc`, which is no class; `none` if it is nearly white.
+    """The color and the shape that a picture shows, e.g. `green cross`, or `green disc`, which is
+    no class; `none` if it is nearly white.
 
-    The color is the class's that is nearest to the mean of the pixels that are not white. The shape is the one that differs least from these
-    pixels when both fill the same box.
+    The color is the class's that is nearest to the mean of the pixels that are not white. The shape
+    is the one that differs least from these pixels when both fill the same box.
     """
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float32)
     strength = pixels.max(2) - pixels.min(2)
@@ -148,7 +151,9 @@ def train_vae(vae: Any, dice: random.Random, *, steps: int) -> None:
 
 
 def train_unet(parts: dict[str, Any], dice: random.Random, *, steps: int) -> None:
-    """Trains UNet and text encoder together on the first two classes; a tenth of the captions is empty, for guidance."""
+    """Trains UNet and text encoder together on the first two classes; a tenth of the captions is
+    empty, for guidance.
+    """
     unet, text, vae, scheduler = parts["unet"], parts["text_encoder"], parts["vae"], parts["scheduler"]
     optimizer = torch.optim.AdamW([*unet.parameters(), *text.parameters()], lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)

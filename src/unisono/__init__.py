@@ -1,10 +1,12 @@
-"""unisono: fine-tune language models; nodes agree before a run starts, and a failed run reports its cause.
+"""unisono: fine-tune language models; nodes agree before a run starts, and a failed run reports its
+cause.
 
     config = unisono.Config.from_file("train.yaml", {"optim.lr": 1e-4})
     result = unisono.train(config, nproc=2)
     model, tokenizer = unisono.load(result)
 
-Names are imported on first use: `import unisono` is quick, and only `load` and `Objective` import torch.
+Names are imported on first use: `import unisono` is quick, and only `load` and `Objective` import
+torch.
 """
 
 import importlib
@@ -129,7 +131,9 @@ def __dir__() -> list[str]:
 
 
 _CALLED_ROOMS = ("train", "doctor", "diagnose")
-"""Names of public functions that rooms have, too. Importing a module of such a room replaces the package's attribute."""
+"""Names of public functions that rooms have, too. Importing a module of such a room replaces the
+package's attribute.
+"""
 
 
 class _CalledRoom(ModuleType):

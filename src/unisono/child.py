@@ -1,4 +1,6 @@
-"""Runs the body of a process that a front started: ties it to the front's life, and reports how it ended."""
+"""Runs the body of a process that a front started: ties it to the front's life, and reports how it
+ended.
+"""
 
 import argparse
 import atexit
@@ -22,16 +24,22 @@ from unisono.files import write_text
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
-"""What the kernel ends a process with whose chat template cannot be interrupted (data.template); its front knows it by that."""
+"""What the kernel ends a process with whose chat template cannot be interrupted (data.template);
+its front knows it by that.
+"""
 TOKENIZER_HAS_NO_END = signal.SIGPROF
 """The same for a tokenizer that exceeds its CPU time (data.text_encoder)."""
 
 forked_by: int | None = None
-"""The fork server (unisono.worker.fork_server) that this process was forked by; None in a process that exec has begun."""
+"""The fork server (unisono.worker.fork_server) that this process was forked by; None in a process
+that exec has begun.
+"""
 
 
 def parse_child_arguments(argv: list[str], *, named: bool) -> argparse.Namespace:
-    """The command line of a worker (`plan.json`) or, with `named`, of a task (`NAME request.json`)."""
+    """The command line of a worker (`plan.json`) or, with `named`, of a task (`NAME
+    request.json`).
+    """
     parser = argparse.ArgumentParser(description="Started by unisono's front; see `unisono --help`.")
     if named:
         parser.add_argument("name")
@@ -71,10 +79,12 @@ def end_with_front(front_pid: int | None) -> None:
 
 @contextlib.contextmanager
 def loading_modules(cache: Path | None = None) -> Iterator[None]:
-    """Python's garbage collector rests while modules are imported, and never looks at what they left.
+    """Python's garbage collector rests while modules are imported, and never looks at what they
+    left.
 
-    Nearly all that an import makes stays; scanning it again at each threshold took a fifth of the seconds that torch,
-    transformers and peft cost, and later made each full collection within training longer.
+    Nearly all that an import makes stays; scanning it again at each threshold took a fifth of the
+    seconds that torch, transformers and peft cost, and later made each full collection within
+    training longer.
 
     Args:
         cache: a folder that keeps the names in transformers' models for later starts.
@@ -92,7 +102,11 @@ def loading_modules(cache: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """peft finds no bitsandbytes here. It imports what is installed, and bitsandbytes imports torch's compiler, for runs that quantize nothing."""
+    """peft finds no bitsandbytes here.
+
+    It imports what is installed, and bitsandbytes imports torch's compiler, for runs that quantize
+    nothing.
+    """
     name = "bitsandbytes"
     if name in sys.modules:
         yield
@@ -119,10 +133,12 @@ _REMEMBERED = (
 
 @contextlib.contextmanager
 def _places_without_source() -> Iterator[None]:
-    """`inspect.getframeinfo` does not read source files here, unless its caller wants lines of them.
+    """`inspect.getframeinfo` does not read source files here, unless its caller wants lines of
+    them.
 
-    torch keeps the place of each registration of an operator, a file and a number; for a line of source that nobody reads, Python searches
-    its modules and reads the file, which was a tenth of a second of CPU time.
+    torch keeps the place of each registration of an operator, a file and a number; for a line of
+    source that nobody reads, Python searches its modules and reads the file, which was a tenth of a
+    second of CPU time.
     """
     whole = inspect.getframeinfo
     inspect.getframeinfo = lambda frame, context=0: whole(frame, context)
@@ -134,10 +150,11 @@ def _places_without_source() -> Iterator[None]:
 
 @contextlib.contextmanager
 def models_scanned_once(cache: Path | None = None) -> Iterator[None]:
-    """transformers 5 reads the sources of all models for the names in them, twice: for itself and for `transformers.models`.
+    """transformers 5 reads the sources of all models for the names in them, twice: for itself and
+    for `transformers.models`.
 
-    Here the second is given what the first has found, and both what an earlier process kept in `cache`, which saves up to half a second of
-    CPU time.
+    Here the second is given what the first has found, and both what an earlier process kept in
+    `cache`, which saves up to half a second of CPU time.
     """
     if any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
         yield
@@ -156,7 +173,9 @@ Names = dict[frozenset[str], dict[str, set[str]]]
 
 
 class _ModelsFinder:
-    """Finds no module, but sees when the function is there with which transformers reads its models, and replaces it for a while."""
+    """Finds no module, but sees when the function is there with which transformers reads its
+    models, and replaces it for a while.
+    """
 
     def __init__(self, cache: Path | None) -> None:
         self._cache = cache
@@ -165,7 +184,9 @@ class _ModelsFinder:
         self._tables: dict[Path, Names] = {}
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
-        """Replaces transformers' function before `transformers` or `transformers.models` uses it."""
+        """Replaces transformers' function before `transformers` or `transformers.models` uses
+        it.
+        """
         if self._scan is None and name.startswith("transformers."):
             self._utils = sys.modules.get("transformers.utils.import_utils")
             self._scan = getattr(self._utils, _SCAN, None)
@@ -188,7 +209,10 @@ class _ModelsFinder:
             return self._scan(path, **more)
 
     def _table(self, models: Path, start: str) -> Names:
-        """A copy, as transformers adds its other modules to the table that it is given. Each module's name begins with `start`."""
+        """A copy, as transformers adds its other modules to the table that it is given.
+
+        Each module's name begins with `start`.
+        """
         if models not in self._tables:
             cache = self._cache and self._cache / "transformers"
             self._tables[models] = kept_names(models, lambda: self._scan(models / "__init__.py"), cache)
@@ -202,7 +226,9 @@ _SCAN = "define_import_structure"
 
 
 def kept_names(models: Path, scan: Callable[[], Names], cache: Path | None) -> Names:
-    """The names in a folder of models, from `cache` if no file of the folder has changed since; else as `scan` finds them."""
+    """The names in a folder of models, from `cache` if no file of the folder has changed since;
+    else as `scan` finds them.
+    """
     if cache is None:
         return scan()
     file = cache / f"{hashlib.sha256(os.fsencode(models)).hexdigest()[:16]}.json"
@@ -243,8 +269,8 @@ def _state_of_files(folder: Path) -> str:
 def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:
     """Runs `body`, and reports its result, its refusal, or its crash. Gives the exit code.
 
-    The last message is `result` (with what `body` gave), `refused` or `crashed`. An error of the storage that nobody foresaw is a refusal
-    with exit code 6.
+    The last message is `result` (with what `body` gave), `refused` or `crashed`. An error of the
+    storage that nobody foresaw is a refusal with exit code 6.
     """
     end_with_front(arguments.front_pid)
     reporter = Reporter(arguments.report_fd, fallback=sys.stderr, log_path=arguments.events)
@@ -255,14 +281,17 @@ def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Na
 
 
 def leave(code: int, *, orderly: bool = True) -> NoReturn:
-    """Ends this process with its exit code, once everything has been reported, without finalizing the interpreter.
+    """Ends this process with its exit code, once everything has been reported, without finalizing
+    the interpreter.
 
-    While that is done, a thread or a static object of torch's may abort the process ("terminate called without an active exception", torch
-    2.13, one end in some fifty on a busy machine); a rank that had reported its result then counted as crashed.
+    While that is done, a thread or a static object of torch's may abort the process ("terminate
+    called without an active exception", torch 2.13, one end in some fifty on a busy machine); a
+    rank that had reported its result then counted as crashed.
 
     Args:
         code: of the exit.
-        orderly: whether what was registered with atexit is called: not where something that it waits for may hang.
+        orderly: whether what was registered with atexit is called: not where something that it
+            waits for may hang.
     """
     if orderly:
         _keep_compile_times_to_themselves()
@@ -274,7 +303,9 @@ def leave(code: int, *, orderly: bool = True) -> NoReturn:
 
 
 def _keep_compile_times_to_themselves() -> None:
-    """At exit, torch._dynamo makes a table of compile times for its log, which is usually off, and imports 30 modules for it."""
+    """At exit, torch._dynamo makes a table of compile times for its log, which is usually off, and
+    imports 30 modules for it.
+    """
     dump = getattr(sys.modules.get("torch._dynamo.utils"), "dump_compile_times", None)
     if dump is not None and not logging.getLogger("torch._dynamo.utils").isEnabledFor(logging.INFO):
         atexit.unregister(dump)

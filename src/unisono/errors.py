@@ -1,4 +1,7 @@
-"""The exceptions for users, and errors of the storage. The class defines the exit code, the instance holds the problems."""
+"""The exceptions for users, and errors of the storage.
+
+The class defines the exit code, the instance holds the problems.
+"""
 
 import contextlib
 import errno
@@ -28,7 +31,9 @@ _BROKEN = (
     errno.ESTALE,
     errno.EROFS,
 )
-"""Together with those above: numbers that concern files even if the error has no path, e.g. from write(2), fsync(2) and mmap(2)."""
+"""Together with those above: numbers that concern files even if the error has no path, e.g. from
+write(2), fsync(2) and mmap(2).
+"""
 _OF_A_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 """Only a path from the user is too long or a link loop."""
 _OF_ACCESS = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO)
@@ -38,7 +43,10 @@ _IN_TEXT = re.compile(r"\bos error (\d+)\b")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem: what it is, where it is, why it is an error, and how to fix it. One line each."""
+    """One problem: what it is, where it is, why it is an error, and how to fix it.
+
+    One line each.
+    """
 
     what: str
     where: str = ""
@@ -110,10 +118,12 @@ class ModelError(UsageError):
 
 
 class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
-    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was trained.
+    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was
+    trained.
 
     Attributes:
-        already_shown: whether its verdict has been shown already, by a front that shows it before it waits for the other nodes.
+        already_shown: whether its verdict has been shown already, by a front that shows it before
+            it waits for the other nodes.
     """
 
     exit_code = 3
@@ -148,7 +158,9 @@ class RankDied(UnisonoError):  # noqa: N818 - named for what happened
 
 
 def error_number(error: BaseException) -> int | None:
-    """The errno of a failed file operation; None if the exception is a different one or has none."""
+    """The errno of a failed file operation; None if the exception is a different one or has
+    none.
+    """
     if isinstance(error, OSError):
         return error.errno if isinstance(error.errno, int) else None
     found = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
@@ -176,7 +188,9 @@ def file_size_limit() -> int | None:
 
 
 def storage_reason(error: BaseException) -> str:
-    """Why a file could not be read or written, in one sentence; with the value if a limit was reached."""
+    """Why a file could not be read or written, in one sentence; with the value if a limit was
+    reached.
+    """
     number = error_number(error)
     if _is_too_large(error):
         limit = file_size_limit()
@@ -184,7 +198,10 @@ def storage_reason(error: BaseException) -> str:
             return "the file system does not allow files of this size"
         return f"the file size limit is {limit} bytes ({show_bytes(limit)}, `ulimit -f`)"
     if number in _OPEN_FILES:
-        return f"the open file limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or the limit of the system is reached"
+        return (
+            f"the open file limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (`ulimit -n`), or the"
+            " limit of the system is reached"
+        )
     if number in FULL:
         return "the disk or the quota is full"
     if number == errno.EROFS:
@@ -201,7 +218,9 @@ def storage_reason(error: BaseException) -> str:
 
 
 def _has_no_room_for_files(error: BaseException) -> bool:
-    """Whether a file was not made because its directory is the kernel's, as /proc: a file system without blocks."""
+    """Whether a file was not made because its directory is the kernel's, as /proc: a file system
+    without blocks.
+    """
     path = getattr(error, "filename", None)
     if path is None or error_number(error) not in (errno.ENOENT, errno.EACCES, errno.EPERM):
         return False
@@ -226,7 +245,10 @@ def storage_remedy(
     """
     number = error_number(error)
     if _is_too_large(error) and file_size_limit() is not None:
-        return "raise the limit in the shell that starts the run: `ulimit -f unlimited` (in a service: LimitFSIZE=infinity; for all logins: fsize in limits.conf)"
+        return (
+            "raise the limit in the shell that starts the run: `ulimit -f unlimited` (in a service:"
+            " LimitFSIZE=infinity; for all logins: fsize in limits.conf)"
+        )
     if number in _OPEN_FILES:
         return "raise the limit in the shell that starts the run: `ulimit -n 65536`"
     if number in FULL:
@@ -243,9 +265,11 @@ def storage_remedy(
 
 
 def require_writable(folder: Path, *, where: str, why: str, fix: str) -> None:
-    """Refuses a directory that cannot be made or used, by making a file in it, or in the nearest parent; nothing is left of it.
+    """Refuses a directory that cannot be made or used, by making a file in it, or in the nearest
+    parent; nothing is left of it.
 
-    Permissions alone do not show it: they allow root to write in /proc and on a file system that is read-only.
+    Permissions alone do not show it: they allow root to write in /proc and on a file system that is
+    read-only.
 
     Args:
         where: the key or option with its name.
@@ -274,12 +298,16 @@ def require_writable(folder: Path, *, where: str, why: str, fix: str) -> None:
 
 
 def _is_too_large(error: BaseException) -> bool:
-    """Whether the system refused to grow a file; our own readers refuse large files with a different message."""
+    """Whether the system refused to grow a file; our own readers refuse large files with a
+    different message.
+    """
     return error_number(error) == errno.EFBIG and storage_words(error) == os.strerror(errno.EFBIG)
 
 
 def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None) -> Verdict | None:
-    """The verdict on a limit, a full disk, or storage that became unwritable in a writing phase; None if the catalogue has no cause for it."""
+    """The verdict on a limit, a full disk, or storage that became unwritable in a writing phase;
+    None if the catalogue has no cause for it.
+    """
     number = error_number(error)
     is_limit = number in _OPEN_FILES or (_is_too_large(error) and file_size_limit() is not None)
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
@@ -301,7 +329,8 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
 def storage_failure(error: BaseException) -> UnfitError | None:
     """The error for the user (exit code 6) if the storage caused an exception; None otherwise.
 
-    An error with an absolute path concerns a file. Without one the errno decides: sockets, pipes and processes fail with different ones.
+    An error with an absolute path concerns a file. Without one the errno decides: sockets, pipes
+    and processes fail with different ones.
     """
     number = error_number(error)
     if number is None:
@@ -321,7 +350,8 @@ def storage_failure(error: BaseException) -> UnfitError | None:
 
 @contextlib.contextmanager
 def as_usage_error() -> Iterator[None]:
-    """Turns an unusable path into a usage error, for code that runs before anything of the run exists.
+    """Turns an unusable path into a usage error, for code that runs before anything of the run
+    exists.
 
     Raises:
         UsageError: in place of the system's error.
@@ -336,12 +366,13 @@ def as_usage_error() -> Iterator[None]:
 
 
 def unusable_path(error: BaseException, *, has_started: bool) -> UsageError | None:
-    """The error for the user (exit code 2) if a given path cannot be used; None for other errors.
+    """The error for the user (exit code 2) if a given path cannot be used; None for other
+    errors.
 
     Args:
         error: uncaught in a process.
-        has_started: whether the work already has its own files, which were usable when it began: then only a name that can never be
-            used is the user's mistake.
+        has_started: whether the work already has its own files, which were usable when it began:
+            then only a name that can never be used is the user's mistake.
     """
     path = getattr(error, "filename", None) if isinstance(error, OSError) else None
     if path is None or error_number(error) not in (_OF_A_NAME if has_started else (*_OF_A_NAME, *_OF_ACCESS)):

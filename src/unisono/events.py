@@ -11,7 +11,8 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
     shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
-    shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated until it arrives
+    shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated
+    until it arrives
     shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
     digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its rounding
     asked       signal: its name; received by the rank from its front or from outside
@@ -27,7 +28,8 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     refused     exit_code, problems, verdict          from UnisonoError.to_json
     crashed     exit_code, error, traceback, peer_lost    an unexpected exception; peer_lost: a consequence of the failure of a different rank
     kept        cost_s, step_time_s, bytes, every     cost of the memory snapshots of an adapter: medians of the first steps, and the memory;
-                                                      from here on every n-th step is kept, null: none
+                                                      from here on every n-th step is kept, null:
+                                                      none
     rank_report report: RankReport.to_json()          facts of one of several ranks, which then waits for `go` on stdin
     result      the result of the task or the run; the last message
 """
@@ -65,10 +67,13 @@ _CLOSE_S = 2.0
 
 
 class Reporter:
-    """Sends messages to the front, and appends them to an events file if one is given. Reporting never raises.
+    """Sends messages to the front, and appends them to an events file if one is given.
 
-    The front comes first and does not wait for the file, so that a hung disk does not delay messages.
-    Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain lines on `fallback`.
+    Reporting never raises.
+
+    The front comes first and does not wait for the file, so that a hung disk does not delay
+    messages. Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain
+    lines on `fallback`.
     """
 
     def __init__(
@@ -120,7 +125,9 @@ class Reporter:
             code="events_log",
             where=self._log.path,
             fix="check that file system",
-            text=f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown",
+            text=(
+                f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown"
+            ),
         )
 
 
@@ -196,7 +203,8 @@ MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remot
 
 
 def own_frame(text: str, code: Mapping[str, str]) -> str:
-    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by faulthandler.
+    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by
+    faulthandler.
 
     Empty if there is none.
 
@@ -212,7 +220,8 @@ def own_frame(text: str, code: Mapping[str, str]) -> str:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an exception results from the failure of a different rank, according to the messages of torch, gloo and NCCL.
+    """Whether an exception results from the failure of a different rank, according to the messages
+    of torch, gloo and NCCL.
 
     Errors with the same words that no collective raised (a download, an own pipe) do not count.
     """

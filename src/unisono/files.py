@@ -1,11 +1,17 @@
-"""Writes files atomically, and reads them within limits: regular files only, of bounded size and depth. For callers that must not wait: a thread.
+"""Writes files atomically, and reads them within limits: regular files only, of bounded size and
+depth.
 
-Anyone with write access to a run's directory can replace a small file by a named pipe, a gigabyte or a thousand brackets.
-So unisono opens all files there with this module: no call waits for a writer, and a rejected file raises OSError or ValueError.
+For callers that must not wait: a thread.
 
-Of files that users give it checks whether a path is a readable file, and the encoding of its text. Text is read as UTF-8 only (a byte order
-mark is accepted). UTF-16 and regional encodings are detected and rejected with the command that converts the file: a wrong guess would silently
-train on wrong characters, and one encoding keeps lines, digests and error positions the same for every tool that reads the file.
+Anyone with write access to a run's directory can replace a small file by a named pipe, a gigabyte
+or a thousand brackets. So unisono opens all files there with this module: no call waits for a
+writer, and a rejected file raises OSError or ValueError.
+
+Of files that users give it checks whether a path is a readable file, and the encoding of its text.
+Text is read as UTF-8 only (a byte order mark is accepted). UTF-16 and regional encodings are
+detected and rejected with the command that converts the file: a wrong guess would silently train on
+wrong characters, and one encoding keeps lines, digests and error positions the same for every tool
+that reads the file.
 """
 
 import contextlib
@@ -114,7 +120,8 @@ def path_below(root: Path, name: object, *, parts: int = 32) -> Path:
         parts: how many parts it may have; 1: a file directly in `root`.
 
     Raises:
-        ValueError: if the name is absolute, leads upwards, or is not one that every file system takes.
+        ValueError: if the name is absolute, leads upwards, or is not one that every file system
+            takes.
     """
     text = name if isinstance(name, str) else ""
     words, why = text.split("/"), ""
@@ -154,7 +161,8 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; it is then synced and renamed to `path`, or removed on an error.
+    """Yields a temporary path beside `path`; it is then synced and renamed to `path`, or removed on
+    an error.
 
     Raises:
         OSError: from the file system.
@@ -202,13 +210,14 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def open_given(path: Path) -> io.BufferedReader:
-    """A file given by the user, opened for reading: a regular file, or a pipe with a writer, e.g. `<(…)`.
+    """A file given by the user, opened for reading: a regular file, or a pipe with a writer, e.g.
+    `<(…)`.
 
     The caller must limit how much it reads from a pipe.
 
     Raises:
-        OSError: from the file system, or because it is a different kind of file; while reading, if no writer opens a named pipe
-            within WRITER_S.
+        OSError: from the file system, or because it is a different kind of file; while reading, if
+            no writer opens a named pipe within WRITER_S.
     """
     if not stat.S_ISFIFO(path.stat().st_mode):
         return open_plain(path)
@@ -217,7 +226,10 @@ def open_given(path: Path) -> io.BufferedReader:
 
 
 class _Pipe(io.RawIOBase):
-    """The reading end of a named pipe. It waits WRITER_S for a writer, and then for data as long as the writer exists."""
+    """The reading end of a named pipe.
+
+    It waits WRITER_S for a writer, and then for data as long as the writer exists.
+    """
 
     def __init__(self, fd: int, path: Path) -> None:
         self._file = os.fdopen(fd, "rb", buffering=0)
@@ -289,7 +301,8 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict
 
 
 def iterate_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a regular file with their line ends; a line above MOST_LINE_BYTES comes in pieces.
+    """The lines of a regular file with their line ends; a line above MOST_LINE_BYTES comes in
+    pieces.
 
     Raises:
         OSError: like `open_plain`, at the first line.
@@ -329,7 +342,9 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; empty if the file is missing, truncated, or holds a different value."""
+    """The JSON object in the file; empty if the file is missing, truncated, or holds a different
+    value.
+    """
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -356,7 +371,8 @@ _REPORTED_AFTER_S = 5.0
 
 
 class BackgroundThread:
-    """Runs work soon, or not at all if the disk fails or hangs; callers never wait, and a failure is reported once.
+    """Runs work soon, or not at all if the disk fails or hangs; callers never wait, and a failure
+    is reported once.
 
     The thread is a daemon: work that is not done when the process exits stays undone.
 
@@ -408,7 +424,10 @@ class BackgroundThread:
         return taken
 
     def finish(self, limit_s: float) -> bool:
-        """Waits until all work is done, at most `limit_s` seconds; False if some is left. More work may follow."""
+        """Waits until all work is done, at most `limit_s` seconds; False if some is left.
+
+        More work may follow.
+        """
         with self._changed:
             done = self._changed.wait_for(lambda: self.is_idle, limit_s)
         if not done:
@@ -467,7 +486,8 @@ def expand(text: str) -> Path:
 
 
 def fault_of(path: Path, name: str) -> Fault | None:
-    """Why a path cannot be read as a file, checked without opening it, since a pipe without a writer would block.
+    """Why a path cannot be read as a file, checked without opening it, since a pipe without a
+    writer would block.
 
     Args:
         path: on this machine.
@@ -530,7 +550,9 @@ def foreign_contents(head: bytes, name: str) -> Fault | None:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """`UTF-16` or `UTF-32`, by the byte order mark or the positions of zeros in the first bytes; else None."""
+    """`UTF-16` or `UTF-32`, by the byte order mark or the positions of zeros in the first bytes;
+    else None.
+    """
     for mark, name in _MARKS:
         if head.startswith(mark):
             return name
@@ -538,7 +560,8 @@ def encoding_of(head: bytes) -> str | None:
     if len(whole) < 4 or 0 not in whole:
         return None
     zeros = [whole[i::4].count(0) * 4 / len(whole) for i in range(4)]
-    # European letters and the syntax of JSON and CSV are below U+0100; a few characters may be above.
+    # European letters and the syntax of JSON and CSV are below U+0100; a few characters may be
+    # above.
     for name, empty in (
         ("UTF-32LE", (1, 2, 3)),
         ("UTF-32BE", (0, 1, 2)),
@@ -619,7 +642,8 @@ def decode_text(data: bytes, name: str) -> str | tuple[Fault, str]:
 
 
 def read_given(path: Path, name: str, *, most_bytes: int) -> str | tuple[Fault, str]:
-    """The text of a UTF-8 file given by the user; or the fault and its place: `FILE` or `FILE:LINE:BYTE`.
+    """The text of a UTF-8 file given by the user; or the fault and its place: `FILE` or
+    `FILE:LINE:BYTE`.
 
     Args:
         path: on this machine; a regular file.

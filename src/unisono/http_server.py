@@ -1,6 +1,7 @@
 """The HTTP server under `board` and `serve`.
 
-Who may hold a connection and for how long, whose name it answers to, and whether it really has its port.
+Who may hold a connection and for how long, whose name it answers to, and whether it really has its
+port.
 """
 
 import asyncio
@@ -63,16 +64,18 @@ def address_of(listener: socket.socket, host: str) -> str:
 
 
 class Connection(H11Protocol):
-    """A connection that sends the head of its request soon, and makes room for others until then.
+    """A connection that sends the head of its request soon, and makes room for others until
+    then.
 
-    A client that opens connections without end costs only its own: beyond `most_waiting` connections of its address
-    that wait for a request, or `most` of all, the one that has waited longest is dropped. Where all of `most` are being
-    answered, a new one gets 503.
+    A client that opens connections without end costs only its own: beyond `most_waiting`
+    connections of its address that wait for a request, or `most` of all, the one that has waited
+    longest is dropped. Where all of `most` are being answered, a new one gets 503.
 
     Attributes:
         most: connections of all clients.
         most_waiting: connections of one address that have no request.
-        head_s: seconds from the first byte of a request, or the connection's beginning, to the end of the head.
+        head_s: seconds from the first byte of a request, or the connection's beginning, to the end
+            of the head.
         refusal: what a connection beyond `most` is sent.
         waiting_since: when its last answer ended, by the event loop's clock.
     """
@@ -191,7 +194,8 @@ class _Server(Server):
 async def running_server(
     app: ASGIApp, listener: socket.socket, *, connection: type[Connection], send_s: float, **settings: Any
 ) -> AsyncIterator[Server]:
-    """A server that answers on `listener`; it has answered a request of its own, so no other program has the port.
+    """A server that answers on `listener`; it has answered a request of its own, so no other
+    program has the port.
 
     Args:
         app: the application.
@@ -220,7 +224,9 @@ async def running_server(
 
 
 async def _ask_itself(outermost: ServerMiddleware, listener: socket.socket) -> None:
-    """Sends a request to the address of the server. It has no key or token: a different program may answer it.
+    """Sends a request to the address of the server.
+
+    It has no key or token: a different program may answer it.
 
     Raises:
         UnfitError: if the answer does not come from this server.

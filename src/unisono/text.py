@@ -1,4 +1,6 @@
-"""Text for people: foreign text made safe to show, secrets removed, and quantities with units, parsed and shown."""
+"""Text for people: foreign text made safe to show, secrets removed, and quantities with units,
+parsed and shown.
+"""
 
 import json
 import math
@@ -24,7 +26,9 @@ def plain(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    r"""`text` with escapes, e.g. `\x1b`, for the characters that `plain` removes; joiners, of which emoji and Persian words are made, stay."""
+    r"""`text` with escapes, e.g. `\x1b`, for the characters that `plain` removes; joiners, of which
+    emoji and Persian words are made, stay.
+    """
     return re.sub(rf"(?![\u200c\u200d])[{_MARKS}\ud800-\udfff]", lambda sign: repr(sign[0])[1:-1], text)
 
 
@@ -34,7 +38,9 @@ def escape_json(text: str) -> str:
 
 
 def one_line(text: str, *, limit: int = 0) -> str:
-    """`text` on one line, without control characters; cut between words to at most `limit` characters, if given, with an ellipsis."""
+    """`text` on one line, without control characters; cut between words to at most `limit`
+    characters, if given, with an ellipsis.
+    """
     flat = " ".join(plain(text).split())
     return flat if not limit or len(flat) <= limit else _cut(flat, limit - 1)
 
@@ -59,10 +65,12 @@ _WORD = re.compile(  # Chinese breaks between characters, except before closing 
 
 
 def wrapped(text: str, width: int, *, hanging: int = 2) -> str:
-    """`text` with line breaks between words where a line has more than `width` columns; unchanged if `width` is 0.
+    """`text` with line breaks between words where a line has more than `width` columns; unchanged
+    if `width` is 0.
 
-    The further lines of a line without a label are indented by `hanging` columns. A word that is longer than a line,
-    e.g. a path, stays whole: the terminal breaks it, and it can still be copied.
+    The further lines of a line without a label are indented by `hanging` columns. A word that is
+    longer than a line, e.g. a path, stays whole: the terminal breaks it, and it can still be
+    copied.
     """
     return "\n".join(_wrapped_line(line, width, hanging) for line in text.split("\n")) if width else text
 
@@ -82,7 +90,9 @@ def _wrapped_line(line: str, width: int, hanging: int) -> str:
 
 
 def _indent(line: str, width: int, hanging: int) -> int:
-    """The indent of the second line: below the text after a label, else a little to the right of a short indent."""
+    """The indent of the second line: below the text after a label, else a little to the right of a
+    short indent.
+    """
     label = _LABEL.match(line)
     if label is not None and label.end() <= width - _LEAST_TEXT:
         return columns(label[0])
@@ -91,7 +101,9 @@ def _indent(line: str, width: int, hanging: int) -> int:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` in at most `width` columns, cut between words with an ellipsis; unchanged if `width` is 0."""
+    """`text` in at most `width` columns, cut between words with an ellipsis; unchanged if `width`
+    is 0.
+    """
     if not width or columns(text) <= width:
         return text
     kept = width - 1
@@ -101,7 +113,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def fitting(text: str, width: int) -> str:
-    """Parts joined by ` · ` in at most `width` columns: the first and the last part stay as long as possible."""
+    """Parts joined by ` · ` in at most `width` columns: the first and the last part stay as long as
+    possible.
+    """
     parts = text.split(" · ")
     while len(parts) > 2 and columns(" · ".join(parts)) > width:
         del parts[-2]
@@ -109,7 +123,9 @@ def fitting(text: str, width: int) -> str:
 
 
 def columns(text: str) -> int:
-    """The columns that a terminal needs for `text`: two for a wide character, none for a combining one."""
+    """The columns that a terminal needs for `text`: two for a wide character, none for a combining
+    one.
+    """
     if text.isascii():
         return len(text)
     return sum(
@@ -127,7 +143,9 @@ def library_words(error: BaseException, *, library: str = "transformers") -> str
 
 
 def nearest(word: str, known: list[str], *, alike: float = 0.6) -> str | None:
-    """The closest match for `word` in `known`, or None if none is close: `alike` from 0 to 1, at which they are equal."""
+    """The closest match for `word` in `known`, or None if none is close: `alike` from 0 to 1, at
+    which they are equal.
+    """
     import difflib
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
@@ -150,7 +168,9 @@ _KINDS = {
 
 
 def validation_words(error: Any) -> str:
-    """The first error of a pydantic ValidationError in plain words: the key, the value, and what it should be."""
+    """The first error of a pydantic ValidationError in plain words: the key, the value, and what it
+    should be.
+    """
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"])) or "it"
     kind, context = str(first["type"]), first.get("ctx", {})
@@ -222,7 +242,8 @@ class Duration:
         """Reads `3 epochs`, `500 steps`, `2M tokens`.
 
         Raises:
-            ValueError: if the unit is missing or unknown, the amount is not positive, or steps and tokens are not whole.
+            ValueError: if the unit is missing or unknown, the amount is not positive, or steps and
+                tokens are not whole.
         """
         amount, word = _split(text)
         unit = _UNITS.get(word.lower())
@@ -331,7 +352,8 @@ _PLACE = re.compile(r"(.*)([:#])(\d+)", re.DOTALL)
 
 
 def shown_places(places: Sequence[str], *, most: int = 6) -> str:
-    """Places such as `rows.jsonl:7` with consecutive ones as a range, in up to `most` parts: `rows.jsonl:1-3, 7, b.jsonl:4 and 12 more`.
+    """Places such as `rows.jsonl:7` with consecutive ones as a range, in up to `most` parts:
+    `rows.jsonl:1-3, 7, b.jsonl:4 and 12 more`.
 
     A file is named once for all its places that follow one another.
     """
@@ -384,7 +406,9 @@ _URL_WITH_SECRET = re.compile(
     r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",  # …?sig=
     re.IGNORECASE,
 )
-_SHAPES = (  # tokens that begin as only tokens do: Hugging Face, AWS, GitHub, GitLab, OpenAI and Anthropic, Slack, Google, NVIDIA, PyPI, Docker, JWT
+# tokens that begin as only tokens do: Hugging Face, AWS, GitHub, GitLab, OpenAI and Anthropic,
+# Slack, Google, NVIDIA, PyPI, Docker, JWT
+_SHAPES = (
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"
     r"|sk-(?:[A-Za-z0-9]{2,12}-)?[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}|ya29\.[A-Za-z0-9_-]{20,}|nvapi-[A-Za-z0-9_-]{20,}"
     r"|pypi-[A-Za-z0-9_-]{40,}|dckr_pat_[A-Za-z0-9_-]{16,}|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"
@@ -437,7 +461,9 @@ _HINTS_OF_NAMES = ("token", "secret", "passw", "passphrase", "credential", "key"
 
 
 def redact(text: str) -> str:
-    """Text of a different program with secrets replaced by `…`: errors of storages quote URLs, logs print variables."""
+    """Text of a different program with secrets replaced by `…`: errors of storages quote URLs, logs
+    print variables.
+    """
     low = text.lower()
     if any(sign in low for sign in _HINTS_OF_TOKENS):
         text = _SECRET_IN_TEXT.sub(lambda found: f"{found[1] or ''}…", text)
@@ -469,7 +495,9 @@ def names_secret(name: str) -> bool:
 
 
 def is_left_by_launcher(name: str) -> bool:
-    """Whether a variable of this name belongs to a distributed job of some launcher, or to accelerate."""
+    """Whether a variable of this name belongs to a distributed job of some launcher, or to
+    accelerate.
+    """
     return bool(_LEFTOVER.match(name))
 
 

@@ -2,9 +2,10 @@
 
 torch is never imported here: before it is loaded there is none of either.
 
-A thread of gloo takes the GIL once more after its last collective, to release the collective's tensors. If the process group is destroyed
-while the GIL is held, as with DDP's reducer, torch waits for the thread forever (pytorch#56297); if the interpreter is shutting down, the
-thread aborts the process (pytorch#190489). So the GIL is left free before either, until the threads are done.
+A thread of gloo takes the GIL once more after its last collective, to release the collective's
+tensors. If the process group is destroyed while the GIL is held, as with DDP's reducer, torch waits
+for the thread forever (pytorch#56297); if the interpreter is shutting down, the thread aborts the
+process (pytorch#190489). So the GIL is left free before either, until the threads are done.
 """
 
 import json
@@ -22,8 +23,9 @@ _LOOKS, _BETWEEN_LOOKS_S = 5, 0.01
 def let_gloo_finish(limit_s: float = LIMIT_S) -> bool:
     """Waits, without the GIL, until gloo's threads sleep; returns at once if there are none.
 
-    A thread that waits for the GIL is woken when it is free, and does not sleep again before it has run, however busy the machine is. A
-    thread that waits for a different rank sleeps, too, and is not waited for.
+    A thread that waits for the GIL is woken when it is free, and does not sleep again before it has
+    run, however busy the machine is. A thread that waits for a different rank sleeps, too, and is
+    not waited for.
 
     Args:
         limit_s: the longest wait.
@@ -44,7 +46,9 @@ def let_gloo_finish(limit_s: float = LIMIT_S) -> bool:
 
 
 def gloo_states() -> list[str]:
-    """The state of each of gloo's threads from proc(5): S for sleeping, R for running or runnable."""
+    """The state of each of gloo's threads from proc(5): S for sleeping, R for running or
+    runnable.
+    """
     found = []
     for stat in Path("/proc/self/task").glob("*/stat"):  # empty except on Linux
         try:
@@ -58,7 +62,9 @@ def gloo_states() -> list[str]:
 
 _C10D = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""The names of torch 2.11 to 2.13. A torch built with NCCL has both: the first holds NCCL's groups, the second those of gloo and others."""
+"""The names of torch 2.11 to 2.13. A torch built with NCCL has both: the first holds NCCL's groups,
+the second those of gloo and others.
+"""
 
 
 def recorders() -> list[Callable[..., bytes]]:
@@ -68,11 +74,12 @@ def recorders() -> list[Callable[..., bytes]]:
 
 
 def flight_record(rank_by: Callable[[Any], int] = lambda dump: 0) -> bytes:
-    """The dump of one recorder: of each group what was begun and completed last, and the latest entries; empty where there is none.
+    """The dump of one recorder: of each group what was begun and completed last, and the latest
+    entries; empty where there is none.
 
     Args:
-        rank_by: gives a number for a parsed dump. Of two recorders the one with the larger number is taken; of equal ones, the one whose
-            newest entry is later.
+        rank_by: gives a number for a parsed dump. Of two recorders the one with the larger number
+            is taken; of equal ones, the one whose newest entry is later.
     """
     dumps = [dump() for dump in recorders()]
     return max(dumps, key=lambda dump: _rank(dump, rank_by)) if len(dumps) > 1 else b"".join(dumps)

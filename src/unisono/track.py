@@ -45,7 +45,10 @@ class Trackers:
 
 
 class TensorboardWriter:
-    """Writes scalars to event files in the background. On resume, points of the earlier process after `purge_step` are hidden."""
+    """Writes scalars to event files in the background.
+
+    On resume, points of the earlier process after `purge_step` are hidden.
+    """
 
     def __init__(self, directory: Path, report: Reporter, *, purge_step: int | None) -> None:
         try:
@@ -85,7 +88,8 @@ class TensorboardWriter:
     def _warn(self, why: str) -> None:
         self._report.warning(
             "tensorboard",
-            f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has the figures, and training continues",
+            f"TensorBoard's curves end here ({self._directory}): {why}; metrics.jsonl has the figures, and"
+            " training continues",
             fix="check that file system",
         )
 
@@ -94,7 +98,8 @@ _SERVICES = {"wandb": "Weights & Biases", "swanlab": "SwanLab"}
 
 
 class ServiceWriter:
-    """Sends scalars to Weights & Biases or SwanLab in the background; their own variables (WANDB_…, SWANLAB_…) say where, and with which key.
+    """Sends scalars to Weights & Biases or SwanLab in the background; their own variables (WANDB_…,
+    SWANLAB_…) say where, and with which key.
 
     A resumed run continues its curves: they have the run's id.
     """
@@ -150,6 +155,7 @@ class ServiceWriter:
     def _warn(self, why: str) -> None:
         self._report.warning(
             self._service,
-            f"the curves of {_SERVICES[self._service]} end here: {why}; metrics.jsonl has the figures, and training continues",
+            f"the curves of {_SERVICES[self._service]} end here: {why}; metrics.jsonl has the figures, and"
+            " training continues",
             fix=f"check the network and the key of {_SERVICES[self._service]}",
         )

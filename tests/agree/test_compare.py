@@ -1,4 +1,5 @@
-"""The judgement of all nodes: properties that hold for any reports, and the words of the failures that people report most.
+"""The judgement of all nodes: properties that hold for any reports, and the words of the failures
+that people report most.
 
 Run: pytest tests/agree/test_compare.py
 """
@@ -145,7 +146,7 @@ any_report = st.builds(
 def test_any_reports_are_judged_and_every_verdict_is_legal(reports: list[NodeReport]) -> None:
     agreement = compare_nodes(reports)
     assert agreement.checks
-    hosts = {(" ".join(report.host.split())) for report in reports}
+    hosts = {" ".join(report.host.split()) for report in reports}
     for verdict in agreement.verdicts:
         assert_legal(verdict)
         assert hosts or not verdict.hosts

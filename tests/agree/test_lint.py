@@ -1,4 +1,5 @@
-"""Suspicious settings and versions with known faults: what is said, and that ordinary ones are left alone.
+"""Suspicious settings and versions with known faults: what is said, and that ordinary ones are left
+alone.
 
 Run: pytest tests/agree/test_lint.py
 """

@@ -1,4 +1,5 @@
-"""The judgement of the dial matrix: which node, or which way between two, is cut; and where only small messages pass.
+"""The judgement of the dial matrix: which node, or which way between two, is cut; and where only
+small messages pass.
 
 Run: pytest tests/agree/test_network.py
 """
@@ -126,9 +127,11 @@ def test_small_messages_that_pass_and_large_ones_that_do_not_are_a_matter_of_siz
 
 def test_the_node_that_is_in_every_stalled_way_is_named() -> None:
     dials = [
-        one.model_copy(update={"outcome": "stalled", "largest_bytes": 1400})
-        if 2 in (one.source, one.target)
-        else one
+        (
+            one.model_copy(update={"outcome": "stalled", "largest_bytes": 1400})
+            if 2 in (one.source, one.target)
+            else one
+        )
         for one in matrix()
     ]
     assert only(dials).hosts == ("c",)

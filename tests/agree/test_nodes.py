@@ -1,4 +1,5 @@
-"""What is said of one thing that differs between nodes: cause, culprit, both values, and the line to type.
+"""What is said of one thing that differs between nodes: cause, culprit, both values, and the line
+to type.
 
 Run: pytest tests/agree/test_nodes.py
 """

@@ -48,7 +48,9 @@ def test_the_table_of_what_is_compared_follows_the_rules() -> None:
 
 
 def test_an_unseeded_split_is_named_with_both_numbers() -> None:
-    """Failure 5 of those that people report: train_test_split without a seed; the run stops at the end of the epoch."""
+    """Failure 5 of those that people report: train_test_split without a seed; the run stops at the
+    end of the epoch.
+    """
     reports = [
         rank(0, world=2, rows=896, first_difference=["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]),
         rank(1, world=2, rows=899, sequences=899, total_steps=169, rows_digest="x", order_digest="y",
@@ -67,8 +69,10 @@ def test_an_unseeded_split_is_named_with_both_numbers() -> None:
 def test_of_several_ranks_the_odd_one_is_named_with_node_and_host() -> None:
     verdict = only(changed(ranks(4), 3, order_digest="other"))
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("split_mismatch", (3,), ("b",))
-    assert verdict.summary == (
-        "order of rows: digest other on rank 3, node 1 (b); digest ooooooooooooooo… on ranks 0–2, nodes 0 (a) and 1 (b)"
+    assert (
+        verdict.summary
+        == "order of rows: digest other on rank 3, node 1 (b); digest ooooooooooooooo… on ranks 0–2, nodes 0"
+        " (a) and 1 (b)"
     )
     assert verdict.phase == "agree.ranks"
 

@@ -1,4 +1,6 @@
-"""The fronts of these tests are forked; programs of their own, and threads, start fresh interpreters."""
+"""The fronts of these tests are forked; programs of their own, and threads, start fresh
+interpreters.
+"""
 
 from collections.abc import Iterator
 

@@ -280,7 +280,8 @@ def test_the_loaded_model_answers_as_generate_does(streamed: list[unisono.Event]
 def test_diagnose_gives_the_object_of_the_command(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text(
-        "step 3 loss 1.2\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB\n"
+        "step 3 loss 1.2\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a"
+        " total capacity of 79.10 GiB\n"
     )
     found = unisono.diagnose(tmp_path)
     assert found.cause == "cuda_oom"

@@ -21,7 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def start_kernel(command: list[str], *, env: dict[str, str], **options: Any) -> "subprocess.Popen[Any]":
-    """Forks the kernel from a process that has imported torch, in the environment that this has read."""
+    """Forks the kernel from a process that has imported torch, in the environment that this has
+    read.
+    """
     return front_server.start_rank(command, env=env | child_environment(threads=1), **options)
 
 

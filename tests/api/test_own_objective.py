@@ -1,4 +1,6 @@
-"""Objectives in a file of the user's own, on the command line and from Python. Run: pytest tests/api/test_own_objective.py
+"""Objectives in a file of the user's own, on the command line and from Python.
+
+Run: pytest tests/api/test_own_objective.py
 
 That nodes with different files do not start is in tests/nodes/test_files.py.
 """
@@ -138,7 +140,8 @@ def test_the_plain_cross_entropy_as_an_own_objective_has_the_losses_of_sft(place
     ours = place.train("ours", objective="sft")
     found, wanted = ([line["loss"] for line in steps(result)] for result in (own, ours))
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    # Ours sums over blocks of the vocabulary; AdamW's first updates are as large for the rounding of a gradient near 0 as for its sign.
+    # Ours sums over blocks of the vocabulary; AdamW's first updates are as large for the rounding
+    # of a gradient near 0 as for its sign.
     assert found == pytest.approx(wanted, rel=1e-3)
 
 

@@ -16,7 +16,8 @@ from tests.needs import program
 CHROMIUM_FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
     "--disable-sync",
-    # Each window would load two pages of Chromium's own, for its address bar: half of what a page of a test costs.
+    # Each window would load two pages of Chromium's own, for its address bar: half of what a page
+    # of a test costs.
     "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup",
 )  # fmt: skip
 CHROMIUM = program("chromium") or "chromium"

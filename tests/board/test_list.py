@@ -1,4 +1,7 @@
-"""`unisono runs`: runs in every state, damaged ones, and many. Run: pytest tests/board/test_list.py"""
+"""`unisono runs`: runs in every state, damaged ones, and many.
+
+Run: pytest tests/board/test_list.py
+"""
 
 import json
 import os

@@ -1,4 +1,8 @@
-"""The page in Chromium: what it shows, that nothing in it runs or asks for more, that everybody can use it. Run: .venv/bin/python -m pytest tests/board/test_page.py"""
+"""The page in Chromium: what it shows, that nothing in it runs or asks for more, that everybody can
+use it.
+
+Run: .venv/bin/python -m pytest tests/board/test_page.py
+"""
 
 import json
 import os
@@ -126,12 +130,10 @@ def test_on_paper_every_region_is_there_with_whole_curves_in_light_colours(
         "#fff",
         "#ffffff",
     )
-    cut = page.evaluate(
-        """[...document.querySelectorAll('[data-curve]')].filter((card) => {
+    cut = page.evaluate("""[...document.querySelectorAll('[data-curve]')].filter((card) => {
             const canvas = card.querySelector('canvas');
             return !canvas || !canvas.width || canvas.getBoundingClientRect().right > innerWidth + 1;
-        }).map((card) => card.dataset.curve)"""
-    )
+        }).map((card) => card.dataset.curve)""")
     assert cut == []
     breaks = "[...document.querySelectorAll('.chart')].map((one) => getComputedStyle(one).breakInside)"
     assert set(page.evaluate(breaks)) == {"avoid"}
@@ -157,7 +159,9 @@ def test_the_chinese_page_has_the_verdict_and_its_cause_in_chinese(
 
 @pytest.fixture(scope="module")
 def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a file with two runs, one of which was stalled; of ten steps, as axe looks at every cell of the tables."""
+    """The address of a file with two runs, one of which was stalled; of ten steps, as axe looks at
+    every cell of the tables.
+    """
     folder = tmp_path_factory.mktemp("full")
     runs = [
         make_run(folder / "run", outcome="stalled", steps=10),
@@ -220,7 +224,8 @@ def test_the_keyboard_alone_reaches_everything(browser: Browser, tmp_path: Path,
         page.keyboard.press("Tab")
         reached.add(
             page.evaluate(
-                "(() => { const at = document.activeElement; const region = at.closest('[data-region]'); return `${region ? region.dataset.region : 'top'} ${at.tagName} ${at.className}`; })()"
+                "(() => { const at = document.activeElement; const region = at.closest('[data-region]');"
+                " return `${region ? region.dataset.region : 'top'} ${at.tagName} ${at.className}`; })()"
             )
         )
     for wanted in (
@@ -335,7 +340,10 @@ def test_a_stopped_rank_is_named_on_the_page_in_the_words_of_the_terminal(
     rows = "".join(json.dumps({"prompt": f"say {n}", "completion": f"{n}"}) + "\n" for n in range(200))
     write(tmp_path / "rows.jsonl", None, text=rows)
     root = tmp_path / "run"
-    config = f"model: {model_dir}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\noutput_dir: {root}\nduration: 5000 steps\nbatch: {{global: 4}}\nrestarts: 0\n"
+    config = (
+        f"model: {model_dir}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}\noutput_dir: {root}\nduration: 5000"
+        " steps\nbatch: {global: 4}\nrestarts: 0\n"
+    )
     write(tmp_path / "train.yaml", None, text=config)
     (tmp_path / "answers.json").write_text(json.dumps(PACED))
     words = [sys.executable, str(ENTRY), str(tmp_path / "answers.json"), "train", str(tmp_path / "train.yaml"), "--nproc", "2"]  # fmt: skip

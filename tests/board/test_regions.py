@@ -1,4 +1,7 @@
-"""What each region shows of runs in every state. Run: .venv/bin/python -m pytest tests/board/test_regions.py"""
+"""What each region shows of runs in every state.
+
+Run: .venv/bin/python -m pytest tests/board/test_regions.py
+"""
 
 import hashlib
 import json
@@ -287,7 +290,10 @@ def test_runs_of_llamafactory_and_trl_show_curves_and_status(tmp_path: Path) -> 
     write(
         factory / "trainer_log.jsonl",
         None,
-        text='{"current_steps": 5, "total_steps": 50, "loss": 1.5, "lr": 1e-4}\n{"current_steps": 10, "total_steps": 50, "eval_loss": 1.25}\n',
+        text=(
+            '{"current_steps": 5, "total_steps": 50, "loss": 1.5, "lr": 1e-4}\n{"current_steps": 10,'
+            ' "total_steps": 50, "eval_loss": 1.25}\n'
+        ),
     )
     write(trl / "checkpoint-9" / "trainer_state.json", {"max_steps": 9})
     write(

@@ -1,4 +1,7 @@
-"""What the board's server answers, and whom. Run: .venv/bin/python -m pytest tests/board/test_server.py"""
+"""What the board's server answers, and whom.
+
+Run: .venv/bin/python -m pytest tests/board/test_server.py
+"""
 
 import contextlib
 import json
@@ -342,7 +345,10 @@ def test_a_port_that_is_taken_is_refused_with_its_holder(tmp_path: Path) -> None
 
 def test_the_file_is_reported_as_json_and_needs_no_extra(tmp_path: Path) -> None:
     root, out = make_run(tmp_path / "run", steps=3), tmp_path / "out.html"
-    program = "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None; from unisono.cli.app import main; main(sys.argv[1:])"
+    program = (
+        "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None; from unisono.cli.app import"
+        " main; main(sys.argv[1:])"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program, "board", "--json", str(root), "--out", str(out)],
         capture_output=True,

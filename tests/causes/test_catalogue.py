@@ -81,7 +81,9 @@ def test_every_exit_code_is_one_that_a_run_can_end_with() -> None:
 
 
 def test_exit_codes_are_those_of_the_design() -> None:
-    """Disagreement 3, ended by a verdict 4, died 5, machine 6, damage 7, preempted 75, finished 0."""
+    """Disagreement 3, ended by a verdict 4, died 5, machine 6, damage 7, preempted 75, finished
+    0.
+    """
     codes = {
         "config_mismatch": 3, "node_missing": 3, "nan_loss": 4, "rank_stalled": 4, "unequal_steps": 4,
         "collective_mismatch": 4, "node_unreachable": 4, "rank_killed": 5, "cuda_oom": 5, "user_code_error": 5,

@@ -1,4 +1,7 @@
-"""Every signature matches its own example and not its look-alike, in bounded time. Run: pytest tests/causes/test_signatures.py"""
+"""Every signature matches its own example and not its look-alike, in bounded time.
+
+Run: pytest tests/causes/test_signatures.py
+"""
 
 import re
 import time
@@ -12,7 +15,9 @@ from unisono.causes import find_cause
 from unisono.causes.signatures import ALL_SIGNATURES, LINE_LIMIT, SIGNATURES, Signature, compiled, match_line
 
 LONGEST_S = 0.5
-"""For a line of 100 kB through all signatures, on a busy machine; the slowest that is known takes a tenth of it."""
+"""For a line of 100 kB through all signatures, on a busy machine; the slowest that is known takes a
+tenth of it.
+"""
 MOST_REPEATS = 1500
 
 every_signature = pytest.mark.parametrize("signature", ALL_SIGNATURES, ids=lambda signature: signature.id)
@@ -48,7 +53,9 @@ def test_an_entry_reports_everything(signature: Signature) -> None:
 
 @every_signature
 def test_every_repetition_is_bounded_and_none_is_in_another(signature: Signature) -> None:
-    """What makes a regular expression slow is a repetition in a repetition, or two without a bound side by side."""
+    """What makes a regular expression slow is a repetition in a repetition, or two without a bound
+    side by side.
+    """
     tree = re._parser.parse(signature.pattern)  # type: ignore[attr-defined]
     assert max(_depths(tree), default=0) <= 1
     assert max(_repeats(tree), default=0) <= MOST_REPEATS

@@ -1,4 +1,7 @@
-"""Values and names of variables that are right, and those that only look so. Run: pytest tests/causes/test_variables.py"""
+"""Values and names of variables that are right, and those that only look so.
+
+Run: pytest tests/causes/test_variables.py
+"""
 
 import re
 

@@ -1,4 +1,7 @@
-"""What the tests of this room share: a store, and a small checkpoint in it. Run: pytest tests/checkpoint"""
+"""What the tests of this room share: a store, and a small checkpoint in it.
+
+Run: pytest tests/checkpoint
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Dies at the n-th thing that is done to the file system, for every n: started by test_kills.py with a folder.
+"""Dies at the n-th thing that is done to the file system, for every n: started by test_kills.py
+with a folder.
 
-Saves step 3 where 1 and 2 are, and prunes to 2. For each point of death: what was there, and what the next start makes of it.
-Prints a JSON list.
+Saves step 3 where 1 and 2 are, and prunes to 2. For each point of death: what was there, and what
+the next start makes of it. Prints a JSON list.
 """
 
 import json

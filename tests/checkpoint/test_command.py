@@ -1,4 +1,7 @@
-"""`unisono checkpoint ls | verify | prune`, as a person types it. Run: pytest tests/checkpoint/test_command.py"""
+"""`unisono checkpoint ls | verify | prune`, as a person types it.
+
+Run: pytest tests/checkpoint/test_command.py
+"""
 
 import json
 import os

@@ -9,7 +9,10 @@ import pytest
 from unisono.checkpoint.manifest import KEY_FILE, user_key
 from unisono.errors import UnfitError
 
-ASK = "import sys; from pathlib import Path; from unisono.checkpoint.manifest import user_key; print(user_key(Path(sys.argv[1])).hex())"
+ASK = (
+    "import sys; from pathlib import Path; from unisono.checkpoint.manifest import user_key;"
+    " print(user_key(Path(sys.argv[1])).hex())"
+)
 
 
 def test_the_key_is_made_once_and_is_the_owners_alone(tmp_path: Path) -> None:

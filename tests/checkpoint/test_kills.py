@@ -1,4 +1,7 @@
-"""Writers that die at any moment cost nothing that was saved. Run: pytest tests/checkpoint/test_kills.py"""
+"""Writers that die at any moment cost nothing that was saved.
+
+Run: pytest tests/checkpoint/test_kills.py
+"""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""Which checkpoints stay, over all states that they can be in. Run: pytest tests/checkpoint/test_retention.py"""
+"""Which checkpoints stay, over all states that they can be in.
+
+Run: pytest tests/checkpoint/test_retention.py
+"""
 
 import os
 from collections.abc import Callable
@@ -161,7 +164,9 @@ def test_what_a_reader_has_recorded_as_damaged_does_not_count_as_kept(
 def test_the_last_one_that_was_read_back_stays_until_a_newer_one_was(
     store: CheckpointStore, save: Save
 ) -> None:
-    """The store has written step 2 whole; whether the disk gives it back nobody knows before it was read."""
+    """The store has written step 2 whole; whether the disk gives it back nobody knows before it was
+    read.
+    """
     save(1)
     record_verified(store.root, [read_through(store.path(1), key=KEY)])
     save(2)

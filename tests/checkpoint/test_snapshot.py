@@ -53,7 +53,9 @@ class Rank:
         return random.Random(number).randbytes(self.layout.tensor_bytes)
 
     def write(self, number: int, *, until: int | None = None) -> None:
-        """Writes a state as a rank does; a death comes after so many bytes of its tensors, or never."""
+        """Writes a state as a rank does; a death comes after so many bytes of its tensors, or
+        never.
+        """
         writing = self.slots.begin(number)
         content = self.content(number)
         if until is not None:

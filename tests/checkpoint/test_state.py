@@ -1,4 +1,7 @@
-"""Tensors, values and optimizers come back to the same bits. Run: pytest tests/checkpoint/test_state.py"""
+"""Tensors, values and optimizers come back to the same bits.
+
+Run: pytest tests/checkpoint/test_state.py
+"""
 
 import math
 import random

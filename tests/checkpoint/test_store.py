@@ -1,4 +1,7 @@
-"""Checkpoints appear whole, are verified, kept and pruned. Run: pytest tests/checkpoint/test_store.py"""
+"""Checkpoints appear whole, are verified, kept and pruned.
+
+Run: pytest tests/checkpoint/test_store.py
+"""
 
 import contextlib
 import os
@@ -397,7 +400,9 @@ def test_storage_that_fails_otherwise_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gone(tmp_path: Path) -> Iterator[Path]:
-    """A mount whose server is gone: whoever asks for anything in it gets an error, as from a stale handle of NFS."""
+    """A mount whose server is gone: whoever asks for anything in it gets an error, as from a stale
+    handle of NFS.
+    """
     if fuse.why_unavailable():
         pytest.skip(fuse.why_unavailable())
     folder = tmp_path / "gone"

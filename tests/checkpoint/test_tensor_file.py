@@ -1,4 +1,7 @@
-"""Files of tensors, and whole tensors out of parts. Run: pytest tests/checkpoint/test_tensor_file.py"""
+"""Files of tensors, and whole tensors out of parts.
+
+Run: pytest tests/checkpoint/test_tensor_file.py
+"""
 
 import json
 from pathlib import Path

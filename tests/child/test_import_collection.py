@@ -1,4 +1,6 @@
-"""While modules are imported Python's collector rests; afterwards it works, and leaves alone what they made."""
+"""While modules are imported Python's collector rests; afterwards it works, and leaves alone what
+they made.
+"""
 
 import gc
 import inspect
@@ -47,7 +49,9 @@ def test_what_came_before_is_not_looked_at_and_new_garbage_is_found() -> None:
 
 
 def test_a_rank_and_a_task_collect_nothing_while_they_load() -> None:
-    """Seen in a process of its own: no collection begins within the imports of a task that brings torch."""
+    """Seen in a process of its own: no collection begins within the imports of a task that brings
+    torch.
+    """
     program = (
         "import gc\n"
         "seen = []\n"

@@ -1,4 +1,7 @@
-"""Who was torn down by another rank's death is told from who died by itself. Run: pytest tests/child/test_peer_loss.py"""
+"""Who was torn down by another rank's death is told from who died by itself.
+
+Run: pytest tests/child/test_peer_loss.py
+"""
 
 import pytest
 
@@ -8,7 +11,10 @@ _SEEN = [
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1742",
     "[enforce fail at pair.cc:547] . Read error [10.0.0.7]:40221: Connection reset by peer",
     "writev [127.0.0.1]:52034: Broken pipe",
-    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete",
+    (
+        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv"
+        " operation to complete"
+    ),
 ]
 
 
@@ -48,5 +54,8 @@ def test_errors_of_ones_own_are_not(error: Exception) -> None:
 
 
 def test_a_port_that_is_taken_is_not_a_lost_peer() -> None:
-    text = "The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE"
+    text = (
+        "The server socket has failed to listen on any local network address. port: 29500, code: -98, name:"
+        " EADDRINUSE"
+    )
     assert not is_peer_loss(type("DistNetworkError", (RuntimeError,), {})(text))

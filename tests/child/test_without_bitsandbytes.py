@@ -1,4 +1,7 @@
-"""A process that quantizes nothing does not load bitsandbytes. Run: pytest tests/child/test_without_bitsandbytes.py"""
+"""A process that quantizes nothing does not load bitsandbytes.
+
+Run: pytest tests/child/test_without_bitsandbytes.py
+"""
 
 import importlib.util
 import subprocess

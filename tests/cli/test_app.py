@@ -1,4 +1,7 @@
-"""The command line's edges: flags, refusals, defects, readers that leave. Run: pytest tests/cli/test_app.py"""
+"""The command line's edges: flags, refusals, defects, readers that leave.
+
+Run: pytest tests/cli/test_app.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""UNISONO_LANG=zh: what a person reads is Chinese; JSON, files and logs are not. Run: pytest tests/cli/test_chinese.py"""
+"""UNISONO_LANG=zh: what a person reads is Chinese; JSON, files and logs are not.
+
+Run: pytest tests/cli/test_chinese.py
+"""
 
 import json
 import os
@@ -156,7 +159,8 @@ def test_an_unknown_language_is_refused_in_words() -> None:
 
 def test_a_bad_config_is_refused_in_chinese_and_its_json_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text(
-        "model: {path: builtin:tiny}\ndata: {train: no.jsonl, max_lenght: 5}\noptim: {lr: fast, schedule: cosin}\nbatch: {micro: 0}\n"
+        "model: {path: builtin:tiny}\ndata: {train: no.jsonl, max_lenght: 5}\noptim: {lr: fast, schedule:"
+        " cosin}\nbatch: {micro: 0}\n"
     )
     done = run("train", "bad.yaml", cwd=tmp_path, UNISONO_LANG="zh")
     assert done.returncode == 2
@@ -166,7 +170,10 @@ def test_a_bad_config_is_refused_in_chinese_and_its_json_is_the_same(tmp_path: P
         "  解决：是不是 `max_length`？",
         "错误：optim.lr：必须是大于 0 的数字，实际为 'fast'",
         "  位置：bad.yaml:3",
-        "错误：optim.schedule：必须是`cosine`, `linear`, `constant`, `wsd`, `cosine_with_restarts`, `polynomial` 中的一个，实际为 'cosin'",
+        (
+            "错误：optim.schedule：必须是`cosine`, `linear`, `constant`, `wsd`, `cosine_with_restarts`,"
+            " `polynomial` 中的一个，实际为 'cosin'"
+        ),
         "  位置：bad.yaml:3",
         "  解决：是不是 `cosine`？",
         "错误：batch.micro：必须是不小于 1 或 `auto` 的整数，实际为 0",
@@ -264,7 +271,10 @@ def test_diagnose_and_doctor_speak_chinese(tmp_path: Path) -> None:
 
 def test_english_is_unchanged_and_does_not_read_the_catalogue() -> None:
     assert Problem("a", "b").lines() == ["error: a", "  where: b"]
-    code = "import sys; from unisono.cli.app import main\ntry: main(['explain', 'nan_loss'])\nexcept SystemExit: pass\nassert 'unisono.locale' not in sys.modules"
+    code = (
+        "import sys; from unisono.cli.app import main\ntry: main(['explain', 'nan_loss'])\nexcept SystemExit:"
+        " pass\nassert 'unisono.locale' not in sys.modules"
+    )
     variables = {
         name: value for name, value in os.environ.items() if not re.match(r"UNISONO_LANG|LC_|LANG", name)
     }

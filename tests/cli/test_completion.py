@@ -1,4 +1,7 @@
-"""The Tab key in real shells, and the words that are offered. Run: pytest tests/cli/test_completion.py"""
+"""The Tab key in real shells, and the words that are offered.
+
+Run: pytest tests/cli/test_completion.py
+"""
 
 import os
 import pty

@@ -1,4 +1,7 @@
-"""The front never imports what is heavy, and `--help` answers at once. Run: pytest tests/cli/test_front_is_light.py"""
+"""The front never imports what is heavy, and `--help` answers at once.
+
+Run: pytest tests/cli/test_front_is_light.py
+"""
 
 import json
 import os
@@ -20,7 +23,8 @@ HEAVY = (
     "safetensors",
 )
 NOT_FOR_HELP = (*HEAVY, "pydantic", "rich", "yaml")
-# The promise is 0.3 s of CPU on a quiet machine; a busy one, with cold caches, is given five times as much.
+# The promise is 0.3 s of CPU on a quiet machine; a busy one, with cold caches, is given five times
+# as much.
 HELP_CPU_S = 0.3 * 5
 
 IMPORT_THE_FRONT = """

@@ -1,6 +1,8 @@
-"""No command ends with a traceback, hangs, or says 1, whatever its streams, its directory and the files of a run are.
+"""No command ends with a traceback, hangs, or says 1, whatever its streams, its directory and the
+files of a run are.
 
-Run: pytest tests/cli/test_hostile_environment.py; all commands, also those that start torch: -m long (about ten minutes)
+Run: pytest tests/cli/test_hostile_environment.py; all commands, also those that start torch: -m
+long (about ten minutes)
 """
 
 import contextlib
@@ -24,14 +26,19 @@ from tests import fuse
 ROWS = Path(__file__).parents[2] / "examples" / "data" / "train.jsonl"
 UNISONO = [sys.executable, "-m", "unisono"]
 HANG_S = 20.0
-"""Of a machine that does nothing else. A busy one gets five times as long; a hang lasts for ever."""
+"""Of a machine that does nothing else. A busy one gets five times as long; a hang lasts for
+ever.
+"""
 LIMIT_S = 5 * HANG_S
 ZEROS_BYTES = 1 << 30
 IN_MEMORY = Path("/dev/shm")
-"""A file system that has no pages for what was never written; others fill the page cache with a gigabyte of zeros each time that one is read."""
+"""A file system that has no pages for what was never written; others fill the page cache with a
+gigabyte of zeros each time that one is read.
+"""
 DEEP = "[" * 2000 + "]" * 2000
 
-# Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms and not half a second.
+# Runs commands in forks of one process that has imported the front, so that one of them costs 50 ms
+# and not half a second.
 FORKS = """
 import gc, importlib, json, os, pkgutil, signal, sys, time, traceback
 from tests.front_server import compile_options
@@ -132,14 +139,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Forks(Protocol):
-    """Runs a command in a fork and gives its exit code. Its output goes to `out`, of stderr to `err` if that is given.
+    """Runs a command in a fork and gives its exit code.
 
-    Streams by number: closed, full. `gone` is a directory that it is in, and that is gone then; if it is `bare`, it has PATH and no other variable.
+    Its output goes to `out`, of stderr to `err` if that is given.
+
+    Streams by number: closed, full. `gone` is a directory that it is in, and that is gone then; if
+    it is `bare`, it has PATH and no other variable.
     """
 
-    def __call__(
-        self, words: list[str], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[int] = (),
-        limit_s: float = LIMIT_S, gone: Path | None = None, bare: bool = False,
+    def __call__(self, words: list[
+        str
+    ], out: Path, err: Path | None = None, *, closed: Sequence[int] = (), full: Sequence[
+        int
+    ] = (), limit_s: float = LIMIT_S, gone: (
+        Path | None
+    ) = None, bare: bool = False,
     ) -> int: ...  # fmt: skip
 
 
@@ -193,7 +207,9 @@ def copies(kind: Callable[[Path], None], tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def copy_with(run: Path, name: str, kind: Callable[[Path], None], folder: Path) -> Iterator[Path]:
-    """A copy of the run in which one file is something else; removed again, for a test makes hundreds."""
+    """A copy of the run in which one file is something else; removed again, for a test makes
+    hundreds.
+    """
     copy = folder / "copy"
     shutil.copytree(run, copy)
     (copy / name).unlink(missing_ok=True)
@@ -304,7 +320,11 @@ def of_run(words: Iterable[str], run: Path) -> list[str]:
 def test_commands_of_the_front_bear_streams_that_are_closed_or_full(
     name: str, run: Path, forks: Forks, tmp_path: Path
 ) -> None:
-    """A disk that is full under the results is said in one line, and is 6; where all is well otherwise. An interpreter of its own has the first."""
+    """A disk that is full under the results is said in one line, and is 6; where all is well
+    otherwise.
+
+    An interpreter of its own has the first.
+    """
     redirect, streams = STREAMS[name]
     is_full = ">/dev/full" in redirect
     out, err = tmp_path / "out", tmp_path / "err"
@@ -354,7 +374,10 @@ def test_commands_of_the_front_bear_a_directory_that_is_gone_and_no_home(
 def test_a_run_that_is_started_with_closed_streams_trains_and_writes_its_logs(
     run: Path, tmp_path: Path
 ) -> None:
-    """As daemons start it. The numbers of the streams must not go to files of the run, into which ranks would then write."""
+    """As daemons start it.
+
+    The numbers of the streams must not go to files of the run, into which ranks would then write.
+    """
     out = tmp_path / "run"
     ended = start(
         ["train", str(run.parent / "train.yaml"), f"output_dir={out}", "duration=2 steps"], "<&- >&- 2>&-"

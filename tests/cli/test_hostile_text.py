@@ -1,4 +1,5 @@
-"""No word of others commands the terminal: neither raw control characters nor marks that reorder text reach stdout or stderr.
+"""No word of others commands the terminal: neither raw control characters nor marks that reorder
+text reach stdout or stderr.
 
 Run: pytest tests/cli/test_hostile_text.py
 """
@@ -26,8 +27,14 @@ STEERS = frozenset("\x1b\x07\x9b\u202e\u2066\x7f\r\x00\x08")
 FILES = {
     "config.yaml": "model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n",
     "evil.yaml": '"\\e]52;c;ZXZpbA==\\a\\u202E": 1\nmodel: "\\e[31m"\noptim: {lr: "\\e[31m\\x9b"}\n',
-    "evil_lf.yaml": 'stage: sft\nmodel_name_or_path: "\\e]52;c;ZXZpbA==\\a"\ndataset: "\\e[31m"\n"\\e[32mx": 1\noutput_dir: "\\e[31m"\n',
-    "evil.toml": 'pretrained_model_name_or_path = "\\u001b]52;c;ZXZpbA==\\u0007"\n"\\u001b[31mx" = 1\ntrain_data_dir="\\u001b[31m"\n',
+    "evil_lf.yaml": (
+        'stage: sft\nmodel_name_or_path: "\\e]52;c;ZXZpbA==\\a"\ndataset: "\\e[31m"\n"\\e[32mx":'
+        ' 1\noutput_dir: "\\e[31m"\n'
+    ),
+    "evil.toml": (
+        'pretrained_model_name_or_path = "\\u001b]52;c;ZXZpbA==\\u0007"\n"\\u001b[31mx" ='
+        ' 1\ntrain_data_dir="\\u001b[31m"\n'
+    ),
 }
 COMMANDS = [
     "EVIL", "explain EVIL", "explain --symptom EVIL", "--lang EVIL runs", "train EVIL.yaml", "train config.yaml EVIL=1", "train config.yaml optim.lr=EVIL",

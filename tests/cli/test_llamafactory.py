@@ -1,4 +1,5 @@
-"""A LLaMA-Factory file on the command line: what is read, what is refused, and what people are told.
+"""A LLaMA-Factory file on the command line: what is read, what is refused, and what people are
+told.
 
 Run: pytest tests/cli/test_llamafactory.py
 """

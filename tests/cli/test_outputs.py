@@ -1,4 +1,7 @@
-"""An output that cannot be written where the user wants it is refused in true words. Run: pytest tests/cli/test_outputs.py"""
+"""An output that cannot be written where the user wants it is refused in true words.
+
+Run: pytest tests/cli/test_outputs.py
+"""
 
 import errno
 import os

@@ -1,7 +1,8 @@
-"""Wherever a path is given, what is no file of its kind is refused within seconds and by name: a pipe, a device, a directory.
+"""Wherever a path is given, what is no file of its kind is refused within seconds and by name: a
+pipe, a device, a directory.
 
-Keys and options are found by what they take: a new one has to be listed below, with what makes it read, or as no path.
-Run: .venv/bin/python -m pytest tests/cli/test_paths.py
+Keys and options are found by what they take: a new one has to be listed below, with what makes it
+read, or as no path. Run: .venv/bin/python -m pytest tests/cli/test_paths.py
 """
 
 import contextlib
@@ -88,7 +89,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     Path("c.yaml").write_text(
-        "model: builtin:tiny\nadapter: {rank: 4}\ndata: {train: rows.jsonl}\nduration: 1 steps\noutput_dir: out\ndevice: cpu\n"
+        "model: builtin:tiny\nadapter: {rank: 4}\ndata: {train: rows.jsonl}\nduration: 1 steps\noutput_dir:"
+        " out\ndevice: cpu\n"
     )
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     Path("run").mkdir()
@@ -150,7 +152,10 @@ def texts_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def command_line(words: tuple[str, ...], command: Any, tried: Any, path: str) -> list[str]:
-    """A command with a path for the argument or option that is tried. Options come first, for `run` passes on what follows its program."""
+    """A command with a path for the argument or option that is tried.
+
+    Options come first, for `run` passes on what follows its program.
+    """
     name = tried.opts[0]
     options = SEVERAL if name == "--token-file" else MORE.get(words[0], [])
     tried_option = [name, path] if name.startswith("-") else []
@@ -185,7 +190,9 @@ def test_every_path_on_a_command_line(place: Path) -> None:
 
 
 def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key and type of every key of a section and of those in it, also in lists: `data.train[].path`."""
+    """Key and type of every key of a section and of those in it, also in lists:
+    `data.train[].path`.
+    """
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
         kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation

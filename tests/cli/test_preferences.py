@@ -1,4 +1,7 @@
-"""Preference objectives on the command line: what is refused with its line, and what a run shows. Run: pytest tests/cli/test_preferences.py"""
+"""Preference objectives on the command line: what is refused with its line, and what a run shows.
+
+Run: pytest tests/cli/test_preferences.py
+"""
 
 import json
 import shutil
@@ -31,9 +34,9 @@ def write(objective: str, rows: list[Any], more: str = "", data: str = "") -> No
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     Path("rows.jsonl").write_text("".join(line + "\n" for line in lines))
     Path("c.yaml").write_text(
-        f"model: {{path: 'builtin:tiny', dtype: float32}}\nadapter: {{rank: 4, alpha: 8}}\nobjective: {objective}\n"
-        f"data: {{train: rows.jsonl, max_length: 64{data}}}\nbatch: {{global: 4}}\nduration: 4 steps\n{more}\n"
-        "device: cpu\noutput_dir: out\n"
+        "model: {path: 'builtin:tiny', dtype: float32}\nadapter: {rank: 4, alpha: 8}\nobjective:"
+        f" {objective}\ndata: {{train: rows.jsonl, max_length: 64{data}}}\nbatch: {{global: 4}}\nduration: 4"
+        f" steps\n{more}\ndevice: cpu\noutput_dir: out\n"
     )
 
 

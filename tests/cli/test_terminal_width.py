@@ -1,4 +1,7 @@
-"""On a terminal nothing breaks inside a word, and the live line keeps its time left. Run: pytest tests/cli/test_terminal_width.py"""
+"""On a terminal nothing breaks inside a word, and the live line keeps its time left.
+
+Run: pytest tests/cli/test_terminal_width.py
+"""
 
 import json
 import re
@@ -25,8 +28,9 @@ def test_a_wrapped_text_has_the_same_words_in_lines_that_fit(text: str, width: i
 
 
 def test_the_lines_after_a_label_start_below_its_text() -> None:
-    assert wrapped("FIX       free the disk, or use another output_dir", 40) == (
-        "FIX       free the disk, or use another\n          output_dir"
+    assert (
+        wrapped("FIX       free the disk, or use another output_dir", 40)
+        == "FIX       free the disk, or use another\n          output_dir"
     )
     assert (
         wrapped("  fix:   free the disk, or use another output_dir", 40).splitlines()[1]
@@ -57,14 +61,12 @@ def test_parts_in_the_middle_give_way_from_the_right() -> None:
 @pytest.mark.parametrize("width", [60, 80, 110, 200])
 def test_the_live_line_keeps_its_time_left(width: int) -> None:
     script = (
-        "from unisono.cli.output import Output\n"
-        "from unisono.cli.screen import Screen\n"
-        "import itertools\n"
-        "screen = Screen(Output(), clock=itertools.count(step=7).__next__)\n"
-        "screen.show({'kind': 'eval', 'step': 0, 'eval_loss': 8.4821})\n"
-        "for n in (1, 2): screen.show({'kind': 'step', 'step': n, 'loss': 1.2345, 'tokens_per_second': 123456.0})\n"
-        "screen._line.show('step 12,345/123,456 · loss 0.5461 · eval_loss 8.482 · 7,069 tokens/s · 1.51 steps/s · 3 min 47 s left', share=1.0)\n"
-        "screen.close()\n"
+        "from unisono.cli.output import Output\nfrom unisono.cli.screen import Screen\nimport"
+        " itertools\nscreen = Screen(Output(), clock=itertools.count(step=7).__next__)\nscreen.show({'kind':"
+        " 'eval', 'step': 0, 'eval_loss': 8.4821})\nfor n in (1, 2): screen.show({'kind': 'step', 'step': n,"
+        " 'loss': 1.2345, 'tokens_per_second': 123456.0})\nscreen._line.show('step 12,345/123,456 · loss"
+        " 0.5461 · eval_loss 8.482 · 7,069 tokens/s · 1.51 steps/s · 3 min 47 s left',"
+        " share=1.0)\nscreen.close()\n"
     )
     text = ESCAPE.sub("", in_terminal([sys.executable, "-c", script], width=width))
     last = [part for part in re.split(r"[\r\n]", text) if "12,345/" in part][-1]
@@ -75,10 +77,9 @@ def test_the_live_line_keeps_its_time_left(width: int) -> None:
 
 def test_a_sample_is_cut_between_words_to_one_line() -> None:
     script = (
-        "from unisono.cli.output import Output\n"
-        "from unisono.cli.screen import Screen\n"
-        "screen = Screen(Output())\n"
-        "screen.show({'kind': 'sample', 'step': 1, 'prompt': 'wonderful ' * 20, 'text': 'marvellous ' * 20})\n"
+        "from unisono.cli.output import Output\nfrom unisono.cli.screen import Screen\nscreen ="
+        " Screen(Output())\nscreen.show({'kind': 'sample', 'step': 1, 'prompt': 'wonderful ' * 20, 'text':"
+        " 'marvellous ' * 20})\n"
     )
     (line,) = in_terminal([sys.executable, "-c", script]).split("\r\n")[:-1]
     assert columns(line) <= 80

@@ -1,4 +1,5 @@
-"""LLaMA-Factory's dataset_info.json gives the sources that LLaMA-Factory would read, or every problem with file and line.
+"""LLaMA-Factory's dataset_info.json gives the sources that LLaMA-Factory would read, or every
+problem with file and line.
 
 Run: pytest tests/config/test_dataset_info.py
 """
@@ -148,7 +149,9 @@ except ConfigError as error:
 
 @contextmanager
 def hub(answer: Callable[[bytes], bytes]) -> Iterator[tuple[str, list[bytes]]]:
-    """Its address, and all requests, each with `answer` as its answer; without one the connection is closed."""
+    """Its address, and all requests, each with `answer` as its answer; without one the connection
+    is closed.
+    """
     calls: list[bytes] = []
 
     def serve(listener: socket.socket) -> None:
@@ -165,7 +168,9 @@ def hub(answer: Callable[[bytes], bytes]) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def remote(cache: Path, endpoint: str, **env: str) -> str:
-    """What is read, or the problems, in a process of its own: the hub's client reads the environment when it is imported."""
+    """What is read, or the problems, in a process of its own: the hub's client reads the
+    environment when it is imported.
+    """
     variables = {
         "HF_HUB_CACHE": str(cache),
         "HF_ENDPOINT": endpoint,
@@ -183,7 +188,8 @@ def answer_with(entry: dict[str, str]) -> Callable[[bytes], bytes]:
     """The answers of a hub whose dataset_info.json has this entry."""
     text = json.dumps({"d": entry}).encode()
     head = (
-        f'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(text)}\r\nETag: "{"a" * 40}"\r\nX-Repo-Commit: {"b" * 40}\r\n\r\n'
+        f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(text)}\r\nETag:"
+        f' "{"a" * 40}"\r\nX-Repo-Commit: {"b" * 40}\r\n\r\n'
     ).encode()
 
     def answer(asked: bytes) -> bytes:
@@ -316,7 +322,7 @@ def test_all_problems_of_all_entries_are_told_at_once() -> None:
 
 def test_a_name_that_is_not_in_it_is_answered_with_the_nearest() -> None:
     write({"identity": {"file_name": "rows.json"}, "alpaca_en_demo": {"file_name": "rows.json"}})
-    (found, other) = problems("identty", "zzz")
+    found, other = problems("identty", "zzz")
     assert (found.where, found.fix) == ("lf.yaml:7", "did you mean `identity`?")
     assert "identity, alpaca_en_demo" in other.why
 

@@ -1,4 +1,5 @@
-"""Whatever stands in a file or on the command line: a config, or a ConfigError; never another exception.
+"""Whatever stands in a file or on the command line: a config, or a ConfigError; never another
+exception.
 
 Run: pytest tests/config/test_fuzz.py
 """
@@ -37,7 +38,9 @@ trees = st.recursive(
 
 
 def check(raw: dict[str, Any], lines: dict[Any, int], overrides: tuple[str, ...] = ()) -> None:
-    """Builds a config: a good one can be written and read again, a refusal can be shown on any terminal."""
+    """Builds a config: a good one can be written and read again, a refusal can be shown on any
+    terminal.
+    """
     try:
         config = build_config(raw, lines=lines, name="t.yaml", overrides=overrides).config
     except ConfigError as error:

@@ -1,4 +1,5 @@
-"""A LLaMA-Factory file becomes our config: each of its keys has an effect, does no harm and is listed, or is refused.
+"""A LLaMA-Factory file becomes our config: each of its keys has an effect, does no harm and is
+listed, or is refused.
 
 Run: pytest tests/config/test_llamafactory.py
 """
@@ -45,7 +46,9 @@ RATED: dict[str, Any] = {"stage": "kto", "dataset": "rated"}
 
 @pytest.fixture(autouse=True)
 def _datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory has `data` and `other_data`, each with a dataset_info.json, and a DeepSpeed file."""
+    """The working directory has `data` and `other_data`, each with a dataset_info.json, and a
+    DeepSpeed file.
+    """
     monkeypatch.chdir(tmp_path)
     for folder in ("data", "other_data"):
         Path(folder).mkdir()
@@ -224,7 +227,9 @@ def test_misspelt_keys_are_refused_with_the_nearest() -> None:
 
 
 def test_the_table_has_every_key_of_llama_factory_once() -> None:
-    """269 rows, of which two names are shared by LoRA and OFT, and one by the evaluation and the training."""
+    """269 rows, of which two names are shared by LoRA and OFT, and one by the evaluation and the
+    training.
+    """
     own = [key for key in KEYS.values() if key.group not in ("Seq2SeqTrainingArguments", "OldNames")]
     assert len(own) == 269 - 3
     for key in KEYS.values():
@@ -538,7 +543,9 @@ def test_added_tokens_are_no_secret() -> None:
 
 
 def test_an_adapter_that_is_continued_keeps_its_own_shape() -> None:
-    """As in LLaMA-Factory, which reads r and lora_alpha from the adapter, whatever the file says."""
+    """As in LLaMA-Factory, which reads r and lora_alpha from the adapter, whatever the file
+    says.
+    """
     stored = {
         "r": 4,
         "lora_alpha": 12,

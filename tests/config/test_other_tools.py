@@ -1,4 +1,5 @@
-"""Files of axolotl and TRL: one error that names the tool and the page that helps; those of LLaMA-Factory and ours are read.
+"""Files of axolotl and TRL: one error that names the tool and the page that helps; those of
+LLaMA-Factory and ours are read.
 
 Run: pytest tests/config/test_other_tools.py
 """

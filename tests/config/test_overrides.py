@@ -10,7 +10,10 @@ import pytest
 from unisono.config import LoadedConfig, load_config
 from unisono.errors import ConfigError
 
-TEXT = "model: {path: m, dtype: float32}\ndata:\n  train: [a, {path: b}]\noptim: {lr: 1.0e-3, warmup: 5%}\noutput_dir: o\n"
+TEXT = (
+    "model: {path: m, dtype: float32}\ndata:\n  train: [a, {path: b}]\noptim: {lr: 1.0e-3, warmup:"
+    " 5%}\noutput_dir: o\n"
+)
 
 
 def load(tmp_path: Path, *overrides: str, text: str = TEXT) -> LoadedConfig:

@@ -1,4 +1,5 @@
-"""A config survives being written and read again; its digest is of what is learnt; every key is described.
+"""A config survives being written and read again; its digest is of what is learnt; every key is
+described.
 
 Run: pytest tests/config
 """

@@ -1,4 +1,5 @@
-"""Scripts of LoRA-Scripts and of sd-scripts: their variables and their command are read, and nothing of them runs.
+"""Scripts of LoRA-Scripts and of sd-scripts: their variables and their command are read, and
+nothing of them runs.
 
 Run: pytest tests/config/test_sd_command.py
 """
@@ -162,7 +163,8 @@ def test_clip_skip_is_not_passed_with_other_models(tmp_path: Path) -> None:
 def test_train_by_toml_reads_the_file_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "default.toml").write_text(
-        '[model]\npretrained_model_name_or_path = "m"\n[data]\ntrain_data_dir = "d"\nsample_every_n_epochs = 2\noutput_dir = "o"\n'
+        '[model]\npretrained_model_name_or_path = "m"\n[data]\ntrain_data_dir = "d"\nsample_every_n_epochs ='
+        ' 2\noutput_dir = "o"\n'
     )
     (tmp_path / "prompts.txt").write_text("a portrait, --w 64 --n ugly\n")
     text = f"""#!/bin/bash

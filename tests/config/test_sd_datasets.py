@@ -1,4 +1,5 @@
-"""Dataset files of sd-scripts: every documented layout, the order of precedence, and what is refused by its name.
+"""Dataset files of sd-scripts: every documented layout, the order of precedence, and what is
+refused by its name.
 
 Run: pytest tests/config/test_sd_datasets.py
 """
@@ -143,7 +144,10 @@ def test_the_config_can_be_written_and_read_again(tmp_path: Path, dataset: str) 
 @pytest.mark.parametrize(
     "subsets",
     [
-        "image_dir = 'a'\nnum_repeats = 10\n[[datasets.subsets]]\nis_reg = true\nimage_dir = 'r'\nnum_repeats = 1",
+        (
+            "image_dir = 'a'\nnum_repeats = 10\n[[datasets.subsets]]\nis_reg = true\nimage_dir ="
+            " 'r'\nnum_repeats = 1"
+        ),
         "image_dir = 'a'\nclass_tokens = 'hoge girl'\nnum_repeats = 10",
         "image_dir = 'a'\nnum_repeats = 10",
         "image_dir = 'a'",
@@ -151,7 +155,10 @@ def test_the_config_can_be_written_and_read_again(tmp_path: Path, dataset: str) 
     ids=["v1", "v2", "v3", "v4"],
 )
 def test_less_and_less_of_a_dataset_file(tmp_path: Path, subsets: str) -> None:
-    head = "[general]\nenable_bucket = true\n[[datasets]]\nresolution = 64\nbatch_size = 4\nmin_bucket_reso = 64\n"
+    head = (
+        "[general]\nenable_bucket = true\n[[datasets]]\nresolution = 64\nbatch_size = 4\nmin_bucket_reso ="
+        " 64\n"
+    )
     loaded = _load(tmp_path, f"{head}[[datasets.subsets]]\n{subsets}\n")
     first = _sources(loaded)[0]
     assert (first.path, first.weight) == ("a", 10.0 if "num_repeats = 10" in subsets else 1.0)
@@ -165,7 +172,9 @@ def test_a_dataset_file_is_not_the_main_file(tmp_path: Path) -> None:
 
 
 def test_the_lower_place_comes_first(tmp_path: Path) -> None:
-    """The example of sd-scripts' own page: subset before dataset before general before the main file."""
+    """The example of sd-scripts' own page: subset before dataset before general before the main
+    file.
+    """
     loaded = _load(
         tmp_path,
         """
@@ -192,7 +201,10 @@ batch_size = 4
   [[datasets.subsets]]
   image_dir = 'piyo'
 """,
-        more='keep_tokens = 9\nresolution = "32,32"\ncaption_extension = ".cap"\ntrain_batch_size = 7\ncaption_dropout_rate = 0.1\n',
+        more=(
+            'keep_tokens = 9\nresolution = "32,32"\ncaption_extension = ".cap"\ntrain_batch_size ='
+            " 7\ncaption_dropout_rate = 0.1\n"
+        ),
     )
     config = loaded.config
     assert (config.data.resolution, config.batch.per_rank) == (512, 4)
@@ -253,9 +265,9 @@ def test_the_example_with_separators_wildcards_and_mirrored_pictures(tmp_path: P
 
 def test_each_subset_can_have_its_own_captions_and_may_take_back_those_of_others(tmp_path: Path) -> None:
     more = (
-        "[[datasets.subsets]]\nimage_dir = 'b'\nflip_aug = false\nenable_wildcard = false\ncaption_separator = ';'\n"
-        "token_warmup_step = 0.25\ntoken_warmup_min = 0\n"
-        "[[datasets.subsets]]\nimage_dir = 'c'\ncaption_prefix = 'c'\ncaption_suffix = 'd'\n"
+        "[[datasets.subsets]]\nimage_dir = 'b'\nflip_aug = false\nenable_wildcard = false\ncaption_separator"
+        " = ';'\ntoken_warmup_step = 0.25\ntoken_warmup_min = 0\n[[datasets.subsets]]\nimage_dir ="
+        " 'c'\ncaption_prefix = 'c'\ncaption_suffix = 'd'\n"
     )
     loaded = _load(tmp_path, EXAMPLE + more, more='token_warmup_step = 100\ncaption_separator = "/"\n')
     section = loaded.config.diffusion

@@ -1,4 +1,5 @@
-"""Files of sd-scripts as LoRA-Scripts writes them: each key has a fate, and the config is what it means.
+"""Files of sd-scripts as LoRA-Scripts writes them: each key has a fate, and the config is what it
+means.
 
 Run: pytest tests/config/test_sd_scripts.py
 """
@@ -375,7 +376,10 @@ resolution = "768,768"
 
 
 def test_a_preset_lacks_a_model_and_pictures_and_says_so(tmp_path: Path) -> None:
-    text = '[metadata]\nname = "n"\nversion = "1"\ntrain_type = ""\n[data]\nresolution = "768,768"\nenable_bucket = true\n'
+    text = (
+        '[metadata]\nname = "n"\nversion = "1"\ntrain_type = ""\n[data]\nresolution ='
+        ' "768,768"\nenable_bucket = true\n'
+    )
     path = _write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         load_config(path)

@@ -24,7 +24,10 @@ Kind = TypeVar("Kind")
 
 
 class Room:
-    """One head, and the nodes that call it. All that was opened is closed at the end of the test."""
+    """One head, and the nodes that call it.
+
+    All that was opened is closed at the end of the test.
+    """
 
     def __init__(self) -> None:
         self.token = TOKEN
@@ -63,7 +66,10 @@ class Room:
     def hears(
         self, end: HeadServer | NodeLink, what: type[Kind], count: int = 1, **fields: Any
     ) -> list[Kind]:
-        """The first `count` events of a kind with these fields, waited for. Others are kept for the next question."""
+        """The first `count` events of a kind with these fields, waited for.
+
+        Others are kept for the next question.
+        """
         until = time.monotonic() + LIMIT_S
         events = self._events.setdefault(end, [])
         while True:

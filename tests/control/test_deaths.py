@@ -1,4 +1,7 @@
-"""One end is killed or stopped: the other says so. Real processes. Run: pytest tests/control/test_deaths.py"""
+"""One end is killed or stopped: the other says so.
+
+Real processes. Run: pytest tests/control/test_deaths.py
+"""
 
 import asyncio
 import os

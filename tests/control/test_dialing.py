@@ -1,4 +1,7 @@
-"""What a node says of a head that does not answer, or of whoever answers in its place. Run: pytest tests/control/test_dialing.py"""
+"""What a node says of a head that does not answer, or of whoever answers in its place.
+
+Run: pytest tests/control/test_dialing.py
+"""
 
 import contextlib
 import os

@@ -1,4 +1,7 @@
-"""The parser takes any bytes in any pieces, and never holds more than it may. Run: pytest tests/control/test_frames.py"""
+"""The parser takes any bytes in any pieces, and never holds more than it may.
+
+Run: pytest tests/control/test_frames.py
+"""
 
 import itertools
 import json

@@ -1,4 +1,7 @@
-"""Sixty-four nodes at once. Hundreds more: bench/agree_scale.py. Run: pytest tests/control/test_many_nodes.py"""
+"""Sixty-four nodes at once.
+
+Hundreds more: bench/agree_scale.py. Run: pytest tests/control/test_many_nodes.py
+"""
 
 import json
 import subprocess
@@ -40,7 +43,9 @@ def test_all_report_and_all_have_the_last_message(
 
 @pytest.mark.slow
 def test_the_measurement_of_hundreds_works_with_sixty_four() -> None:
-    """Real reports, compared; one case that differs and one node that never comes, each told to all in the same words."""
+    """Real reports, compared; one case that differs and one node that never comes, each told to all
+    in the same words.
+    """
     command = [sys.executable, str(BENCH), "--nodes", str(NODES), "--repeat", "1", "--out", "-"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     found = {result["case"]: result for result in json.loads(output)["results"]}

@@ -1,4 +1,7 @@
-"""Nodes dial each other: every kind of way that is not one is told apart. Run: pytest tests/control/test_reachability.py"""
+"""Nodes dial each other: every kind of way that is not one is told apart.
+
+Run: pytest tests/control/test_reachability.py
+"""
 
 import contextlib
 import json
@@ -181,7 +184,9 @@ def test_a_different_jobs_unisono_is_a_stranger() -> None:
 def test_large_messages_that_do_not_pass_are_distinguished_from_small_ones_that_do(
     listener: EchoListener,
 ) -> None:
-    """A relay that carries 20,000 bytes each way and then no more: as a way with too small an MTU does to large messages."""
+    """A relay that carries 20,000 bytes each way and then no more: as a way with too small an MTU
+    does to large messages.
+    """
     reported = threading.Event()  # until then the connection stays open, so that it is silence and no end
 
     def relay(caller: socket.socket) -> None:
@@ -291,7 +296,9 @@ def ip(*words: str) -> None:
 
 
 class Cable:
-    """Namespaces a and b, each with an eth0 of MTU 1500, and one between them with the bridge that carries their packets."""
+    """Namespaces a and b, each with an eth0 of MTU 1500, and one between them with the bridge that
+    carries their packets.
+    """
 
     def __init__(self) -> None:
         name = f"reach{os.getpid()}"
@@ -387,7 +394,9 @@ def test_a_firewall_that_reports_it_is_refused_or_unreachable_at_once(cable: Cab
 
 @pytest.mark.ranks
 def test_a_way_that_swallows_large_packets_is_stalled(cable: Cable) -> None:
-    """Both ends believe in 1500 bytes; the bridge's way to b carries 1400, and says nothing of it."""
+    """Both ends believe in 1500 bytes; the bridge's way to b carries 1400, and says nothing of
+    it.
+    """
     there = cable.listen(cable.b)
     ip("-n", cable.middle, "link", "set", "tob", "mtu", "1400")
     began = time.monotonic()
@@ -397,7 +406,9 @@ def test_a_way_that_swallows_large_packets_is_stalled(cable: Cable) -> None:
 
 
 def test_a_peer_that_is_stopped_for_a_while_is_waited_for(listener: EchoListener) -> None:
-    """It has all our packets and answers late, as a machine under load does: nothing is wrong with the way."""
+    """It has all our packets and answers late, as a machine under load does: nothing is wrong with
+    the way.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", LISTEN.format(address="127.0.0.1", key=KEY.hex())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True,

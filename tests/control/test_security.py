@@ -1,4 +1,7 @@
-"""What a caller without the token can and cannot do: each line of the security list. Run: pytest tests/control/test_security.py"""
+"""What a caller without the token can and cannot do: each line of the security list.
+
+Run: pytest tests/control/test_security.py
+"""
 
 import json
 import os

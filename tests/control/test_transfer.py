@@ -1,4 +1,7 @@
-"""Files on their way to the head: whole or not at all, and never in the way of anything. Run: pytest tests/control/test_transfer.py"""
+"""Files on their way to the head: whole or not at all, and never in the way of anything.
+
+Run: pytest tests/control/test_transfer.py
+"""
 
 import contextlib
 import os
@@ -247,7 +250,10 @@ def test_several_nodes_send_at_once(room: "Room", desk: Path) -> None:
 
 
 def test_words_are_not_stuck_behind_a_large_file(room: "Room", tmp_path: Path, desk: Path) -> None:
-    """Both ways, while a file goes as fast as it can. The bound is loose: this machine may be busy."""
+    """Both ways, while a file goes as fast as it can.
+
+    The bound is loose: this machine may be busy.
+    """
     large = tmp_path / "large"
     with large.open("wb") as file:
         file.truncate(192 * MIB)
@@ -412,7 +418,10 @@ def offer_body(size: int = 10 * MIB, *, number: int = 0, name: str = "a") -> dic
 def test_a_peer_that_does_not_keep_to_the_rules_is_hung_up_on(
     room: "Room", desk: Path, frames: list[Any], why: str
 ) -> None:
-    """It knows the token. The head's disk answers no sooner than all is sent, so that no credit helps it."""
+    """It knows the token.
+
+    The head's disk answers no sooner than all is sent, so that no credit helps it.
+    """
     sent = threading.Event()
 
     def place(offer: Offer) -> tuple[Path, str]:

@@ -1,4 +1,6 @@
-"""Real runs whose checkpoints are damaged: two ranks with shards of all weights, and one with whole files of an adapter."""
+"""Real runs whose checkpoints are damaged: two ranks with shards of all weights, and one with whole
+files of an adapter.
+"""
 
 import random
 from collections.abc import Iterator

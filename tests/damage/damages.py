@@ -1,4 +1,7 @@
-"""Damages a checkpoint in each of the ways that disks, copies and people do. For tests/damage and bench/damage.py."""
+"""Damages a checkpoint in each of the ways that disks, copies and people do.
+
+For tests/damage and bench/damage.py.
+"""
 
 import json
 import os
@@ -41,7 +44,8 @@ class Injected:
         how: in which way.
         path: the checkpoint.
         files: those that are hit, by name.
-        tensors: those of the file that are hit, where its bytes were changed; HEADER where its header is.
+        tensors: those of the file that are hit, where its bytes were changed; HEADER where its
+            header is.
     """
 
     how: How
@@ -134,7 +138,9 @@ def _changed(specimen: Specimen, path: Path, name: str, before: bytes, how: How,
 
 
 def _places(file: Path) -> list[tuple[str, int, int]]:
-    """Begin and end of the header and of each tensor in a file; nothing for files of other kinds."""
+    """Begin and end of the header and of each tensor in a file; nothing for files of other
+    kinds.
+    """
     if file.suffix != ".safetensors":
         return []
     data = file.read_bytes()
@@ -179,13 +185,17 @@ def look(specimen: Specimen, root: Path) -> Found:
 
 
 def is_named(injected: Injected, found: Found) -> bool:
-    """Whether a finding names the checkpoint, and a file that was hit or the manifest without which none can be judged."""
+    """Whether a finding names the checkpoint, and a file that was hit or the manifest without which
+    none can be judged.
+    """
     named = {damage.file for damage in found.findings.get(injected.path.name, []) if damage.is_fatal}
     return bool(named & set(injected.files))
 
 
 def names_its_tensors(injected: Injected, found: Found) -> bool:
-    """Whether the finding names exactly the tensors that were hit, or the header; of a file that is gone there is none to name."""
+    """Whether the finding names exactly the tensors that were hit, or the header; of a file that is
+    gone there is none to name.
+    """
     if injected.how in OF_A_DIRECTORY:
         return True
     (finding,) = (one for one in found.findings[injected.path.name] if one.file == injected.files[0])
@@ -193,7 +203,9 @@ def names_its_tensors(injected: Injected, found: Found) -> bool:
 
 
 def another_run(specimen_root: Path, folder: Path, key: bytes, chance: random.Random) -> Path:
-    """Checkpoints of another run of the same shape: the same headers, other numbers, manifests of its own."""
+    """Checkpoints of another run of the same shape: the same headers, other numbers, manifests of
+    its own.
+    """
     shutil.copytree(specimen_root, folder)
     for file in sorted(folder.glob("step-*/*")):
         data = file.read_bytes()

@@ -1,4 +1,7 @@
-"""Whatever happens to a checkpoint's files is found and named before they are used. Run: pytest tests/damage/test_damages.py"""
+"""Whatever happens to a checkpoint's files is found and named before they are used.
+
+Run: pytest tests/damage/test_damages.py
+"""
 
 import random
 import shutil

@@ -1,4 +1,7 @@
-"""What a person sees who starts a run again on damaged checkpoints. Run: pytest tests/damage/test_user_path.py"""
+"""What a person sees who starts a run again on damaged checkpoints.
+
+Run: pytest tests/damage/test_user_path.py
+"""
 
 import json
 import random
@@ -46,7 +49,9 @@ def _damage(trained: Trained, job: Job, how: How, *, seed: int) -> Injected:
 
 
 def _says(front: Front, injected: Injected) -> bool:
-    """Whether a line names the checkpoint, a file that was hit, and a tensor where any was; of a whole file that is another's, whose."""
+    """Whether a line names the checkpoint, a file that was hit, and a tensor where any was; of a
+    whole file that is another's, whose.
+    """
     place = f"{injected.path.name}: "
     another = injected.how.startswith("file of another")
     lines = [line for line in front.text().splitlines() if place in line]

@@ -1,4 +1,5 @@
-"""Which tokens count in the loss: exactly the answers, over templates that behave in different ways.
+"""Which tokens count in the loss: exactly the answers, over templates that behave in different
+ways.
 
 Run: .venv/bin/python -m pytest tests/data/test_answers.py
 """
@@ -137,8 +138,9 @@ def test_where_earlier_answers_end_otherwise_they_count_without_their_end(
 ) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(
-        "{% for m in messages %}{{ '<start_of_turn>' + m['role'] + m['content'] }}{{ '</s>' if loop.last else '<end_of_turn>' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>assistant' }}{% endif %}",
+        "{% for m in messages %}{{ '<start_of_turn>' + m['role'] + m['content'] }}{{ '</s>' if loop.last else"
+        " '<end_of_turn>' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>assistant' }}{%"
+        " endif %}",
         encoding="utf-8",
     )
     messages = turns("hello", "there", "and?", "fine")
@@ -146,8 +148,8 @@ def test_where_earlier_answers_end_otherwise_they_count_without_their_end(
     encoder = make_encoder(directory, template_file=str(file))
     assert trained(encoder, encode(encoder, messages)) == ["there", "fine</s>"]
     assert encoder.warnings == [
-        "the chat template ends an earlier answer with <end_of_turn>, and only the last one with </s>: earlier answers count without"
-        " their end"
+        "the chat template ends an earlier answer with <end_of_turn>, and only the last one with </s>:"
+        " earlier answers count without their end"
     ]
     last_only = make_encoder(directory, template_file=str(file), loss_on="last-answer")
     assert trained(last_only, encode(last_only, messages)) == ["fine</s>"]
@@ -247,10 +249,14 @@ def test_what_the_template_itself_refuses_is_reported_in_its_words(tokenizer_dir
 
 # The user's own template.
 
-NO_STOP = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+NO_STOP = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 UNTRAINED_STOP = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{%"
+    " generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{"
+    " '<|im_end|>\n' }}{% endfor %}"
 )
 
 
@@ -318,8 +324,8 @@ def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence_has_all_it
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     phi = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{{ '<|im_start|>assistant\n' if add_generation_prompt else '</s>' }}"
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%"
+        " endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '</s>' }}"
     )
     encoder = make_encoder(tokenizer_dir("inst", eos="</s>"), template_file=template_file(tmp_path, phi))
     encoded = encode(encoder, turns("hello", "there", "and?", "fine"))
@@ -330,7 +336,10 @@ def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence_has_all_it
 def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_one_too(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
-    glm = "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'user' else '<|im_end|>') + m['content'] }}{% endfor %}{{ '<|im_end|>' if add_generation_prompt }}"
+    glm = (
+        "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'user' else '<|im_end|>') + m['content']"
+        " }}{% endfor %}{{ '<|im_end|>' if add_generation_prompt }}"
+    )
     directory = tokenizer_dir("chatml_tools", eos="<|im_start|>")
     encoder = make_encoder(directory, template_file=template_file(tmp_path, glm))
     messages = turns("hello", "there", "and?", "fine")

@@ -1,4 +1,5 @@
-"""The cache: a second start maps the table quickly, a change is named, and a table is whole or not there.
+"""The cache: a second start maps the table quickly, a change is named, and a table is whole or not
+there.
 
 Run: .venv/bin/python -m pytest tests/data/test_cache.py
 """
@@ -114,7 +115,9 @@ def test_a_changed_tokenizer_or_template_is_named(tokenizer_dir: TokenizerDir, t
 
 
 def _as_model(tokenizer: Path, folder: Path, model_type: str) -> Path:
-    """A model's folder with the tokenizer's files, byte for byte, and a config.json of this type."""
+    """A model's folder with the tokenizer's files, byte for byte, and a config.json of this
+    type.
+    """
     shutil.copytree(tokenizer, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
     return folder
@@ -123,7 +126,9 @@ def _as_model(tokenizer: Path, folder: Path, model_type: str) -> Path:
 def test_models_of_other_types_share_no_rows_though_their_tokenizers_files_are_equal(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
-    """transformers chooses the class by model_type, and Qwen2's brings its own pre-tokenizer, which separates digits."""
+    """transformers chooses the class by model_type, and Qwen2's brings its own pre-tokenizer, which
+    separates digits.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1234 won't", "completion": "56789"}) + "\n", encoding="utf-8")
     data = {"train": str(rows)}

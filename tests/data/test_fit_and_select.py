@@ -1,4 +1,5 @@
-"""Rows that are too long, rows for evaluation, rows with a weight: nothing is lost without being counted.
+"""Rows that are too long, rows for evaluation, rows with a weight: nothing is lost without being
+counted.
 
 Run: .venv/bin/python -m pytest tests/data/test_fit_and_select.py
 """
@@ -57,7 +58,8 @@ def test_drop_and_error_take_nothing_of_a_long_row_and_all_of_a_short_one(
         assert not (len(targets) > max_length and fitted.pieces)
 
 
-# A row as its opening, turns of a question and an answer (tokens each), and what follows the last answer.
+# A row as its opening, turns of a question and an answer (tokens each), and what follows the last
+# answer.
 TALKS = st.tuples(
     st.integers(0, 2),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=5),

@@ -1,4 +1,5 @@
-"""Templates of LLaMA-Factory between config and token table: cache key, labels, refusals; and what a run saves of them.
+"""Templates of LLaMA-Factory between config and token table: cache key, labels, refusals; and what
+a run saves of them.
 
 Run: .venv/bin/python -m pytest tests/data/test_lf_prepare.py
 """

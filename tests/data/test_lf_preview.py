@@ -1,4 +1,5 @@
-"""`unisono data preview` with templates of LLaMA-Factory: ids and loss as JSON, preference rows, and refusals.
+"""`unisono data preview` with templates of LLaMA-Factory: ids and loss as JSON, preference rows,
+and refusals.
 
 Run: .venv/bin/python -m pytest tests/data/test_lf_preview.py
 """
@@ -32,7 +33,9 @@ Preview = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def preview(tmp_path: Path) -> Preview:
-    """Runs the command on rows in a JSON file, with a model that has a tokenizer and a config.json."""
+    """Runs the command on rows in a JSON file, with a model that has a tokenizer and a
+    config.json.
+    """
     model = tmp_path / "model"
     shutil.copytree(HERE / "tokenizer", model)
     (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 2000}', encoding="utf-8")
@@ -112,7 +115,10 @@ def test_tokens_that_the_tokenizer_does_not_have_are_null_with_a_warning(preview
 def test_an_unknown_template_gives_the_tokenizers_own_with_a_rendered_row(
     preview: Preview, tmp_path: Path
 ) -> None:
-    own = "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+    own = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt"
+        " %}[assistant] {% endif %}"
+    )
     (tmp_path / "model" / "chat_template.jinja").write_text(own, encoding="utf-8")
     done = preview(GOLDEN["rows"]["identity"], "format: alpaca", "data.template=lf:wholly_other")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""Rows with several answers in the chat templates of Phi-3, gpt-oss (harmony) and GLM-4.5: each answer is located, with its end.
+"""Rows with several answers in the chat templates of Phi-3, gpt-oss (harmony) and GLM-4.5: each
+answer is located, with its end.
 
 Run: .venv/bin/python -m pytest tests/data/test_model_templates.py
 """
@@ -58,7 +59,9 @@ MakeEncoder = Callable[..., Encoder]
 
 @pytest.fixture(scope="module")
 def make_encoder(tmp_path_factory: pytest.TempPathFactory) -> MakeEncoder:
-    """Gives an encoder with the template and the special tokens of a model, and a token for each byte."""
+    """Gives an encoder with the template and the special tokens of a model, and a token for each
+    byte.
+    """
     folders: dict[str, Path] = {}
 
     def make(name: str, **settings: Any) -> Encoder:
@@ -90,7 +93,9 @@ def turns(*contents: str) -> list[dict[str, Any]]:
 
 
 def trained(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[str]:
-    """The text of each stretch of loss tokens; the tokens of the row are those of apply_chat_template, up to a stop token at the end."""
+    """The text of each stretch of loss tokens; the tokens of the row are those of
+    apply_chat_template, up to a stop token at the end.
+    """
     (row,) = encoder.encode([Conversation(messages, tools)])
     assert isinstance(row, Encoded), row
     text = encoder.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

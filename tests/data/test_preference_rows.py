@@ -578,8 +578,8 @@ def test_a_template_that_changes_the_prompt_with_the_answer_is_refused(
 ) -> None:
     file = tmp_path / "own.jinja"
     file.write_text(
-        "{{ messages[-1]['content'] | length }} {% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}",
+        "{{ messages[-1]['content'] | length }} {% for m in messages %}{{ m['role'] + ': ' + m['content'] +"
+        " '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
         encoding="utf-8",
     )
     config = make_config(tmp_path, [PAIR], template=str(file), check_template=False)

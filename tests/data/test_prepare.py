@@ -1,4 +1,5 @@
-"""From files to a token table: every row is accounted for, and refusals name the place and the remedy.
+"""From files to a token table: every row is accounted for, and refusals name the place and the
+remedy.
 
 Run: .venv/bin/python -m pytest tests/data/test_prepare.py
 """
@@ -313,7 +314,8 @@ def test_plain_completions_use_the_chat_template_where_there_is_one(
         assert not summary.warnings
     assert shown == [
         ("<s><|start_header_id|>user<|end_header_id|>\n\nq:<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\na<|eot_id|>", "a<|eot_id|>"),
-        ("q: a<|im_end|>", " a<|im_end|>"),  # a token that holds the answer's first letter counts, with the blank before it
+        # a token that holds the answer's first letter counts, with the blank before it
+        ("q: a<|im_end|>", " a<|im_end|>"),
     ]  # fmt: skip
 
 
@@ -475,7 +477,9 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tokenizer_dir: TokenizerDir,
 def test_keep_answer_cuts_prompts_from_the_left_and_counts_them(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
-    """The beginning of sequence stays, the answer is whole, and a row whose answer alone is too long is bad."""
+    """The beginning of sequence stays, the answer is whole, and a row whose answer alone is too
+    long is bad.
+    """
     rows = [
         {"question": "hello " * 40 + "why?", "answer": "because"},
         {"question": "why?", "answer": "because " * 60},
@@ -502,7 +506,8 @@ def test_keep_answer_cuts_prompts_from_the_left_and_counts_them(
     cut = next(note for note in ledger["rows"] if note["what"] == "cut")
     assert (
         cut["why"]
-        == f"{32 + total['tokens_cut']} tokens, max_length is 32: {total['tokens_cut']} cut off before the answer"
+        == f"{32 + total['tokens_cut']} tokens, max_length is 32: {total['tokens_cut']} cut off before the"
+        " answer"
     )
     bad = next(note for note in ledger["rows"] if note["what"] == "bad")
     assert bad["why"].startswith("its answer alone is too long: ")

@@ -24,7 +24,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Run:
-    """Runs `unisono data preview` on some rows with a model that has a tokenizer and a config.json."""
+    """Runs `unisono data preview` on some rows with a model that has a tokenizer and a
+    config.json.
+    """
     model = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), model)
     (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 10000}', encoding="utf-8")
@@ -119,7 +121,9 @@ def test_the_histogram_counts_every_row_once(lengths: list[int]) -> None:
 
 @pytest.fixture
 def see(tokenizer_dir: TokenizerDir, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What `unisono data preview --json` shows of sources in one folder; with a refusal, its problems as text under `stderr`."""
+    """What `unisono data preview --json` shows of sources in one folder; with a refusal, its
+    problems as text under `stderr`.
+    """
     model = tmp_path / "model"
     shutil.copytree(tokenizer_dir(), model)
     (model / "config.json").write_text('{"model_type": "llama", "vocab_size": 10000}', encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Files of every kind give the same rows; whatever bytes they hold, what is wrong is said with its place.
+"""Files of every kind give the same rows; whatever bytes they hold, what is wrong is said with its
+place.
 
 Run: .venv/bin/python -m pytest tests/data/test_readers.py
 """
@@ -398,7 +399,8 @@ def test_a_value_that_unfolds_beyond_the_limit_is_a_bad_row_with_its_size(
     assert [row.value for row in (first, last) if isinstance(row, RawRow)] == [{"text": "a"}, {"text": "c"}]
 
 
-# A process of its own: memory that a long test process has mapped and freed would be used again within the limit.
+# A process of its own: memory that a long test process has mapped and freed would be used again
+# within the limit.
 _LIMITED = """
 import resource, sys
 from pathlib import Path

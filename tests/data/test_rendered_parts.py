@@ -1,4 +1,5 @@
-"""Every part of a conversation is in its rendering, or the row is bad, or a note says which part is not.
+"""Every part of a conversation is in its rendering, or the row is bad, or a note says which part is
+not.
 
 Run: .venv/bin/python -m pytest tests/data/test_rendered_parts.py
 """
@@ -28,10 +29,12 @@ TOOL = {
     "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object"}},
 }
 
-# As the templates that people use: they know some roles, trim, drop thoughts, ignore a text beside a call, or read a key.
+# As the templates that people use: they know some roles, trim, drop thoughts, ignore a text beside
+# a call, or read a key.
 ONLY_KNOWN_ROLES = (
-    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}<|im_start|>{{ m.role }}\n{{"
+    " m.content }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+    " endif %}"
 )
 TRIMS = ONLY_KNOWN_ROLES.replace("{{ m.content }}", "{{ m.content | trim }}")
 DROPS_THOUGHTS = ONLY_KNOWN_ROLES.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
@@ -40,7 +43,8 @@ READS_REASONING = ONLY_KNOWN_ROLES.replace(
 )
 CALL_OR_TEXT = ONLY_KNOWN_ROLES.replace(
     "{{ m.content }}",
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}",
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{%"
+    " endfor %}{% else %}{{ m.content }}{% endif %}",
 ).replace("{% for m in messages %}", "{{ tools | tojson if tools }}{% for m in messages %}")
 ONLY_QUESTIONS_THAT_ASK = ONLY_KNOWN_ROLES.replace(
     "if m.role in", "if (m.role != 'user' or '?' in m.content) and m.role in"

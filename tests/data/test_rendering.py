@@ -1,4 +1,5 @@
-"""A chat template is a program by somebody else: whatever it does, it ends, within its memory, and its name is said.
+"""A chat template is a program by somebody else: whatever it does, it ends, within its memory, and
+its name is said.
 
 Run: .venv/bin/python -m pytest tests/data/test_rendering.py
 """
@@ -228,7 +229,9 @@ MESSAGES = st.lists(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_template_gives_what_apply_chat_template_gives(tokenizer: Any, data: st.DataObject) -> None:
-    """Its texts, and its refusals with their lines, also after the first rendering, which is compared."""
+    """Its texts, and its refusals with their lines, also after the first rendering, which is
+    compared.
+    """
     text = "".join(data.draw(st.lists(PARTS, min_size=1, max_size=4)))
     direct, through = ChatTemplate(tokenizer, text, "a test"), _Through(tokenizer, text, "a test")
     for prompt in (False, True):

@@ -1,4 +1,5 @@
-"""Names in rows: keys of messages, columns, pictures; what is read of each, and what is refused by its name.
+"""Names in rows: keys of messages, columns, pictures; what is read of each, and what is refused by
+its name.
 
 Run: .venv/bin/python -m pytest tests/data/test_row_names.py
 """
@@ -242,8 +243,8 @@ def test_null_and_empty_values_and_what_exports_carry_pass(both: Sources) -> Non
 def test_a_key_that_the_template_reads_is_known(own: Sources, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['mood'] or '' }}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['mood'] or '' }}{{ m.content }}<|im_end|>\n{%"
+        " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         encoding="utf-8",
     )
     row = {"messages": [user("a", mood="sad: "), answer("b")]}
@@ -268,7 +269,7 @@ def test_a_column_that_no_row_has_is_refused_with_the_nearest(both: Sources) -> 
     assert "the column 'contxt', named in columns: {input: contxt}" in problem.what
     assert problem.where == "data.train.0.columns"
     assert problem.fix == "did you mean `context`?"
-    ((text, _), *_) = both.texts(rows, columns={"output": "response", "input": "context"})
+    (text, _), *_ = both.texts(rows, columns={"output": "response", "input": "context"})
     assert "Hi\nctx text" in text
 
 

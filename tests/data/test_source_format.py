@@ -1,4 +1,5 @@
-"""Files with the usual names of columns are read; where a name could be two things, the file is refused with the mappings to choose from.
+"""Files with the usual names of columns are read; where a name could be two things, the file is
+refused with the mappings to choose from.
 
 Run: .venv/bin/python -m pytest tests/data/test_source_format.py
 """
@@ -58,7 +59,8 @@ def conversation(row: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
             {"instruction": "q", "context": "c", "response": "a", "category": "x"},  # Dolly
             [{"role": "user", "content": "q\nc"}, A],
         ),
-        ({"query": "q", "response": "a", "history": [["q0", "a0"]], "system": "s"}, [SYSTEM, *EARLIER, Q, A]),  # ms-swift
+        # ms-swift
+        ({"query": "q", "response": "a", "history": [["q0", "a0"]], "system": "s"}, [SYSTEM, *EARLIER, Q, A]),
         ({"id": "1", "system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, Q, A]),  # OpenOrca
         ({"input": "q", "context": "c", "output": "a"}, [{"role": "user", "content": "q\nc"}, A]),
         ({"question": "q", "answers": {"text": ["b"]}, "answer": "a"}, [Q, A]),
@@ -73,9 +75,10 @@ def test_usual_names_are_read_without_a_mapping(row: dict[str, Any], expected: l
 def test_the_line_of_the_source_says_what_was_read_as_what() -> None:
     row = {"question": "q", "answer": "a", "topic": "t"}
     line = settle_format(section(), first(row), objective="sft", key="data.train").line
-    assert line == (
-        "rows.jsonl: alpaca (auto: the first row has question and answer; not read: topic; question is read as instruction, answer is"
-        " read as output)"
+    assert (
+        line
+        == "rows.jsonl: alpaca (auto: the first row has question and answer; not read: topic; question is"
+        " read as instruction, answer is read as output)"
     )
 
 

@@ -148,7 +148,9 @@ def test_a_glob_reports_what_it_did_match_where_that_is_not_a_file(tmp_path: Pat
 
 @pytest.fixture
 def as_user() -> Iterator[Path]:
-    """A folder that everybody may enter, while this process is a user who may not read everything."""
+    """A folder that everybody may enter, while this process is a user who may not read
+    everything.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         if os.geteuid() != 0:
@@ -223,16 +225,18 @@ def test_an_unknown_scheme_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path) -> None:
-    """`datasets` takes a folder `owner/name` below the working directory for the hub's dataset of that name."""
+    """`datasets` takes a folder `owner/name` below the working directory for the hub's dataset of
+    that name.
+    """
     write(tmp_path / "owner" / "name" / "train.jsonl", "a", "b")
     write(tmp_path / "owner" / "name" / "test.jsonl", "c")
     cache = tmp_path / "cache"
     cache.mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.config.schema import SourceSection; from unisono.data.sources import fetch_hub\n"
-        "for splits in (['train'], ['validation', 'test']):\n"
-        f"    print(fetch_hub(SourceSection(path='owner/name'), 'data.train', Path({str(cache)!r}), splits=splits)[0].name)\n"
-        "print('datasets' in sys.modules)"
+        "import sys; from pathlib import Path; from unisono.config.schema import SourceSection; from"
+        " unisono.data.sources import fetch_hub\nfor splits in (['train'], ['validation', 'test']):\n   "
+        f" print(fetch_hub(SourceSection(path='owner/name'), 'data.train', Path({str(cache)!r}),"
+        " splits=splits)[0].name)\nprint('datasets' in sys.modules)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     for folder, needed in ((tmp_path, "True"), (cache, "False")):  # the second has no such folder
@@ -257,11 +261,11 @@ def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_p
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("en", "de"))
     (root / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     script = (
-        "from pathlib import Path; from unisono.config.schema import SourceSection; from unisono.data.sources import fetch_hub\n"
-        "from unisono.data.readers import read_rows\n"
-        "for more in ({'subset': 'de'}, {'subset': 'en'}, {'folder': 'more'}):\n"
-        f"    (file,) = fetch_hub(SourceSection(path='owner/name', **more), 'data.train', Path({str(tmp_path)!r}), splits=['train'])\n"
-        "    print(*(row.value['text'] for row in read_rows(file)))"
+        "from pathlib import Path; from unisono.config.schema import SourceSection; from"
+        " unisono.data.sources import fetch_hub\nfrom unisono.data.readers import read_rows\nfor more in"
+        " ({'subset': 'de'}, {'subset': 'en'}, {'folder': 'more'}):\n    (file,) ="
+        f" fetch_hub(SourceSection(path='owner/name', **more), 'data.train', Path({str(tmp_path)!r}),"
+        " splits=['train'])\n    print(*(row.value['text'] for row in read_rows(file)))"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -277,10 +281,10 @@ def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_p
 
 def test_a_hub_id_that_is_not_to_be_had_is_refused(tmp_path: Path) -> None:
     script = (
-        "from pathlib import Path; from unisono.config.schema import DataSection; from unisono.data.sources import find_sources\n"
-        "from unisono.errors import DataError\n"
-        f"try:\n    find_sources(DataSection(train='nobody/nothing'), cache_dir=Path({str(tmp_path)!r}))\n"
-        "except DataError as error:\n    print(error.problems[0].what); print(error.problems[0].where)"
+        "from pathlib import Path; from unisono.config.schema import DataSection; from unisono.data.sources"
+        " import find_sources\nfrom unisono.errors import DataError\ntry:\n   "
+        f" find_sources(DataSection(train='nobody/nothing'), cache_dir=Path({str(tmp_path)!r}))\nexcept"
+        " DataError as error:\n    print(error.problems[0].what); print(error.problems[0].where)"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -1,4 +1,7 @@
-"""Rows are surveyed without a model; the estimates are safe. Run: pytest tests/data/test_survey.py"""
+"""Rows are surveyed without a model; the estimates are safe.
+
+Run: pytest tests/data/test_survey.py
+"""
 
 import json
 from pathlib import Path

@@ -92,7 +92,9 @@ _PIECES = ["a", "b", " ", "\n", "é", "e\u0301", "Å", "日", "🙂", "<wide>", 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_ranges_are_those_of_the_offsets(byte_level: Any, data: st.DataObject) -> None:
-    """Also where the tokens of a byte-level tokenizer are not the bytes of the text: it changes the text, or drops spaces around a token."""
+    """Also where the tokens of a byte-level tokenizer are not the bytes of the text: it changes the
+    text, or drops spaces around a token.
+    """
     text = "".join(data.draw(st.lists(st.sampled_from(_PIECES), min_size=1, max_size=20)))
     first = data.draw(st.integers(0, len(text) - 1))
     end = data.draw(st.integers(first + 1, len(text)))
@@ -137,8 +139,8 @@ def test_a_tokenizer_in_python_gives_the_same_mask(tmp_path: Path) -> None:
     tokenizer = ByT5Tokenizer()
     assert not tokenizer.is_fast
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ eos_token if m['role'] == 'assistant' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ eos_token if m['role'] == 'assistant'"
+        " }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
     encoder = Encoder(tokenizer, directory=tmp_path)
     (row,) = encoder.encode(
@@ -176,7 +178,9 @@ print(TokenTable.open(folder, "train").row(0)[0].tolist(), "pandas" in sys.modul
 
 
 def test_tokens_are_written_and_read_without_pandas(tmp_path: Path) -> None:
-    """Its import would take longer than all others of a forked rank or task; `pa.array` and `to_numpy` of pyarrow need it."""
+    """Its import would take longer than all others of a forked rank or task; `pa.array` and
+    `to_numpy` of pyarrow need it.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -244,7 +248,8 @@ def test_a_tokenizer_that_ends_the_process_is_named(
     folder = changed(tokenizer_dir(), tmp_path / "t", **parts)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     (tmp_path / "c.yaml").write_text(
-        f"model: {{path: 'builtin:tiny', tokenizer: {folder}}}\ndata: {{train: rows.jsonl}}\noutput_dir: out\n"
+        f"model: {{path: 'builtin:tiny', tokenizer: {folder}}}\ndata: {{train: rows.jsonl}}\noutput_dir:"
+        " out\n"
     )
     done = front_server.run(
         [sys.executable, "-m", "unisono", "data", "preview", "c.yaml"],

@@ -1,7 +1,9 @@
-"""Score `unisono diagnose` on a file of cases: `python tests/diagnose/scoring.py tests/diagnose/cases/made.jsonl`.
+"""Score `unisono diagnose` on a file of cases: `python tests/diagnose/scoring.py
+tests/diagnose/cases/made.jsonl`.
 
-A case is a line of JSON: `files` (name -> text) and what has to be said of them: `class` (or one of `also_accept`),
-`culprit_rank` and `culprit_host` (exactly that one has to be named), `fix_must_mention` (each item; `a|b` is either).
+A case is a line of JSON: `files` (name -> text) and what has to be said of them: `class` (or one of
+`also_accept`), `culprit_rank` and `culprit_host` (exactly that one has to be named),
+`fix_must_mention` (each item; `a|b` is either).
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ SURE = 0.8
 
 
 def is_surely_wrong(case: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    """Whether it says with confidence another cause, or names somebody else; to name nobody is no wrong word."""
+    """Whether it says with confidence another cause, or names somebody else; to name nobody is no
+    wrong word.
+    """
     if (said.get("confidence") or 0.0) < SURE:
         return False
     ranks, hosts = said.get("ranks") or [], said.get("hosts") or []

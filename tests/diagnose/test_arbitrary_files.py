@@ -1,4 +1,7 @@
-"""Whatever lies in a directory of logs, diagnose answers. Run: pytest tests/diagnose/test_arbitrary_files.py"""
+"""Whatever lies in a directory of logs, diagnose answers.
+
+Run: pytest tests/diagnose/test_arbitrary_files.py
+"""
 
 import gzip
 import io
@@ -68,7 +71,8 @@ def test_files_that_are_no_logs_are_passed_over(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s.log"))
         (tmp_path / "rank_0.log").write_text(
-            "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"a.py\", line 1, in f\n[rank0]: KeyError: 'x'\n"
+            '[rank0]: Traceback (most recent call last):\n[rank0]:   File "a.py", line 1, in f\n[rank0]:'
+            " KeyError: 'x'\n"
         )
         found = read(tmp_path)
     assert diagnose_logs(found.scanned).verdict.cause == "user_code_error"

@@ -1,10 +1,14 @@
-"""What diagnose says of logs of failures, real ones and such in their words: `pytest tests/diagnose/test_cases.py`.
+"""What diagnose says of logs of failures, real ones and such in their words: `pytest
+tests/diagnose/test_cases.py`.
 
-`made.jsonl` was seen by those who wrote the rules, the `kept_away` ones were not before they were first scored (bench/results/diagnose_kept_away_*.json
-has what was said then, by bench/diagnose_reading.py); since then they are known, and kept from getting worse here.
-`tools_read.jsonl` and `tools_kept.jsonl` are logs of real tools in halves by a hash of their names (`tests/diagnose/making/halves.py`): rules were
-written with the first alone; `tools_after.jsonl` was made after them. bench/results/diagnose_new_logs.json has what was said of each at first and in the end.
-`tests/diagnose/making` makes the cases again; `tests/diagnose/scoring.py FILE` shows what is wrong in which case.
+`made.jsonl` was seen by those who wrote the rules, the `kept_away` ones were not before they were
+first scored (bench/results/diagnose_kept_away_*.json has what was said then, by
+bench/diagnose_reading.py); since then they are known, and kept from getting worse here.
+`tools_read.jsonl` and `tools_kept.jsonl` are logs of real tools in halves by a hash of their names
+(`tests/diagnose/making/halves.py`): rules were written with the first alone; `tools_after.jsonl`
+was made after them. bench/results/diagnose_new_logs.json has what was said of each at first and in
+the end. `tests/diagnose/making` makes the cases again; `tests/diagnose/scoring.py FILE` shows what
+is wrong in which case.
 """
 
 from __future__ import annotations

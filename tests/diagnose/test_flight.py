@@ -1,4 +1,8 @@
-"""Recordings of several ranks are matched. Those of recorded/ are of real gloo ranks, torch 2.13; recorded/train.py.txt made them. Run: pytest tests/diagnose/test_flight.py"""
+"""Recordings of several ranks are matched.
+
+Those of recorded/ are of real gloo ranks, torch 2.13; recorded/train.py.txt made them. Run: pytest
+tests/diagnose/test_flight.py
+"""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""The ranking of causes: its table, its scores and its questions. Run: pytest tests/diagnose/test_hypotheses.py"""
+"""The ranking of causes: its table, its scores and its questions.
+
+Run: pytest tests/diagnose/test_hypotheses.py
+"""
 
 import json
 import re
@@ -204,7 +207,10 @@ def test_the_negation_of_a_symptom_is_kept_apart() -> None:
 def test_complete_logs_rule_causes_out_and_cut_ones_do_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wait = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"
+    wait = (
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
+        " to complete"
+    )
     files = []
     for number in range(2):
         files.append(tmp_path / f"rank_{number}.log")

@@ -1,4 +1,6 @@
-"""What a verdict may not depend on: the order of logs, the names of hosts, which rank it was, healthy lines between: `pytest tests/diagnose/test_invariance.py`."""
+"""What a verdict may not depend on: the order of logs, the names of hosts, which rank it was,
+healthy lines between: `pytest tests/diagnose/test_invariance.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,16 @@ BLIND = [
 HEALTHY = (
     "wandb: Tracking run with wandb version 0.17.5",
     "huggingface/tokenizers: The current process just got forked, after parallelism has already been used.",
-    "UserWarning: Plan failed with a cudnnException: CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR (Triggered internally)",
+    (
+        "UserWarning: Plan failed with a cudnnException: CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR (Triggered"
+        " internally)"
+    ),
     "Using the latest cached version of the dataset since squad couldn't be found on the Hugging Face Hub",
 )
 SWAPPED = (1, 2)
-"""Two ranks that are neither the first nor, mostly, the last: those have duties of their own, a bar, a store, a launcher's last command."""
+"""Two ranks that are neither the first nor, mostly, the last: those have duties of their own, a
+bar, a store, a launcher's last command.
+"""
 
 _IN_BLOCK = re.compile(r"[\s\-=]|\[\d+\]:$|Root Cause|Failures:")
 
@@ -59,11 +66,15 @@ def differing(changed: Mapping[int, tuple[Mapping[str, str], Answer]]) -> list[s
 
 
 def rank_swapped(text: str) -> str:
-    """The text with two ranks in each other's place, in every form in which ranks are written there."""
+    """The text with two ranks in each other's place, in every form in which ranks are written
+    there.
+    """
     one, other = SWAPPED
     turned = {str(one): str(other), str(other): str(one)}
     return re.sub(
-        r"(?P<before>\[rank|\[default|[Rr]ank[ _-]|rank=|[Rr]ank\[?[ :=]{1,2}|rank {6}: |world_rank=|local_rank[=:] ?|cuda:|global rank |\[1,|mpirank:|task |GPU |\(local_rank: )(?P<rank>[12])(?P<after>(?!\d))",
+        r"(?P<before>\[rank|\[default|[Rr]ank[ _-]|rank=|[Rr]ank\[?[ :=]{1,2}|rank {6}:"
+        r" |world_rank=|local_rank[=:] ?|cuda:|global rank |\[1,|mpirank:|task |GPU |\(local_rank:"
+        r" )(?P<rank>[12])(?P<after>(?!\d))",
         lambda found: found["before"] + turned[found["rank"]] + found["after"],
         text,
     )
@@ -73,7 +84,8 @@ def can_swap(case: Mapping[str, Any]) -> bool:
     """Whether all that tells the two ranks apart is written in a form that is turned."""
     text = "\n".join([*case["files"], *case["files"].values()])
     lists = re.search(
-        r"ranks? \[|\[\d+(?:,\d+)+\] |tasks \d|^ ?\d+: |\.err|out\.\d|\br\d\.log|std_log|\"rank\"|PID|\bpid|HOST|dmesg|node|worker|trainer|algo|nid|process \d",
+        r"ranks? \[|\[\d+(?:,\d+)+\] |tasks \d|^ ?\d+:"
+        r" |\.err|out\.\d|\br\d\.log|std_log|\"rank\"|PID|\bpid|HOST|dmesg|node|worker|trainer|algo|nid|process \d",
         text,
         re.MULTILINE,
     )
@@ -132,7 +144,9 @@ def test_healthy_lines_between_do_not_matter(every: int) -> None:
 
 
 def _with_healthy(lines: list[str], every: int) -> list[str]:
-    """A healthy line after each few; none within what one process writes at once: a table, a list of facts, an indented block."""
+    """A healthy line after each few; none within what one process writes at once: a table, a list
+    of facts, an indented block.
+    """
     found: list[str] = []
     for number, line in enumerate(lines):
         found.append(line)

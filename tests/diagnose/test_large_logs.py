@@ -1,4 +1,7 @@
-"""Logs with very many tracebacks are read in time that grows with their length only. Run: pytest tests/diagnose/test_large_logs.py"""
+"""Logs with very many tracebacks are read in time that grows with their length only.
+
+Run: pytest tests/diagnose/test_large_logs.py
+"""
 
 import io
 import time

@@ -1,4 +1,6 @@
-"""A verdict depends on what a log says, not on how it is laid out: `pytest tests/diagnose/test_log_layouts.py`."""
+"""A verdict depends on what a log says, not on how it is laid out: `pytest
+tests/diagnose/test_log_layouts.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,16 @@ PART = 9
 """Of the cases each way of writing is tried on one in so many: all of them take minutes."""
 NOISE = (
     "wandb: Tracking run with wandb version 0.17.5",
-    "/opt/conda/lib/python3.10/site-packages/torch/utils/checkpoint.py:460: UserWarning: torch.utils.checkpoint: please pass in use_reentrant=True",
+    (
+        "/opt/conda/lib/python3.10/site-packages/torch/utils/checkpoint.py:460: UserWarning:"
+        " torch.utils.checkpoint: please pass in use_reentrant=True"
+    ),
     "模型加载完成，开始训练",
     "huggingface/tokenizers: The current process just got forked, after parallelism has already been used.",
-    "[INFO|modeling_utils.py:3988] 2024-11-02 10:00:00,000 >> loading weights file model.safetensors.index.json",
+    (
+        "[INFO|modeling_utils.py:3988] 2024-11-02 10:00:00,000 >> loading weights file"
+        " model.safetensors.index.json"
+    ),
     "\x1b[32m✔ cache ready\x1b[0m",
 )
 

@@ -1,4 +1,6 @@
-"""What schedulers, containers and collectives beside torch's own say of a run: `pytest tests/diagnose/test_other_programs.py`."""
+"""What schedulers, containers and collectives beside torch's own say of a run: `pytest
+tests/diagnose/test_other_programs.py`.
+"""
 
 from __future__ import annotations
 

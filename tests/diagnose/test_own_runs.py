@@ -1,4 +1,7 @@
-"""What our own runs' directories say; runs that really ended are in tests/nproc/test_diagnose.py. Run: pytest tests/diagnose/test_own_runs.py"""
+"""What our own runs' directories say; runs that really ended are in tests/nproc/test_diagnose.py.
+
+Run: pytest tests/diagnose/test_own_runs.py
+"""
 
 import json
 from pathlib import Path
@@ -168,7 +171,10 @@ def test_the_first_exception_that_is_not_a_victims_counts(run: Path) -> None:
 def test_an_exception_in_the_file_of_an_own_objective_is_blamed_on_its_line(run: Path) -> None:
     plan = json.loads((run / "plan.json").read_text())
     write(run / "plan.json", {**plan, "config": {"objective": "/home/u/own.py:Own"}})
-    trace = 'Traceback (most recent call last):\n  File "/home/u/own.py", line 7, in loss\n  File "/t/torch.py", line 1, in f\nValueError: x'
+    trace = (
+        'Traceback (most recent call last):\n  File "/home/u/own.py", line 7, in loss\n  File "/t/torch.py",'
+        " line 1, in f\nValueError: x"
+    )
     events(run, 1, {"kind": "crashed", "time": 1051.0, "error": "ValueError: x", "traceback": trace})
     found = verdict(run)
     assert found.summary.endswith("the likely origin is the objective, /home/u/own.py:7")
@@ -177,7 +183,8 @@ def test_an_exception_in_the_file_of_an_own_objective_is_blamed_on_its_line(run:
 
 def test_torn_and_foreign_files_do_not_matter(run: Path) -> None:
     (run / "events/rank-00001.jsonl").write_bytes(
-        b'\xff\x00{"kind"\n[1]\n{"kind": "phase", "time": "x"}\n{"kind": "phase", "time": 1e999, "phase": 3}\n{"kind": "crashed"'
+        b'\xff\x00{"kind"\n[1]\n{"kind": "phase", "time": "x"}\n{"kind": "phase", "time": 1e999, "phase":'
+        b' 3}\n{"kind": "crashed"'
     )
     (run / "result.json").write_text("{")
     (run / "agreement.json").write_text("[]")

@@ -10,8 +10,14 @@ import pytest
 from unisono.diagnose.reading import diagnose_logs
 from unisono.diagnose.scan import scan
 
-STALL = "unisono: warning: rank 2, node 0 (a) sleeps or waits, and does not return; it has been in step 7 for {age} s, at train.py:9 in reward  [user_code_stuck] (Fix the code.)"
-STALL_OF_ALL = "unisono: warning: no rank computes, for 40 s: ranks 0, 2 and 3 at train.py:9 in reward  [waits_for_input] (Answer by a setting.)"
+STALL = (
+    "unisono: warning: rank 2, node 0 (a) sleeps or waits, and does not return; it has been in step 7 for"
+    " {age} s, at train.py:9 in reward  [user_code_stuck] (Fix the code.)"
+)
+STALL_OF_ALL = (
+    "unisono: warning: no rank computes, for 40 s: ranks 0, 2 and 3 at train.py:9 in reward "
+    " [waits_for_input] (Answer by a setting.)"
+)
 STALL_IN_CHINESE = "unisono：警告：rank 2，node 0 (a) 在休眠或等待，没有返回  [user_code_stuck]（修复代码。）"
 MOVES = "unisono: the ranks move again after 20 s: rank 2, node 0 (a) sleeps or waits, and does not return"
 VERDICT = "unisono: rank 1, node 0 (a) was killed by SIGKILL  [rank_killed]"

@@ -1,4 +1,7 @@
-"""Pickles of plain values are read, and nothing else is. Run: pytest tests/diagnose/test_pickles.py"""
+"""Pickles of plain values are read, and nothing else is.
+
+Run: pytest tests/diagnose/test_pickles.py
+"""
 
 import contextlib
 import pickle

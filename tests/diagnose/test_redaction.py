@@ -1,4 +1,7 @@
-"""No secret of a log is printed, whatever stands around it. Run: pytest tests/diagnose/test_redaction.py"""
+"""No secret of a log is printed, whatever stands around it.
+
+Run: pytest tests/diagnose/test_redaction.py
+"""
 
 import io
 import json

@@ -1,4 +1,7 @@
-"""Logs that look alike and mean something else: what must not be mistaken for what. Run: pytest tests/diagnose/test_similar_logs.py"""
+"""Logs that look alike and mean something else: what must not be mistaken for what.
+
+Run: pytest tests/diagnose/test_similar_logs.py
+"""
 
 import io
 import json
@@ -20,8 +23,8 @@ FINISHED = (
     "{'train_runtime': '112.4', 'train_samples_per_second': '71.1', 'train_loss': '1.52', 'epoch': '3'}\n"
 )
 KILLED_9 = (
-    "E0304 10:00:00.000000 100 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 0 "
-    "(pid: 4242) of binary: /usr/bin/python\n"
+    "E0304 10:00:00.000000 100 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: -9)"
+    " local_rank: 0 (pid: 4242) of binary: /usr/bin/python\n"
 )
 LOADING = "Loading checkpoint shards:  10%|#   | 1/10 [00:05<00:45,  5.0s/it]\n"
 CANCELLED = (
@@ -46,7 +49,9 @@ def killed_by_the_kernel(name: str) -> str:
 
 
 def node(host: int) -> str:
-    """What torchrun leaves on a node all of whose eight ranks have raised the same, its table with the host's name included."""
+    """What torchrun leaves on a node all of whose eight ranks have raised the same, its table with
+    the host's name included.
+    """
     first, *others = range(8 * host, 8 * host + 8)
 
     def row(number: int, rank: int) -> str:
@@ -108,9 +113,13 @@ def test_a_bar_that_is_written_late_does_not_undo_the_schedulers_word() -> None:
 def test_an_error_inside_a_different_ranks_ignored_one_counts() -> None:
     ignored = of_rank(
         0,
-        'Exception ignored in: <function f at 0x7f>\nTraceback (most recent call last):\n  File "/x/d.py", line 5, in __del__',
+        'Exception ignored in: <function f at 0x7f>\nTraceback (most recent call last):\n  File "/x/d.py",'
+        " line 5, in __del__",
     )
-    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.15 GiB of which 1.25 GiB is free."
+    error = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity"
+        " of 79.15 GiB of which 1.25 GiB is free."
+    )
     real = of_rank(
         1, f'Traceback (most recent call last):\n  File "/home/u/train.py", line 8, in main\n{error}'
     )
@@ -121,8 +130,9 @@ def test_an_error_inside_a_different_ranks_ignored_one_counts() -> None:
 
 def test_an_error_that_ended_a_thread_is_that_error() -> None:
     text = (
-        'Exception in thread Thread-5 (save):\nTraceback (most recent call last):\n  File "/home/u/save.py", line 4, in save\n'
-        "OSError: [Errno 28] No space left on device: '/data/out/model.safetensors'\n"
+        "Exception in thread Thread-5 (save):\nTraceback (most recent call last):\n  File"
+        ' "/home/u/save.py", line 4, in save\nOSError: [Errno 28] No space left on device:'
+        " '/data/out/model.safetensors'\n"
     )
     assert diagnosed(a=BAR + text)["cause"] == "disk_full"
 

@@ -21,7 +21,9 @@ class Studio(Workshop):
     kinds = {"diffusion": {}}  # noqa: RUF012 - as in the class above
 
     def alone(self, plan: RunPlan) -> Done:
-        """One rank, in this process; the directory has what a front writes, so that it can be exported."""
+        """One rank, in this process; the directory has what a front writes, so that it can be
+        exported.
+        """
         done = super().alone(plan)
         write_json(done.directory / "plan.json", plan.to_json())
         write_json(done.directory / "result.json", {"outcome": done.result["outcome"]})
@@ -51,7 +53,9 @@ def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pictures_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve pictures of four sizes: those of one folder are used twice, those of the other once."""
+    """Twelve pictures of four sizes: those of one folder are used twice, those of the other
+    once.
+    """
     needs.package("PIL")
     root = tmp_path_factory.mktemp("pictures")
     write_pictures(root / "2_tile", ["red", "blue"], SIZES)

@@ -1,4 +1,6 @@
-"""A tiny Stable Diffusion pipeline with random weights, and folders of pictures, for tests of image models."""
+"""A tiny Stable Diffusion pipeline with random weights, and folders of pictures, for tests of image
+models.
+"""
 
 import json
 import warnings
@@ -29,7 +31,9 @@ def write_tokenizer(root: Path) -> int:
 
 
 def write_pipeline(root: Path, *, prediction: str = "epsilon", xl: bool = False) -> Path:
-    """Writes a pipeline of about 0.2 M parameters, whose latents are half as wide as its pictures."""
+    """Writes a pipeline of about 0.2 M parameters, whose latents are half as wide as its
+    pictures.
+    """
     from unisono.diffusion.pipeline import import_diffusers, quiet
 
     import_diffusers()
@@ -107,7 +111,8 @@ def write_pictures(
 
 
 def write_usual_pipeline(root: Path, kind: str) -> Path:
-    """Writes a small pipeline whose heads, groups and schedule are those of real models, so that its shapes show what it is.
+    """Writes a small pipeline whose heads, groups and schedule are those of real models, so that
+    its shapes show what it is.
 
     Args:
         root: where to write.

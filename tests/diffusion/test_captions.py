@@ -1,4 +1,5 @@
-"""What becomes of a caption in a use: lines, alternatives, separators, and the order of its parts, beside a list of all that sd-scripts can make of it.
+"""What becomes of a caption in a use: lines, alternatives, separators, and the order of its parts,
+beside a list of all that sd-scripts can make of it.
 
 Run: pytest tests/diffusion/test_captions.py
 """
@@ -31,7 +32,9 @@ def _varied(written: str, section: DiffusionSection, *, uses: int, **more: float
 
 
 def _resolved(text: str) -> Iterator[str]:
-    """All texts that the alternatives of a line make, by the rules of sd-scripts: doubled braces first, then `{a|b}`."""
+    """All texts that the alternatives of a line make, by the rules of sd-scripts: doubled braces
+    first, then `{a|b}`.
+    """
     pieces = re.split(r"(\{[^}]+\})", text.replace("{{", "\x00").replace("}}", "\x01"))
     choices = [piece[1:-1].split("|") if piece.startswith("{") and piece.endswith("}") and len(piece) > 2 else [piece] for piece in pieces]  # fmt: skip
     for chosen in product(*choices):
@@ -87,7 +90,10 @@ def test_all_that_sd_scripts_can_make_of_a_caption_is_made_and_nothing_else(
 
 def test_the_example_of_the_document() -> None:
     section = DiffusionSection(**CHANGING | {"tag_dropout": 0.0})
-    written = "1girl, hatsune miku, vocaloid ||| sky;;;cloud;;;day, {simple|white} background , anime screencap ||| masterpiece, rating: general"
+    written = (
+        "1girl, hatsune miku, vocaloid ||| sky;;;cloud;;;day, {simple|white} background , anime screencap |||"
+        " masterpiece, rating: general"
+    )
     found = _varied(written, section, uses=500)
     begin, end = "1girl, hatsune miku, vocaloid, ", ", masterpiece, rating: general"
     assert all(one.startswith(begin) and one.endswith(end) and "sky,cloud,day" in one for one in found)

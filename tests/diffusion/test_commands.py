@@ -1,4 +1,5 @@
-"""The commands of docs/how-to/from-lora-scripts.md, as a reader types them, and a run that is killed and resumed.
+"""The commands of docs/how-to/from-lora-scripts.md, as a reader types them, and a run that is
+killed and resumed.
 
 Run: pytest tests/diffusion/test_commands.py, and with `-m long` the kill
 """
@@ -121,7 +122,9 @@ def test_a_killed_run_resumes_with_the_same_losses(
 def test_a_killed_rank_of_two_is_named_and_no_step_is_lost(
     pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    """The run continues by itself from the steps that its front keeps in memory, with the losses of a run that was not killed."""
+    """The run continues by itself from the steps that its front keeps in memory, with the losses of
+    a run that was not killed.
+    """
     for name in ("straight", "killed"):
         _prepare(tmp_path / name, pipeline_dir, steps=40)
     words = ["train", "20261124-100000.toml", "--nproc", "2", "checkpoint.every=20 steps"]
@@ -298,7 +301,10 @@ def test_train_sh_and_a_preset_train(pipeline_dir: Path, tmp_path: Path, env: di
     assert "completed: step 24" in shown  # 8 pictures 6 times, 2 in a step
     assert (tmp_path / "output" / "aki" / "adapter").is_dir()
     assert not (tmp_path / "ran").exists()
-    preset = '[metadata]\nname = "n"\nversion = "1"\n[data]\nresolution = "32,32"\nenable_bucket = true\nmin_bucket_reso = 16\n'
+    preset = (
+        '[metadata]\nname = "n"\nversion = "1"\n[data]\nresolution = "32,32"\nenable_bucket ='
+        " true\nmin_bucket_reso = 16\n"
+    )
     (tmp_path / "preset.toml").write_text(preset + "bucket_reso_steps = 8\nbucket_no_upscale = true\n")
     words = (
         f"pretrained_model_name_or_path={pipeline_dir}",

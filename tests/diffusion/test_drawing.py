@@ -1,4 +1,5 @@
-"""Pictures that a run draws: equal to those of plain diffusers, with their settings; samples of evaluations, and their strip.
+"""Pictures that a run draws: equal to those of plain diffusers, with their settings; samples of
+evaluations, and their strip.
 
 Run: pytest tests/diffusion/test_drawing.py
 """

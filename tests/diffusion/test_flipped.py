@@ -1,4 +1,5 @@
-"""Mirrored pictures, and captions that change in each use, in a run: drawn by their place alone, from a cache or without, and after a resume.
+"""Mirrored pictures, and captions that change in each use, in a run: drawn by their place alone,
+from a cache or without, and after a resume.
 
 Run: pytest tests/diffusion/test_flipped.py
 """
@@ -63,7 +64,9 @@ def _entries(plan: RunPlan) -> list[dict[str, Any]]:
 
 
 def test_half_of_the_uses_are_those_of_the_mirrored_picture(studio: Studio, folder: Path) -> None:
-    """With the same noise: the latents differ from those without `flip` by the difference of the two means, where their std is the same."""
+    """With the same noise: the latents differ from those without `flip` by the difference of the
+    two means, where their std is the same.
+    """
     plans = [_plan(studio, folder, {"flip": flip}) for flip in (False, True)]
     plain, flipped = (_loader(plan).load([0] * 400, list(range(400)), [0] * 400).uses for plan in plans)
     entry, vae = _entries(plans[1])[0], load_component(read_pipeline(Path(plans[0].model.directory)), "vae")
@@ -165,7 +168,9 @@ def test_the_parts_of_a_caption_grow_with_the_steps(studio: Studio, folder: Path
 def test_sdxl_is_told_the_left_of_the_mirrored_cut(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Of its 43 columns 11 are cut: 5 at the left and 6 at the right, and the other way round in the mirrored picture."""
+    """Of its 43 columns 11 are cut: 5 at the left and 6 at the right, and the other way round in
+    the mirrored picture.
+    """
     Image.new("RGB", (44, 33), (200, 30, 70)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a")
     pipeline = write_pipeline(tmp_path_factory.mktemp("xl"), xl=True)

@@ -113,11 +113,12 @@ def test_thirty_broken_pictures_are_named_with_their_reason(folder: Path) -> Non
 
 def test_broken_pictures_take_no_more_memory_than_the_largest_honest_one(folder: Path) -> None:
     code = (
-        "import re, sys; from unisono.config.sections import DiffusionSection\n"
-        "from unisono.diffusion.picture_folders import need_pillow, read_folder\n"
-        "need_pillow(); import PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.WebPImagePlugin\n"
-        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
-        "before = peak(); read_folder(sys.argv[1], DiffusionSection(), source=0, is_prior=False, key='', decoded={}); print(peak() - before)"
+        "import re, sys; from unisono.config.sections import DiffusionSection\nfrom"
+        " unisono.diffusion.picture_folders import need_pillow, read_folder\nneed_pillow(); import"
+        " PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.WebPImagePlugin\npeak = lambda: 1024 *"
+        " int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nbefore = peak();"
+        " read_folder(sys.argv[1], DiffusionSection(), source=0, is_prior=False, key='', decoded={});"
+        " print(peak() - before)"
     )
 
     def measure() -> int:

@@ -1,4 +1,5 @@
-"""A LoRA learns what captions say: a tiny pipeline draws two classes of shapes, and after training on pictures of a third class that one, too.
+"""A LoRA learns what captions say: a tiny pipeline draws two classes of shapes, and after training
+on pictures of a third class that one, too.
 
 Run: pytest tests/diffusion/test_learning.py -m long
 

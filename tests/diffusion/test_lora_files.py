@@ -35,9 +35,9 @@ def _export(target: Path, out: Path, format_: str, step: int | None = None) -> P
 def _in_a_fresh_process(file: Path) -> dict[str, Any]:
     """The bytes of each tensor in hex, and the metadata, as another program reads them."""
     code = (
-        "import json, sys; from safetensors import safe_open; f = safe_open(sys.argv[1], 'pt')\n"
-        "t = {k: f.get_tensor(k) for k in f.keys()}\n"
-        "print(json.dumps({'metadata': f.metadata(), 'tensors': {k: [str(v.dtype), list(v.shape), v.contiguous().numpy().tobytes().hex()] for k, v in t.items()}}))"
+        "import json, sys; from safetensors import safe_open; f = safe_open(sys.argv[1], 'pt')\nt = {k:"
+        " f.get_tensor(k) for k in f.keys()}\nprint(json.dumps({'metadata': f.metadata(), 'tensors': {k:"
+        " [str(v.dtype), list(v.shape), v.contiguous().numpy().tobytes().hex()] for k, v in t.items()}}))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
@@ -138,9 +138,11 @@ def test_diffusers_reads_both_files_as_the_same_lora(kohya: Path, done: Done, pi
         }
         found.append(
             {
-                name: next(iter(m.scaling.values()))
-                * next(iter(m.lora_B.values())).weight.flatten(1)
-                @ next(iter(m.lora_A.values())).weight.flatten(1)
+                name: (
+                    next(iter(m.scaling.values()))
+                    * next(iter(m.lora_B.values())).weight.flatten(1)
+                    @ next(iter(m.lora_A.values())).weight.flatten(1)
+                )
                 for name, m in layers.items()
             }
         )

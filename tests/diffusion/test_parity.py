@@ -1,6 +1,8 @@
-"""The losses of the first five steps equal those of diffusers' recipe for LoRA written by hand with peft, with each setting of the loss.
+"""The losses of the first five steps equal those of diffusers' recipe for LoRA written by hand with
+peft, with each setting of the loss.
 
-The recipe gets latents, noise, timesteps and captions of the loader; what a setting does to them is compared with its formula.
+The recipe gets latents, noise, timesteps and captions of the loader; what a setting does to them is
+compared with its formula.
 
 Run: pytest tests/diffusion/test_parity.py
 """
@@ -228,7 +230,9 @@ def test_captions_that_grow_and_mirrored_pictures_have_the_losses_of_the_recipe(
 
 
 def _second_last_in_two_parts(pipeline: Any, captions: Sequence[str]) -> torch.Tensor:
-    """150 tokens in two parts of 75, each between begin and end, of the layer before the last with the last norm, as sd-scripts encodes them."""
+    """150 tokens in two parts of 75, each between begin and end, of the layer before the last with
+    the last norm, as sd-scripts encodes them.
+    """
     encoder, tokenizer = pipeline.text_encoder, pipeline.tokenizer
     body = getattr(encoder, "text_model", encoder)
     found = []
@@ -288,7 +292,9 @@ def test_bfloat16_has_the_losses_of_autocast(ours: Ours, monkeypatch: pytest.Mon
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
 @pytest.mark.parametrize(("heads", "queries", "keys"), [(1, 64, 0), (2, 200, 77), (3, 1024, 0), (2, 7, 1024)])
 def test_attention_in_bfloat16_is_as_exact_as_its_dtype(heads: int, queries: int, keys: int) -> None:
-    """A layer of diffusers, its output and all gradients, with and without it, against float64; without `keys` the layer attends to itself."""
+    """A layer of diffusers, its output and all gradients, with and without it, against float64;
+    without `keys` the layer attends to itself.
+    """
     from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
     kernels = load_kernels()

@@ -1,4 +1,7 @@
-"""A pipeline's files are refused before memory is taken for them, or a library waits. Run: pytest tests/diffusion/test_pipeline_files.py"""
+"""A pipeline's files are refused before memory is taken for them, or a library waits.
+
+Run: pytest tests/diffusion/test_pipeline_files.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A LoRA of an image model is loaded again in diffusers and predicts what the trained model did. Run: pytest tests/diffusion/test_read_back.py"""
+"""A LoRA of an image model is loaded again in diffusers and predicts what the trained model did.
+
+Run: pytest tests/diffusion/test_read_back.py
+"""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Whole models in one safetensors file of the original layout, which the test writes by the inverse mapping: they become the same pipeline.
+"""Whole models in one safetensors file of the original layout, which the test writes by the inverse
+mapping: they become the same pipeline.
 
 Run: pytest tests/diffusion/test_single_file.py
 """
@@ -60,7 +61,9 @@ def _unet_name(name: str, names: set[str]) -> str:
 
 
 def _vae_name(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """A tensor of an autoencoder of two levels, as the original model has it: attention in 1 × 1 convolutions."""
+    """A tensor of an autoencoder of two levels, as the original model has it: attention in 1 × 1
+    convolutions.
+    """
     name = name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
     name = re.sub(r"down_blocks\.(\d)\.resnets\.(\d)", r"down.\1.block.\2", name)
     name = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"up.{1 - int(m[1])}.block.{m[2]}", name)
@@ -75,7 +78,9 @@ def _vae_name(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def _open_clip(state: Tensors) -> Tensors:
-    """A text encoder with the names of OpenCLIP: query, key and value are one matrix, and the projection is transposed."""
+    """A text encoder with the names of OpenCLIP: query, key and value are one matrix, and the
+    projection is transposed.
+    """
     found: Tensors = {"logit_scale": torch.tensor(4.6)}
     ends = {"embeddings.token_embedding.weight": "token_embedding.weight", "embeddings.position_embedding.weight": "positional_embedding", "final_layer_norm.weight": "ln_final.weight", "final_layer_norm.bias": "ln_final.bias"}  # fmt: skip
     for name, tensor in state.items():
@@ -94,7 +99,9 @@ def _open_clip(state: Tensors) -> Tensors:
 
 
 def write_single_file(root: Path, file: Path, kind: str) -> Path:
-    """Writes the pipeline of a directory as one file in the original layout, with tensors in it that no pipeline reads."""
+    """Writes the pipeline of a directory as one file in the original layout, with tensors in it
+    that no pipeline reads.
+    """
     unet = _part(root, "unet")
     found = {f"model.diffusion_model.{_unet_name(name, set(unet))}": t for name, t in unet.items()}
     found |= {

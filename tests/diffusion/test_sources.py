@@ -1,4 +1,5 @@
-"""Sources of pictures with settings of their own: sizes, captions, regularization and held-out pictures.
+"""Sources of pictures with settings of their own: sizes, captions, regularization and held-out
+pictures.
 
 Run: pytest tests/diffusion/test_sources.py
 """
@@ -90,7 +91,9 @@ def test_a_flat_folder_has_only_its_own_pictures(folders: Path, pipeline_dir: Pa
 def test_regularization_pictures_fill_up_those_of_their_resolution(
     folders: Path, pipeline_dir: Path, tmp_path: Path
 ) -> None:
-    """Three sources: 4 pictures twice at 32, their 2 regularization pictures, and 5 at 64, which have none."""
+    """Three sources: 4 pictures twice at 32, their 2 regularization pictures, and 5 at 64, which
+    have none.
+    """
     config = _config(
         folders,
         [
@@ -227,7 +230,9 @@ def test_a_resolution_that_latents_cannot_have_is_refused(
 
 
 def test_a_run_on_two_resolutions_with_captions_of_their_own(studio: Studio, folders: Path) -> None:
-    """Its steps have one size each; captions of the second source are shuffled, those of the first are not."""
+    """Its steps have one size each; captions of the second source are shuffled, those of the first
+    are not.
+    """
     for path in (folders / "other").glob("*.txt"):
         path.write_text("a, b, c, d, e, f\n")
     sources = [

@@ -1,4 +1,5 @@
-"""Runs on pictures: the same losses for any micro batch and number of ranks, with caches or without, and after a resume.
+"""Runs on pictures: the same losses for any micro batch and number of ranks, with caches or
+without, and after a resume.
 
 Run: pytest tests/diffusion/test_training.py
 """
@@ -99,7 +100,9 @@ def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> Non
 def test_an_image_model_is_loaded_without_bitsandbytes(
     pipeline_dir: Path, tmp_path: Path, first: str
 ) -> None:
-    """Where somebody has imported diffusers before, it is loaded with it: diffusers would fail without what it has found."""
+    """Where somebody has imported diffusers before, it is loaded with it: diffusers would fail
+    without what it has found.
+    """
     assert _printed(
         tmp_path / "loaded.py",
         f"{first}import sys\n"
@@ -115,7 +118,9 @@ def test_an_image_model_is_loaded_without_bitsandbytes(
 
 
 def _printed(file: Path, program: str) -> tuple[int, str]:
-    """Exit code and output of a process that is forked, as ranks are, from one import of all that they need."""
+    """Exit code and output of a process that is forked, as ranks are, from one import of all that
+    they need.
+    """
     file.write_text(program)
     command = [sys.executable, "-m", "tests.integrations.launched_programs", str(file)]
     environment = child_environment(threads=1)

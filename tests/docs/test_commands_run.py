@@ -1,4 +1,5 @@
-"""The commands of tutorials and how-tos work: those that can run here are run, as a reader would type them, and the others name the tests that run them.
+"""The commands of tutorials and how-tos work: those that can run here are run, as a reader would
+type them, and the others name the tests that run them.
 
 Run: pytest tests/docs/test_commands_run.py
 """
@@ -79,7 +80,9 @@ ELSEWHERE = {
     r"^push ": "tests/hub/test_push.py",
     r"^completion ": "tests/cli/test_completion.py",
     r"--format gguf": "tests/talk/test_gguf.py",
-    r"--format (kohya|diffusers)|--out pictures|\.toml\b|^train train\.sh": "tests/diffusion/test_commands.py",
+    r"--format (kohya|diffusers)|--out pictures|\.toml\b|^train train\.sh": (
+        "tests/diffusion/test_commands.py"
+    ),
 }
 """Commands that need a cluster, another program or a server, and the tests of what they start."""
 
@@ -128,7 +131,10 @@ def prepare(folder: Path) -> None:
     (folder / "lf" / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "rows.json"}}))
     (folder / "lf" / "rows.json").write_text(json.dumps([{"instruction": r["prompt"], "input": "", "output": r["completion"]} for r in rows]))  # fmt: skip
     (folder / "logs").mkdir()
-    log = "[rank1]: Traceback (most recent call last):\n  File \"train.py\", line 8, in <module>\n[rank1]: KeyError: 'labels'\n"
+    log = (
+        '[rank1]: Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n[rank1]:'
+        " KeyError: 'labels'\n"
+    )
     for name in ("train.log", "logs/rank_1.log"):
         (folder / name).write_text(log)
     (folder / "hang.md").write_text("Training hangs on two nodes.\n\nAfter the checkpoint shards are loaded nothing happens, and nvidia-smi shows 100 % on all GPUs.\n")  # fmt: skip

@@ -1,4 +1,5 @@
-"""The pages for those who come from other tools name keys that our config has, with values that it takes.
+"""The pages for those who come from other tools name keys that our config has, with values that it
+takes.
 
 Run: pytest tests/docs/test_pages_from_other_tools.py
 """

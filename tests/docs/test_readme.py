@@ -154,7 +154,9 @@ def test_the_version_and_the_help_answer() -> None:
 
 @pytest.mark.slow
 def test_the_first_config_trains_and_its_result_answers(tmp_path: Path) -> None:
-    """The README's config and commands, with fewer steps; what the tutorial does with the result comes after."""
+    """The README's config and commands, with fewer steps; what the tutorial does with the result
+    comes after.
+    """
     config, run = first_config(tmp_path), str(tmp_path / "run")
     notify("train", str(config), "duration=3 steps")
     result = json.loads((tmp_path / "run" / "result.json").read_text())

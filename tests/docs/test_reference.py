@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("script", ["make_reference.py", "draw_rooms.py", "make_catalogue.py"])
 def test_the_pages_made_from_the_code_are_up_to_date(script: str) -> None:
-    """If this fails: python scripts/SCRIPT. For make_catalogue.py then translate what it adds: its texts are `msgstr ""`."""
+    """If this fails: python scripts/SCRIPT.
+
+    For make_catalogue.py then translate what it adds: its texts are `msgstr ""`.
+    """
     # Forked, as programs are: one of them imports torch.
     command = [sys.executable, "-m", "tests.integrations.launched_programs", str(ROOT / "scripts" / script), "--check"]  # fmt: skip
     with front_server.start_rank(

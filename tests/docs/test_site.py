@@ -1,4 +1,8 @@
-"""The documentation site builds strictly in both languages, and Chinese pages match the English ones. Run: pytest tests/docs/test_site.py"""
+"""The documentation site builds strictly in both languages, and Chinese pages match the English
+ones.
+
+Run: pytest tests/docs/test_site.py
+"""
 
 import os
 import re
@@ -46,7 +50,10 @@ def test_no_page_loads_a_file_from_the_network(site: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pasted_line_of_a_log_finds_its_cause_among_the_first_three_results(site: Path) -> None:
-    """The site's own search, with the theme's script and the site's index. Figures for more lines: bench/docs_search.py."""
+    """The site's own search, with the theme's script and the site's index.
+
+    Figures for more lines: bench/docs_search.py.
+    """
     need("node")
     rows = list(kept_lines())
     found = dict(zip((row["line"] for row in rows), ask(site, rows), strict=True))
@@ -61,7 +68,9 @@ def test_a_pasted_line_of_a_log_finds_its_cause_among_the_first_three_results(si
 def test_the_words_of_the_most_asked_questions_find_their_pages(site: Path) -> None:
     need("node")
     asked = {
-        "using GPU 3 to perform barrier as devices used by this process are currently unknown": "device_unbound_barrier",
+        "using GPU 3 to perform barrier as devices used by this process are currently unknown": (
+            "device_unbound_barrier"
+        ),
         "Watchdog caught collective operation timeout": "rank_stalled",
         "nan_loss": "nan_loss",
         "train with little memory": "low-memory",
@@ -137,7 +146,9 @@ def test_the_build_fails_at_a_page_that_names_what_does_not_exist(name: str, com
 
 @pytest.mark.parametrize("page", chinese_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_chinese_page_is_made_from_the_english_one_as_it_is_now(page: Path) -> None:
-    """If this fails: translate what has changed in the English page, then python scripts/page_checks.py --stamp PAGE."""
+    """If this fails: translate what has changed in the English page, then python
+    scripts/page_checks.py --stamp PAGE.
+    """
     assert why_behind(page) == ""
 
 
@@ -184,7 +195,9 @@ def test_the_script_of_the_fifth_story_is_named_with_its_rank(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_in_a_browser_the_site_searches_when_it_is_opened_as_a_file(site: Path) -> None:
-    """Without a server a page may not start the search's worker: docs-theme/javascripts/iframe-worker.js runs it in a frame."""
+    """Without a server a page may not start the search's worker:
+    docs-theme/javascripts/iframe-worker.js runs it in a frame.
+    """
     need("chromium")
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))

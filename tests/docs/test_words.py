@@ -1,4 +1,7 @@
-"""Texts for users use the words of the field: the avoided ones are in words.toml. Run: pytest tests/docs/test_words.py"""
+"""Texts for users use the words of the field: the avoided ones are in words.toml.
+
+Run: pytest tests/docs/test_words.py
+"""
 
 import ast
 import re
@@ -28,7 +31,9 @@ PAGES = [
 
 
 def prose(page: Path) -> str:
-    """A page without what programs print, code, links and names of tests; CONTRIBUTING.md also without its table of words."""
+    """A page without what programs print, code, links and names of tests; CONTRIBUTING.md also
+    without its table of words.
+    """
     text = page.read_text("utf-8")
     if page.suffix != ".md":
         return text

@@ -64,7 +64,8 @@ def doctor(
     Args:
         folder: the working directory; caches are in it, too.
         words: of the command line.
-        before: shell commands that come first: `ulimit -n 64`, mounts. Where one fails the test is skipped.
+        before: shell commands that come first: `ulimit -n 64`, mounts. Where one fails the test is
+            skipped.
         env: variables.
         answers: recorded ones, see tests/nodes/front.py.
         unshare: whether mounts and processes are its own; needs root.

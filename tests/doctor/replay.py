@@ -1,4 +1,5 @@
-"""Answers for pynvml from a file: what `facts.nvidia` asks, a machine that is not here answers; and the way to record a machine that is.
+"""Answers for pynvml from a file: what `facts.nvidia` asks, a machine that is not here answers; and
+the way to record a machine that is.
 
 `python -m tests.doctor.replay > tests/doctor/recorded/NAME.json` on a machine with GPUs records it.
 """
@@ -54,7 +55,10 @@ class FabricInfo(ctypes.Structure):
 
 
 class Replayed:
-    """Stands where the module pynvml does. What the file does not know is not supported, as NVML says it."""
+    """Stands where the module pynvml does.
+
+    What the file does not know is not supported, as NVML says it.
+    """
 
     NVMLError = NVMLError
     c_nvmlGpuFabricInfo_t = FabricInfo
@@ -163,7 +167,10 @@ def beside_of(body: dict[str, Any]) -> OtherSources:
 
 
 def record(nvml: Any) -> dict[str, Any]:
-    """The answers of a machine that is here, in the form of the files. UUIDs, users and programs are in it: look before you share it."""
+    """The answers of a machine that is here, in the form of the files.
+
+    UUIDs, users and programs are in it: look before you share it.
+    """
     nvml.nvmlInit()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     devices = [_record_device(nvml, handle) for handle in handles]

@@ -1,4 +1,7 @@
-"""Every check has its reason, its paragraph, a test that it can fail in and one that it passes. Run: pytest tests/doctor/test_catalogue.py"""
+"""Every check has its reason, its paragraph, a test that it can fail in and one that it passes.
+
+Run: pytest tests/doctor/test_catalogue.py
+"""
 
 import ast
 from collections import defaultdict
@@ -12,7 +15,9 @@ _BAD = {"fail", "warn"}
 
 
 def made() -> dict[str, set[str]]:
-    """The statuses that tests bring each check to: all marks `makes(check, status)` below tests/doctor."""
+    """The statuses that tests bring each check to: all marks `makes(check, status)` below
+    tests/doctor.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for file in Path(__file__).parent.rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,7 @@
-"""The disks that a run writes to: full, in memory, read-only, and one that hangs. Run: pytest tests/doctor/test_disks.py"""
+"""The disks that a run writes to: full, in memory, read-only, and one that hangs.
+
+Run: pytest tests/doctor/test_disks.py
+"""
 
 from pathlib import Path
 

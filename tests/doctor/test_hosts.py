@@ -1,7 +1,10 @@
-"""One command looks at all nodes, and prints one report. Run, as root: pytest tests/doctor/test_hosts.py
+"""One command looks at all nodes, and prints one report.
 
-Nodes are network namespaces; in the place of the ssh client stands a program that takes its command line and runs the command on
-that node. One test has a real client and a real sshd, both ends on this machine's loopback.
+Run, as root: pytest tests/doctor/test_hosts.py
+
+Nodes are network namespaces; in the place of the ssh client stands a program that takes its command
+line and runs the command on that node. One test has a real client and a real sshd, both ends on
+this machine's loopback.
 """
 
 import json

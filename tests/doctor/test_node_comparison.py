@@ -1,4 +1,7 @@
-"""Nodes of a job, looked at together without a run. Run: pytest tests/doctor/test_node_comparison.py"""
+"""Nodes of a job, looked at together without a run.
+
+Run: pytest tests/doctor/test_node_comparison.py
+"""
 
 import json
 from pathlib import Path

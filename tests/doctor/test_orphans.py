@@ -1,6 +1,9 @@
-"""Processes that earlier runs have left behind: named by run, ended only when asked. Run: pytest tests/doctor/test_orphans.py
+"""Processes that earlier runs have left behind: named by run, ended only when asked.
 
-Each test has processes of its own (a pid namespace), so that no other test's ranks are seen, or ended.
+Run: pytest tests/doctor/test_orphans.py
+
+Each test has processes of its own (a pid namespace), so that no other test's ranks are seen, or
+ended.
 """
 
 import json
@@ -12,7 +15,8 @@ import pytest
 
 from tests.doctor.doctor_process import doctor
 
-# As a loader that a rank has forked: the rank's command line, and a front that is gone. It is stopped, as by a debugger.
+# As a loader that a rank has forked: the rank's command line, and a front that is gone. It is
+# stopped, as by a debugger.
 _ORPHAN = "import os, signal; print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -22,8 +26,8 @@ def orphan(folder: Path, *, front: str = "$gone") -> str:
     plan.write_text(json.dumps({"run_id": "run-of-yesterday"}))
     words = shlex.join([sys.executable, "-c", _ORPHAN, "-m", "unisono.worker", str(plan), "--events", "e"])
     return (
-        f"sleep 0 & gone=$!; wait $gone; ({words} --front-pid {front} > {folder}/pid & );"
-        f" until [ -s {folder}/pid ] && grep -q 'T (stopped)' /proc/$(cat {folder}/pid)/status; do sleep 0.05; done"
+        f"sleep 0 & gone=$!; wait $gone; ({words} --front-pid {front} > {folder}/pid & ); until [ -s"
+        f" {folder}/pid ] && grep -q 'T (stopped)' /proc/$(cat {folder}/pid)/status; do sleep 0.05; done"
     )
 
 
@@ -34,12 +38,17 @@ def test_a_machine_without_any_passes_also_while_a_run_continues(tmp_path: Path)
 
 
 def in_a_container(folder: Path) -> str:
-    """Shell commands for a rank in processes of its own, whose front lives there; here its front's number is nobody's."""
+    """Shell commands for a rank in processes of its own, whose front lives there; here its front's
+    number is nobody's.
+    """
     pid = folder / "pid"
     rank = (
         orphan(folder, front="$front").partition(";")[2].partition(";")[2]
     )  # without the front that is gone
-    inside = f"i=0; while [ $i -lt 30 ]; do /bin/true; i=$((i+1)); done; sleep 1000 & front=$!; {rank}; touch {folder}/there; wait $front"
+    inside = (
+        f"i=0; while [ $i -lt 30 ]; do /bin/true; i=$((i+1)); done; sleep 1000 & front=$!; {rank}; touch"
+        f" {folder}/there; wait $front"
+    )
     own = "unshare --pid --fork --mount-proc --kill-child sh -c"
     return f"{own} {shlex.quote(inside)} & until [ -e {folder}/there ]; do sleep 0.05; done; [ -s {pid} ]"
 

@@ -1,4 +1,7 @@
-"""What doctor gives: a table to paste, JSON, one page; quickly. Run: pytest tests/doctor/test_report.py"""
+"""What doctor gives: a table to paste, JSON, one page; quickly.
+
+Run: pytest tests/doctor/test_report.py
+"""
 
 import html.parser
 import json

@@ -1,4 +1,7 @@
-"""What a run needs: each lack is made for real, and named with its remedy. Run: pytest tests/doctor/test_requirements.py"""
+"""What a run needs: each lack is made for real, and named with its remedy.
+
+Run: pytest tests/doctor/test_requirements.py
+"""
 
 import json
 import shutil

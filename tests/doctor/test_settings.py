@@ -1,4 +1,7 @@
-"""Environment variables: explained, and the wrong, obsolete, misspelt and left-over ones named. Run: pytest tests/doctor/test_settings.py"""
+"""Environment variables: explained, and the wrong, obsolete, misspelt and left-over ones named.
+
+Run: pytest tests/doctor/test_settings.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""A look that is stopped ends at once, whatever its checks wait for. Run: pytest tests/doctor/test_stopping.py"""
+"""A look that is stopped ends at once, whatever its checks wait for.
+
+Run: pytest tests/doctor/test_stopping.py
+"""
 
 import json
 import signal

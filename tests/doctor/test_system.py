@@ -1,4 +1,7 @@
-"""What this machine lets a run have: each fault is made for real, and named with its remedy. Run: pytest tests/doctor/test_system.py"""
+"""What this machine lets a run have: each fault is made for real, and named with its remedy.
+
+Run: pytest tests/doctor/test_system.py
+"""
 
 import contextlib
 import os

@@ -36,7 +36,8 @@ def carried_out(drill: Drill) -> DrillResult:
     ],
 )
 def test_each_fault_is_named_with_its_culprit_and_leaves_nothing(drill: Drill) -> None:
-    # The machine may have other work than this; `unisono drill` itself holds a death to its own limit.
+    # The machine may have other work than this; `unisono drill` itself holds a death to its own
+    # limit.
     row = carried_out(replace(drill, limit_s=max(drill.limit_s, 5 * DEAD_S)))
     if row.skipped is not None:
         pytest.skip(f"needs what the drill {drill.fault} takes: {row.skipped}")

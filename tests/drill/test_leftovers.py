@@ -30,7 +30,9 @@ def traces(tmp_path: Path) -> Traces:
 
 
 def own(found: list[str]) -> list[str]:
-    """Without shared memory of others: whatever runs on this machine meanwhile may have some for a moment."""
+    """Without shared memory of others: whatever runs on this machine meanwhile may have some for a
+    moment.
+    """
     return [item for item in found if not item.startswith("/dev/shm/") or item == _shared()]
 
 

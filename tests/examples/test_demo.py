@@ -1,4 +1,6 @@
-"""The demos keep their promise, and can be run twice. Run: pytest tests/examples/test_demo.py (about two minutes).
+"""The demos keep their promise, and can be run twice.
+
+Run: pytest tests/examples/test_demo.py (about two minutes).
 
 It runs in a copy of the examples, so that runs/demo of the person who tests stays as it is.
 """

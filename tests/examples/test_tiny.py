@@ -1,4 +1,7 @@
-"""The built-in model is small, whole, and loads as any other. Run: pytest tests/examples/test_tiny.py."""
+"""The built-in model is small, whole, and loads as any other.
+
+Run: pytest tests/examples/test_tiny.py.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""What stands beside NVML: the bus, the kernel's log, and who holds a device. Run: pytest tests/facts/test_device_facts.py"""
+"""What stands beside NVML: the bus, the kernel's log, and who holds a device.
+
+Run: pytest tests/facts/test_device_facts.py
+"""
 
 import os
 import pwd
@@ -100,7 +103,9 @@ def test_a_machine_without_such_hardware_gets_no_advice_about_packages() -> None
 
 
 def bridge(*, control: int, before: int = 0x0001) -> bytes:
-    """The registers of a PCIe bridge, as the kernel shows them to root: another capability first, then ACS."""
+    """The registers of a PCIe bridge, as the kernel shows them to root: another capability first,
+    then ACS.
+    """
     registers = bytearray(4096)
     registers[0x100:0x104] = (before | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
     registers[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")  # the last of the list
@@ -168,7 +173,9 @@ def test_without_nvidia_ml_py_the_drivers_own_program_lists_the_devices(
 
 
 def test_what_triton_lacks_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan counts on its kernels where nothing is missing, and the first screen says what is."""
+    """The plan counts on its kernels where nothing is missing, and the first screen says what
+    is.
+    """
     monkeypatch.setattr(sys, "path", [])
     assert triton_trouble() == "Triton is not installed (pip install triton)"
     monkeypatch.undo()

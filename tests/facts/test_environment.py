@@ -1,4 +1,7 @@
-"""What is told of the environment, and what never is. Run: pytest tests/facts/test_environment.py"""
+"""What is told of the environment, and what never is.
+
+Run: pytest tests/facts/test_environment.py
+"""
 
 import os
 import string

@@ -25,7 +25,10 @@ def test_without_shared_memory_its_size_is_unknown(tmp_path: Path) -> None:
 
 
 def test_limits_of_the_shell_are_those_of_the_process() -> None:
-    program = "from unisono.facts.limits import read_limits; f = read_limits(); print(f.open_files, f.stack_bytes, f.locked_memory_bytes)"
+    program = (
+        "from unisono.facts.limits import read_limits; f = read_limits(); print(f.open_files, f.stack_bytes,"
+        " f.locked_memory_bytes)"
+    )
     shell = f"ulimit -n 64; ulimit -s unlimited; ulimit -l 64; exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -68,7 +68,9 @@ def test_localhost_is_found_once_each() -> None:
 
 
 def test_a_resolver_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """getaddrinfo cannot be made to hang here without a name server of our own, so a slow one stands in its place."""
+    """getaddrinfo cannot be made to hang here without a name server of our own, so a slow one
+    stands in its place.
+    """
     release = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_named: release.wait(30) and [])
     began = time.monotonic()
@@ -113,8 +115,8 @@ def test_another_namespaces_interfaces_are_those_that_its_processes_see(namespac
         subprocess.run(["ip", "-n", namespace, *words.split()], check=True, capture_output=True)
     # nsenter leaves /sys as it is: what it shows there are the other namespace's interfaces.
     program = (
-        "from unisono.facts.network import *\n"
-        "for one in SystemNetwork().interfaces(): print(one.name, one.mtu, one.up, one.kind, *one.addresses[:2])"
+        "from unisono.facts.network import *\nfor one in SystemNetwork().interfaces(): print(one.name,"
+        " one.mtu, one.up, one.kind, *one.addresses[:2])"
     )
     done = subprocess.run(
         ["nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-c", program],

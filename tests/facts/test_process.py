@@ -1,4 +1,7 @@
-"""What the kernel says of real processes and connections. Run: pytest tests/facts/test_process.py"""
+"""What the kernel says of real processes and connections.
+
+Run: pytest tests/facts/test_process.py
+"""
 
 import os
 import select
@@ -75,7 +78,10 @@ def test_the_children_of_a_process_are_reported_by_their_states() -> None:
 
 
 def test_cpu_time_of_all_threads_counts() -> None:
-    begin = "import threading\nfor _ in range(2): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+    begin = (
+        "import threading\nfor _ in range(2): threading.Thread(target=lambda: [0 for _ in iter(int,"
+        " 1)]).start()"
+    )
     with subprocess.Popen([sys.executable, "-c", begin]) as process:
         until(lambda: (stat := read_stat(process.pid)) is not None and stat.cpu_s > 0.3)
         process.kill()
@@ -178,8 +184,14 @@ def test_a_peer_that_a_cut_line_hides_is_named(tmp_path: Path) -> None:
     if why := why_no_namespaces():
         pytest.skip(why)
     ground = Namespaces(2, tmp_path)
-    listen = "import socket; s = socket.create_server(('', 7001)); print(flush=True); c, _ = s.accept(); print(c.recv(9), flush=True); input()"
-    call = "import socket; c = socket.create_connection(('10.231.7.2', 7001)); c.send(b'a'); input(); c.send(b'b'); input()"
+    listen = (
+        "import socket; s = socket.create_server(('', 7001)); print(flush=True); c, _ = s.accept();"
+        " print(c.recv(9), flush=True); input()"
+    )
+    call = (
+        "import socket; c = socket.create_connection(('10.231.7.2', 7001)); c.send(b'a'); input();"
+        " c.send(b'b'); input()"
+    )
     pipe = subprocess.PIPE
     try:
         words = [

@@ -1,4 +1,7 @@
-"""Other programs' texts lose what is a secret by its looks. Run: pytest tests/facts/test_redaction.py"""
+"""Other programs' texts lose what is a secret by its looks.
+
+Run: pytest tests/facts/test_redaction.py
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Output folders that can be written, that cannot, and that hang. Run: pytest tests/facts/test_storage.py"""
+"""Output folders that can be written, that cannot, and that hang.
+
+Run: pytest tests/facts/test_storage.py
+"""
 
 import contextlib
 import os

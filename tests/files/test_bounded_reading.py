@@ -1,4 +1,7 @@
-"""What is read of a run is a plain file of bounded size and depth, and nothing waits for a pipe. Run: pytest tests/files"""
+"""What is read of a run is a plain file of bounded size and depth, and nothing waits for a pipe.
+
+Run: pytest tests/files
+"""
 
 import os
 import threading

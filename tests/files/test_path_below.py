@@ -1,4 +1,7 @@
-"""Names that others gave never become paths outside a directory. Run: pytest tests/files/test_path_below.py"""
+"""Names that others gave never become paths outside a directory.
+
+Run: pytest tests/files/test_path_below.py
+"""
 
 import os
 from pathlib import Path

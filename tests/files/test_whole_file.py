@@ -1,4 +1,5 @@
-"""A file is there whole, as it was or as it was to become: under kill -9, on a full disk, and after an error.
+"""A file is there whole, as it was or as it was to become: under kill -9, on a full disk, and after
+an error.
 
 Run: pytest tests/files
 """

@@ -1,7 +1,9 @@
-"""In place of `python -m unisono.worker` or `-m unisono.task`: several ranks on one device, each a host of its own for NCCL.
+"""In place of `python -m unisono.worker` or `-m unisono.task`: several ranks on one device, each a
+host of its own for NCCL.
 
-NCCL refuses two ranks of one host on one device ("Duplicate GPU detected"). Ranks of different hosts (NCCL_HOSTID) exchange over a network, here
-the loopback, and their kernels take turns on the device. Agreement would refuse them, too, so they do not report which device they have bound.
+NCCL refuses two ranks of one host on one device ("Duplicate GPU detected"). Ranks of different
+hosts (NCCL_HOSTID) exchange over a network, here the loopback, and their kernels take turns on the
+device. Agreement would refuse them, too, so they do not report which device they have bound.
 
 ONE_HOST: NCCL is not told so.
 """

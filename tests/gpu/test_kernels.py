@@ -1,7 +1,9 @@
-"""The functions in Triton and the fast layers on a GPU, against torch's operations and the layers of transformers.
+"""The functions in Triton and the fast layers on a GPU, against torch's operations and the layers
+of transformers.
 
-Run: pytest -m gpu tests/gpu/test_kernels.py. The first two tests also run without a GPU, in Triton's interpreter, which truncates bfloat16 values:
-TRITON_INTERPRET=1 pytest -W ignore::DeprecationWarning -m gpu tests/gpu/test_kernels.py
+Run: pytest -m gpu tests/gpu/test_kernels.py. The first two tests also run without a GPU, in
+Triton's interpreter, which truncates bfloat16 values: TRITON_INTERPRET=1 pytest -W
+ignore::DeprecationWarning -m gpu tests/gpu/test_kernels.py
 """
 
 import importlib.util
@@ -197,7 +199,9 @@ def test_the_fast_layers_give_the_loss_and_the_gradients_of_the_models_own(
 @on_device
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_step_gives_the_same_bits_each_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resuming is exact only then; flash attention adds up the gradient of queries in any order unless told not to."""
+    """Resuming is exact only then; flash attention adds up the gradient of queries in any order
+    unless told not to.
+    """
     forward = _forward(kind, monkeypatch, fast=True)
     loss, grads = _step(forward)
     for _ in range(5):

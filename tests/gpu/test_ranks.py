@@ -1,7 +1,10 @@
-"""Ranks over NCCL on one CUDA device, whose kernels take turns on it. Run: pytest -m gpu tests/gpu/test_ranks.py
+"""Ranks over NCCL on one CUDA device, whose kernels take turns on it.
 
-Each rank has a different name of the device, and is a host of its own for NCCL (own_host.py). So what NCCL does over a network is run here: the
-collectives of replicas and shards, and what the watch sees of ranks that wait in one. NVLink, peer access and shared memory are not.
+Run: pytest -m gpu tests/gpu/test_ranks.py
+
+Each rank has a different name of the device, and is a host of its own for NCCL (own_host.py). So
+what NCCL does over a network is run here: the collectives of replicas and shards, and what the
+watch sees of ranks that wait in one. NVLink, peer access and shared memory are not.
 """
 
 import json
@@ -196,7 +199,9 @@ def test_the_ladder_runs_a_collective_over_nccl_and_reads_its_log(place: Runs) -
 
 
 def test_two_names_of_one_device_are_found_out_before_nccl_is(place: Runs) -> None:
-    """The front cannot know that they are names of one device; the ranks compare what they have bound."""
+    """The front cannot know that they are names of one device; the ranks compare what they have
+    bound.
+    """
     plain = place.folder / "plain.answers.json"
     plain.write_text(json.dumps({"gpus": _gpus()}))
     command = [*WITH_ANSWERS, str(plain), "train", str(place.write("one device")), "--nproc", "2", "--json"]

@@ -1,6 +1,9 @@
-"""Whole runs on one CUDA device, as a user starts them. Run: pytest -m gpu tests/gpu/test_runs.py
+"""Whole runs on one CUDA device, as a user starts them.
 
-All runs that do not disturb each other are begun at once, by the fixture `runs`, and each test waits for those that it reads.
+Run: pytest -m gpu tests/gpu/test_runs.py
+
+All runs that do not disturb each other are begun at once, by the fixture `runs`, and each test
+waits for those that it reads.
 """
 
 import contextlib
@@ -47,7 +50,9 @@ pytestmark = [
 REFUSED_S = 20.0  # ten times what a refusal takes; a run that is not refused takes longer
 MOST_BYTES = 300 << 20  # on the device; the process itself takes more host memory
 KINDS: dict[str, dict[str, Any]] = {"lora": EXACT, "full": {**EXACT, **FULL}}
-"""What is resumed: an adapter, of which each step is kept in memory, and a model, of which checkpoints are."""
+"""What is resumed: an adapter, of which each step is kept in memory, and a model, of which
+checkpoints are.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +189,8 @@ def test_a_killed_and_resumed_run_is_bit_equal_to_the_undisturbed_one_if_it_is_d
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [0])
     again = runs.run([*UNISONO, "train", str(runs.folder / f"{kind} killed.yaml")], dead.out).check()
     resumed = again.read("plan.json")["resume"]["step"]
-    # Finished steps of an adapter are kept in the front's memory: each, unless that would take a hundredth of its time.
+    # Finished steps of an adapter are kept in the front's memory: each, unless that would take a
+    # hundredth of its time.
     assert 16 <= resumed < DIES_AT if kind == "lora" else resumed == 16
     print(f"resumed at step {resumed}")
     wanted = runs.ended(f"{kind} undisturbed").check()

@@ -14,7 +14,9 @@ pytestmark = [
 
 
 def test_what_is_saved_is_the_state_at_the_beginning_while_the_device_computes_on() -> None:
-    """The copies run on a stream of their own; neither earlier work in the queue nor the next update may reach them."""
+    """The copies run on a stream of their own; neither earlier work in the queue nor the next
+    update may reach them.
+    """
     device = torch.device("cuda", 0)
     saver = Saver(Staging(device))
     weights = {f"w{n}": torch.zeros(1 << 20, device=device) for n in range(8)}

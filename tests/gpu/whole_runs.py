@@ -22,7 +22,9 @@ NAMED_S = 20.0  # twice what is promised, on a machine with much to do
 STEPS = 24
 DIES_AT = 19  # the last checkpoint is that of step 16
 PACED = {"pause": [{"how": "sleep", "seconds": 0.1, "every": 1}]}
-"""Each step sleeps, which costs no arithmetic: a step that lasts milliseconds is neither kept nor saved before the rank dies."""
+"""Each step sleeps, which costs no arithmetic: a step that lasts milliseconds is neither kept nor
+saved before the rank dies.
+"""
 FULL: dict[str, Any] = {"adapter": None, "optim": {"lr": 1e-3}}
 BFLOAT16: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
 EXACT: dict[str, Any] = {**BFLOAT16, "deterministic": True}
@@ -166,7 +168,9 @@ class Runs:
         self.call(name, *program, "train", str(self.write(name, **sections)), *words, env=env)
 
     def program(self, name: str, faults: dict[str, Any] | None) -> tuple[str, ...]:
-        """The command, or one whose ranks have faults, or that is answered otherwise by its machine."""
+        """The command, or one whose ranks have faults, or that is answered otherwise by its
+        machine.
+        """
         if faults is None and not self.answers:
             return UNISONO
         file = self.folder / f"{name}.answers.json"

@@ -1,4 +1,6 @@
-"""A stand-in of the hub: an HTTP server with the part of its API that downloads and uploads use, and errors on request."""
+"""A stand-in of the hub: an HTTP server with the part of its API that downloads and uploads use,
+and errors on request.
+"""
 
 import base64
 import hashlib
@@ -292,6 +294,8 @@ def running_hub(port: int = 0) -> Iterator[Hub]:
 
 
 def environment(url: str, home: Path, **more: str) -> dict[str, str]:
-    """Of a command that asks the hub at this address, with an empty cache in `home`, and no token."""
+    """Of a command that asks the hub at this address, with an empty cache in `home`, and no
+    token.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     return kept | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"} | more  # fmt: skip

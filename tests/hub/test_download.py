@@ -1,4 +1,7 @@
-"""`unisono download` with a stand-in of the hub that fails in every way. Run: pytest tests/hub/test_download.py"""
+"""`unisono download` with a stand-in of the hub that fails in every way.
+
+Run: pytest tests/hub/test_download.py
+"""
 
 import json
 import subprocess
@@ -70,7 +73,10 @@ def test_a_model_fills_the_cache_is_verified_and_found_without_a_network(hub: Hu
     assert len([r for r in hub.seen if r.startswith("GET") and "resolve" in r]) == requests
     offline = download(hub, tmp_path, "a/model", "--verify", "--json", HF_HUB_OFFLINE="1")
     assert result(offline)["verified"] == 3
-    script = "from huggingface_hub import snapshot_download; print(snapshot_download('a/model', allow_patterns='*.json'))"
+    script = (
+        "from huggingface_hub import snapshot_download; print(snapshot_download('a/model',"
+        " allow_patterns='*.json'))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", script], env=environment(hub.url, tmp_path, HF_HUB_OFFLINE="1"), capture_output=True, text=True, check=True
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""`unisono push` with a stand-in of the hub: what is uploaded, what the card shows and hides, and what is refused. Run: pytest tests/hub/test_push.py"""
+"""`unisono push` with a stand-in of the hub: what is uploaded, what the card shows and hides, and
+what is refused.
+
+Run: pytest tests/hub/test_push.py
+"""
 
 import json
 import os
@@ -49,7 +53,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Exports:
-    """Where what `push` exports is forked: by a server of its own, as the session's has imported the address of a different hub.
+    """Where what `push` exports is forked: by a server of its own, as the session's has imported
+    the address of a different hub.
 
     Attributes:
         port: of the hub, for all tests of the file.

@@ -1,6 +1,8 @@
-"""Starts a program of tests/run/programs in one process or several, as a launcher would, and reads what came of it.
+"""Starts a program of tests/run/programs in one process or several, as a launcher would, and reads
+what came of it.
 
-They are forked from the session's one import of torch and transformers, and what this file does as a program is to run one.
+They are forked from the session's one import of torch and transformers, and what this file does as
+a program is to run one.
 """
 
 import json

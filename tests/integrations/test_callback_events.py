@@ -1,4 +1,7 @@
-"""What the callbacks tell a watch while a real trainer trains, in this process. Run: pytest tests/integrations/test_callback_events.py"""
+"""What the callbacks tell a watch while a real trainer trains, in this process.
+
+Run: pytest tests/integrations/test_callback_events.py
+"""
 
 import sys
 from pathlib import Path
@@ -10,7 +13,8 @@ from tests.integrations.launched_programs import PROGRAMS
 from unisono.child import without_bitsandbytes
 from unisono.integrations import trainer_callback
 
-# Lightning imports matplotlib where it is installed, and its first import on a machine runs fc-list.
+# Lightning imports matplotlib where it is installed, and its first import on a machine runs
+# fc-list.
 PROGRAMS_TO_RUN = ["hf_trainer", pytest.param("lightning_fit", marks=pytest.mark.processes)]
 
 

@@ -1,4 +1,7 @@
-"""The meeting of ranks over torch's store, with real processes. Run: pytest tests/integrations/test_meeting.py"""
+"""The meeting of ranks over torch's store, with real processes.
+
+Run: pytest tests/integrations/test_meeting.py
+"""
 
 import multiprocessing
 import os

@@ -1,4 +1,7 @@
-"""What a callback reads of a loader, and what is said where ranks differ. Run: pytest tests/integrations/test_trainer_facts.py"""
+"""What a callback reads of a loader, and what is said where ranks differ.
+
+Run: pytest tests/integrations/test_trainer_facts.py
+"""
 
 import random
 from dataclasses import replace
@@ -116,7 +119,10 @@ def test_an_unseeded_split_of_a_table_shows_in_its_rows_and_not_in_its_source() 
 
 
 def test_an_unseeded_split_that_was_mapped_since_shows_without_a_callback_too() -> None:
-    """`map` writes a new table: no indices are left that would tell. TRL and LLaMA-Factory map all that they read."""
+    """`map` writes a new table: no indices are left that would tell.
+
+    TRL and LLaMA-Factory map all that they read.
+    """
 
     def prepared(seed: int) -> Dataset:
         chosen = _table().train_test_split(test_size=0.25, seed=seed)["train"]
@@ -188,7 +194,9 @@ def test_a_loader_whose_sampler_deals_is_distinguished_from_one_that_reads_its_o
 
 @pytest.mark.parametrize("kind", ["sharded", "read by rank 0"])
 def test_what_accelerate_makes_of_a_loader_is_known_by_its_names(kind: str) -> None:
-    """Depends on BatchSamplerShard, DataLoaderDispatcher and their `batch_sampler`: if these change, this test notices."""
+    """Depends on BatchSamplerShard, DataLoaderDispatcher and their `batch_sampler`: if these
+    change, this test notices.
+    """
     PartialState(cpu=True)
     dispatch = kind != "sharded"
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=2, shuffle=True)

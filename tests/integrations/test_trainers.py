@@ -1,4 +1,7 @@
-"""The callbacks in real trainers, without `unisono run`: one process, and two over gloo. Run: pytest tests/integrations/test_trainers.py"""
+"""The callbacks in real trainers, without `unisono run`: one process, and two over gloo.
+
+Run: pytest tests/integrations/test_trainers.py
+"""
 
 import signal
 from pathlib import Path
@@ -15,7 +18,8 @@ _OTHERS = [
 ]
 _TRAINERS = ["hf_trainer.py", *_OTHERS]
 _WORDS = "unisono.errors.Disagreed: "
-# Without `unisono run` gloo's thread may abort a process that has done all its work (torch 2.13, pytorch#190489).
+# Without `unisono run` gloo's thread may abort a process that has done all its work (torch 2.13,
+# pytorch#190489).
 _DONE = {0, -signal.SIGABRT}
 
 

@@ -165,7 +165,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_file
 
 @pytest.fixture(scope="session")
 def straight(trained: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The finished run, carried elsewhere and made two steps longer with nothing changed; not to be touched."""
+    """The finished run, carried elsewhere and made two steps longer with nothing changed; not to be
+    touched.
+    """
     folder = tmp_path_factory.mktemp("straight") / "place"
     shutil.copytree(trained.folder, folder)
     place = Place(folder, trained.folder.parent / "cache")
@@ -176,7 +178,9 @@ def straight(trained: Place, tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture
 def finished(trained: Place, tmp_path: Path) -> Place:
-    """A finished run of three steps, with everything that it came from, carried to another folder."""
+    """A finished run of three steps, with everything that it came from, carried to another
+    folder.
+    """
     shutil.copytree(trained.folder, tmp_path / "place")
     return Place(tmp_path / "place", trained.folder.parent / "cache")
 

@@ -1,4 +1,7 @@
-"""Lines that are appended by a process of their own. Run: pytest tests/launch/test_appender_process.py"""
+"""Lines that are appended by a process of their own.
+
+Run: pytest tests/launch/test_appender_process.py
+"""
 
 import os
 import signal
@@ -97,8 +100,9 @@ def test_one_that_does_not_answer_is_waited_for_neither_while_it_is_written_nor_
 
 def test_a_writer_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from unisono.supervise.rank_logs import Appender\n"
-        "appender = Appender(Path(sys.argv[1])); appender.add(b'a line\\n'); print(appender._process.pid, flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from unisono.supervise.rank_logs import"
+        " Appender\nappender = Appender(Path(sys.argv[1])); appender.add(b'a line\\n');"
+        " print(appender._process.pid, flush=True); time.sleep(600)"
     )
     words = (sys.executable, "-c", program, str(tmp_path / "file"))
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:

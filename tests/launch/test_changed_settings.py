@@ -1,4 +1,7 @@
-"""A run that goes on with something changed: what is refused, what is told, what is kept. Run: pytest tests/launch/test_changed_settings.py"""
+"""A run that goes on with something changed: what is refused, what is told, what is kept.
+
+Run: pytest tests/launch/test_changed_settings.py
+"""
 
 import json
 import shutil
@@ -27,7 +30,9 @@ def warnings(text: str) -> list[str]:
 
 @pytest.fixture
 def died(front: Any) -> Any:
-    """A run with stand-ins for its ranks that died after step 7, with checkpoints of steps 3 and 6."""
+    """A run with stand-ins for its ranks that died after step 7, with checkpoints of steps 3 and
+    6.
+    """
     assert front.run(faults={"raise": 8}).returncode == 5
     return front
 
@@ -112,9 +117,9 @@ def test_a_different_number_of_ranks_reports_on_the_first_screen_what_is_the_sam
     done = died.run("--nproc", "2", "--dry-run")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in warnings(done.stdout) if line.startswith("world_size")]
-    assert line == (
-        "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
-        "sums over the ranks have a different order"
+    assert (
+        line == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not"
+        " bit-exactly: sums over the ranks have a different order"
     )
     cut = died.run("--nproc", "2", "parallel.strategy=fsdp", "--dry-run")
     assert "strategy is fsdp, and was single: the same rows in the same order" in cut.stdout

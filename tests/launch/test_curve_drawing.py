@@ -1,4 +1,7 @@
-"""The curve is drawn while a run is going, and at its end. Run: pytest tests/launch/test_curve_drawing.py"""
+"""The curve is drawn while a run is going, and at its end.
+
+Run: pytest tests/launch/test_curve_drawing.py
+"""
 
 import json
 import time

@@ -1,4 +1,7 @@
-"""How a rank's death is named, and when the run goes on by itself. Run: pytest tests/launch/test_deaths.py"""
+"""How a rank's death is named, and when the run goes on by itself.
+
+Run: pytest tests/launch/test_deaths.py
+"""
 
 import json
 from typing import Any

@@ -1,4 +1,7 @@
-"""The devices of a run are chosen from facts alone; several: test_topology.py. Run: pytest tests/launch/test_device.py"""
+"""The devices of a run are chosen from facts alone; several: test_topology.py.
+
+Run: pytest tests/launch/test_device.py
+"""
 
 import pytest
 

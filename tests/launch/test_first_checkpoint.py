@@ -1,4 +1,7 @@
-"""What is said of all checkpoints after the first one, and when it is due. Run: pytest tests/launch/test_first_checkpoint.py"""
+"""What is said of all checkpoints after the first one, and when it is due.
+
+Run: pytest tests/launch/test_first_checkpoint.py
+"""
 
 from pathlib import Path
 from typing import Any
@@ -48,8 +51,9 @@ def summary_text(total: int, every: int, *, free: float, step: int = 1, **sectio
 
 
 def test_size_and_time_of_all_are_reported_in_a_line() -> None:
-    assert summary_text(2400, 200, free=53.4) == (
-        "rehearsal: checkpoint of 1.6 GB in 3.2 s (0.1 s of it blocking), read back and verified in 1.1 s;"
+    assert (
+        summary_text(2400, 200, free=53.4)
+        == "rehearsal: checkpoint of 1.6 GB in 3.2 s (0.1 s of it blocking), read back and verified in 1.1 s;"
         " 12 more every 200 steps, at most 5 on disk: 8 GB of 55 GB free; 38 s in all"
     )
 

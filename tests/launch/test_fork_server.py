@@ -1,4 +1,7 @@
-"""Processes that are forked are what exec would have begun, and end as they would. Run: pytest tests/launch/test_fork_server.py"""
+"""Processes that are forked are what exec would have begun, and end as they would.
+
+Run: pytest tests/launch/test_fork_server.py
+"""
 
 import contextlib
 import json
@@ -31,7 +34,9 @@ ENDS = [
 
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Servers of this file import little, fork the program of these tests, too, and are not that of the session, whose socket this gives."""
+    """Servers of this file import little, fork the program of these tests, too, and are not that of
+    the session, whose socket this gives.
+    """
     session = os.environ.get(fork_server.SHARED, "")
     monkeypatch.delenv(fork_server.SHARED, raising=False)
     monkeypatch.setattr(fork_server, "_SERVER", LIGHT)

@@ -38,7 +38,10 @@ def test_the_nearest_launcher_is_offered() -> None:
 
 def test_a_front_does_not_import_ray() -> None:
     """Also not one that is asked to start on Ray: that is its driver's."""
-    code = "import sys, unisono.cluster.ray_job, unisono.cluster.ray_driver; sys.exit('ray' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, unisono.cluster.ray_job, unisono.cluster.ray_driver; sys.exit('ray' in sys.modules or"
+        " 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

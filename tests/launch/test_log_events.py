@@ -1,4 +1,5 @@
-"""Ranks' logs are followed while they grow; a line that means something is told, once, and ends nothing.
+"""Ranks' logs are followed while they grow; a line that means something is told, once, and ends
+nothing.
 
 Run: pytest tests/launch/test_log_events.py
 """
@@ -64,7 +65,10 @@ def test_what_was_there_before_the_start_is_history(log: Log) -> None:
 
 
 def test_what_victims_report_and_what_ends_a_rank_is_not_reported(log: Log) -> None:
-    text = f"{VICTIM}\nTraceback (most recent call last):\nKeyError: 'labels'\n 20%|██ | 810/4000 [37:48<2:28:52,  2.83s/it]\n"
+    text = (
+        f"{VICTIM}\nTraceback (most recent call last):\nKeyError: 'labels'\n 20%|██ | 810/4000"
+        " [37:48<2:28:52,  2.83s/it]\n"
+    )
     assert log.prints(text) == []
 
 
@@ -163,7 +167,9 @@ def test_a_run_shows_what_its_rank_prints_and_is_not_ended_by_it(front: Any) -> 
 
 
 def test_the_last_line_of_a_rank_that_dies_is_reported_and_its_verdict_cites_it(front: Any) -> None:
-    """It dies at once after it has said so; the verdict's cause is what was seen, not what was said."""
+    """It dies at once after it has said so; the verdict's cause is what was seen, not what was
+    said.
+    """
     done = front.run("--json", "restarts=0", faults={"says": WARN, "kill": 2})
     assert done.returncode == 5, done.stderr
     assert len(_hits(done.stdout)) == 1

@@ -74,7 +74,9 @@ def test_a_log_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path: P
 
 
 def two_nodes(root: Path, *, ahead_s: float) -> None:
-    """A run of two nodes, the second of which has a clock that is ahead; rank 1 fails at 100 s, and rank 0 says so half a second later."""
+    """A run of two nodes, the second of which has a clock that is ahead; rank 1 fails at 100 s, and
+    rank 0 says so half a second later.
+    """
     plan = {"ranks": [{"rank": 0, "node_rank": 0, "host": "a"}, {"rank": 1, "node_rank": 1, "host": "b"}]}
     nodes = [
         {"node_rank": 0, "host": "a", "clock_offset_s": 0.0},
@@ -99,7 +101,9 @@ def test_a_clock_that_is_off_changes_nothing_of_the_order(ahead_s: float) -> Non
 
 
 def test_a_host_that_has_a_different_rank_now_is_reported_by_its_name(tmp_path: Path) -> None:
-    """A run that went on without a node has numbered its ranks anew; the log's name still says where it was."""
+    """A run that went on without a node has numbered its ranks anew; the log's name still says
+    where it was.
+    """
     two_nodes(tmp_path, ahead_s=60.0)
     write(tmp_path / "logs" / "b-rank-00000.log", "earlier\n")
     write(tmp_path / "logs" / "b-rank-00000.times", "[110.0, 8]\n")
@@ -126,7 +130,9 @@ def test_of_a_progress_bar_its_last_state_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_is_followed_to_its_end(tmp_path: Path) -> None:
-    """Half lines wait for their other half; new ranks are taken in; without its lock the run has ended."""
+    """Half lines wait for their other half; new ranks are taken in; without its lock the run has
+    ended.
+    """
     write(tmp_path / "run.lock", "{}")
     log = tmp_path / "logs" / "a-rank-00000.log"
     write(log, "one\nhal")

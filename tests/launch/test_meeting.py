@@ -1,4 +1,6 @@
-"""Nodes come together, or all of them hear in the same words why not. Run: pytest tests/launch/test_meeting.py
+"""Nodes come together, or all of them hear in the same words why not.
+
+Run: pytest tests/launch/test_meeting.py
 
 Fronts are processes here, on addresses of the loopback network; namespaces are in tests/nodes.
 """
@@ -103,7 +105,9 @@ class Job:
         return self.started[-1]
 
     def start_early(self, rank: int, **changes: Any) -> Node:
-        """Starts a node before the head, which then has it almost at once: the limit of such a head is not one on a start of Python."""
+        """Starts a node before the head, which then has it almost at once: the limit of such a head
+        is not one on a start of Python.
+        """
         node = self.start(rank, **changes)
         node.until(lambda: node.notes, "that it calls")
         return node

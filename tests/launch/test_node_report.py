@@ -1,4 +1,7 @@
-"""What a node brings to the table, made from a real machine and from recorded answers. Run: pytest tests/launch/test_node_report.py"""
+"""What a node brings to the table, made from a real machine and from recorded answers.
+
+Run: pytest tests/launch/test_node_report.py
+"""
 
 import json
 import time

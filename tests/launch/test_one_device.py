@@ -1,4 +1,5 @@
-"""One device: no process group, no socket, whatever a launcher has left behind; with the real worker.
+"""One device: no process group, no socket, whatever a launcher has left behind; with the real
+worker.
 
 Run: pytest tests/launch/test_one_device.py
 """

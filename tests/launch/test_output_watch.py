@@ -1,4 +1,8 @@
-"""What becomes of a run when its directory is removed, renamed, replaced or made read-only in mid-run. Run: pytest tests/launch/test_output_watch.py"""
+"""What becomes of a run when its directory is removed, renamed, replaced or made read-only in
+mid-run.
+
+Run: pytest tests/launch/test_output_watch.py
+"""
 
 import contextlib
 import json

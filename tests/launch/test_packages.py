@@ -1,4 +1,7 @@
-"""Packages that a config needs and that are missing are refused with the plan. Run: pytest tests/launch/test_packages.py"""
+"""Packages that a config needs and that are missing are refused with the plan.
+
+Run: pytest tests/launch/test_packages.py
+"""
 
 import subprocess
 import sys

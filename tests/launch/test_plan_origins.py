@@ -1,4 +1,7 @@
-"""What is set by hand stands in the plan with its reason. Run: pytest tests/launch/test_plan_origins.py"""
+"""What is set by hand stands in the plan with its reason.
+
+Run: pytest tests/launch/test_plan_origins.py
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""Ranks that died of a collective that does not belong to the others'. Run: pytest tests/launch/test_postmortem.py"""
+"""Ranks that died of a collective that does not belong to the others'.
+
+Run: pytest tests/launch/test_postmortem.py
+"""
 
 import signal
 from dataclasses import replace
@@ -35,8 +38,9 @@ def test_a_rank_that_has_gone_on_since_is_not_where_it_was_seen() -> None:
 
 def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collective() -> None:
     printed = (
-        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] "
-        "op.preamble.length <= op.nbytes. 664 vs 660. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at"
+        " /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 664 vs 660. Received data size"
+        " doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
     )
     plan: Any = SimpleNamespace(ranks=places(3), own_code={})
     found = name_death(replace(ABORTED, tail=printed), plan)
@@ -62,7 +66,9 @@ def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collectiv
 def test_an_exception_that_tells_of_the_device_is_named_so_whatever_code_raised_it(
     error: str, cause: str
 ) -> None:
-    """Only the trial of the longest batch and the steps have a verdict of their own; a model, for example, is loaded before."""
+    """Only the trial of the longest batch and the steps have a verdict of their own; a model, for
+    example, is loaded before.
+    """
     plan: Any = SimpleNamespace(ranks=places(2), own_code={})
     crash = {"kind": "crashed", "error": error, "where": "load.py:1"}
     found = name_death(RankEnd(1, 5, crash, "load_model", 0), plan)

@@ -1,4 +1,7 @@
-"""A child's messages, output and end, with real processes. Run: pytest tests/launch/test_process.py"""
+"""A child's messages, output and end, with real processes.
+
+Run: pytest tests/launch/test_process.py
+"""
 
 import gc
 import os
@@ -96,7 +99,10 @@ def test_patience_lets_it_end_by_itself(tmp_path: Path) -> None:
 
 
 def test_it_hears_what_is_sent_until_its_input_is_closed() -> None:
-    script = "\nfor line in sys.stdin:\n    os.write(fd, json.dumps({'kind': 'echo', 'line': json.loads(line)}).encode() + b'\\n')"
+    script = (
+        "\nfor line in sys.stdin:\n    os.write(fd, json.dumps({'kind': 'echo', 'line':"
+        " json.loads(line)}).encode() + b'\\n')"
+    )
     with tempfile.TemporaryFile() as log, start(script, log, has_input=True) as child:
         child.send({"kind": "say", "text": "ü"})
         child.close_input()

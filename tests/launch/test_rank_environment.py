@@ -74,7 +74,10 @@ def test_where_no_file_can_be_made_nccl_reports_it_in_the_log(tmp_path: Path) ->
 def test_a_deterministic_run_on_a_gpu_sets_what_torch_requires_of_cublas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
 ) -> None:
-    """Without it torch refuses the first product: "Deterministic behavior was enabled ... CUBLAS_WORKSPACE_CONFIG=:4096:8"."""
+    """Without it torch refuses the first product: "Deterministic behavior was enabled ...
+
+    CUBLAS_WORKSPACE_CONFIG=:4096:8".
+    """
     name = "CUBLAS_WORKSPACE_CONFIG"
     monkeypatch.delenv(name, raising=False)
     gpu = DeviceChoice(kind="cuda", uuid="GPU-1", name="gpu", memory_bytes=1, bfloat16=True)

@@ -1,4 +1,7 @@
-"""Steps are run again from a checkpoint, and give the same bits. Run: pytest tests/launch/test_replay.py"""
+"""Steps are run again from a checkpoint, and give the same bits.
+
+Run: pytest tests/launch/test_replay.py
+"""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""What the front makes of what dead ranks have kept: a checkpoint, or a word that there is none. Run: pytest tests/launch/test_rescue.py"""
+"""What the front makes of what dead ranks have kept: a checkpoint, or a word that there is none.
+
+Run: pytest tests/launch/test_rescue.py
+"""
 
 import mmap
 import os

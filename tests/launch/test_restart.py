@@ -1,4 +1,7 @@
-"""A dead run starts again where that can help, and stops where it cannot. Run: pytest tests/launch/test_restart.py"""
+"""A dead run starts again where that can help, and stops where it cannot.
+
+Run: pytest tests/launch/test_restart.py
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +25,9 @@ def test_an_exception_in_code_does_not() -> None:
 
 
 def test_restarts_follow_the_catalogue_and_two_are_the_default() -> None:
-    """Also after what the watch finds in ranks that live, but for a drift: what was saved last may have drifted, too."""
+    """Also after what the watch finds in ranks that live, but for a drift: what was saved last may
+    have drifted, too.
+    """
     allowed = RunConfig.model_fields["restarts"].default
     assert allowed == 2
     for cause in ALL_CAUSES:

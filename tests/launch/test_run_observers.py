@@ -1,4 +1,7 @@
-"""Work beside the ranks that cannot begin, or must end early. Run: pytest tests/launch/test_run_observers.py"""
+"""Work beside the ranks that cannot begin, or must end early.
+
+Run: pytest tests/launch/test_run_observers.py
+"""
 
 import signal
 import sys

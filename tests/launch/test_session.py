@@ -1,4 +1,7 @@
-"""A training start from config to result, with stand-ins for worker and data. Run: pytest tests/launch/test_session.py"""
+"""A training start from config to result, with stand-ins for worker and data.
+
+Run: pytest tests/launch/test_session.py
+"""
 
 import json
 import os
@@ -87,7 +90,8 @@ def test_paths_of_adapters_and_of_a_reference_are_absolute(tmp_path: Path) -> No
     assert kept.preference.reference == str(tmp_path / "there")
     auto = config.model_copy(update={"preference": PreferenceSection()})
     assert with_absolute_paths(auto, tmp_path).preference.reference == "auto"
-    # Nodes compare the contents of files, not their paths; that one has a reference and the other none is a difference.
+    # Nodes compare the contents of files, not their paths; that one has a reference and the other
+    # none is a difference.
     assert "preference.reference" not in flat_config(kept)
     assert flat_config(auto)["preference.reference"] == "auto"
 
@@ -288,7 +292,9 @@ def test_after_memory_ran_out_before_the_first_step_a_different_config_may_be_tr
 
 @pytest.mark.parametrize("holder", ["the same job", "another job"])
 def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(front: Any, holder: str) -> None:
-    """Typed twice, the second start would take the port before the first one listens, and the first would end with port_in_use."""
+    """Typed twice, the second start would take the port before the first one listens, and the first
+    would end with port_in_use.
+    """
     port, other = free_port(), free_port()
     same_job = holder == "the same job"
     lock = RunLock(front.out / "run.lock")

@@ -1,4 +1,7 @@
-"""Parts of a checkpoint on their way to the head: who waits for whom, and for how long. Run: pytest tests/launch/test_shard_transfer.py"""
+"""Parts of a checkpoint on their way to the head: who waits for whom, and for how long.
+
+Run: pytest tests/launch/test_shard_transfer.py
+"""
 
 import threading
 from pathlib import Path

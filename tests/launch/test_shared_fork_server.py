@@ -1,4 +1,7 @@
-"""A fork server that many fronts share puts what it forks where the front is, or refuses. Run: pytest tests/launch/test_shared_fork_server.py"""
+"""A fork server that many fronts share puts what it forks where the front is, or refuses.
+
+Run: pytest tests/launch/test_shared_fork_server.py
+"""
 
 import contextlib
 import json
@@ -53,7 +56,9 @@ class Shared:
 def staying(
     shared: Shared, *, before: tuple[str, ...] = (), **variables: str
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], "subprocess.Popen[str]"]]:
-    """A front that lives until it is killed at the end, with what it has had forked and executed."""
+    """A front that lives until it is killed at the end, with what it has had forked and
+    executed.
+    """
     with shared.front("--stays", before=before, **variables) as front:
         assert front.stdout is not None
         forked, executed = (json.loads(front.stdout.readline()) for _ in range(2))

@@ -1,4 +1,7 @@
-"""Signals to the front: finish the step, save, go; a second Ctrl-C goes at once. Run: pytest tests/launch/test_signals.py"""
+"""Signals to the front: finish the step, save, go; a second Ctrl-C goes at once.
+
+Run: pytest tests/launch/test_signals.py
+"""
 
 import contextlib
 import signal
@@ -88,7 +91,9 @@ def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays(
 def test_what_reaches_front_and_rank_at_once_is_one_stop_request(
     front: Any, started: Started, until: Until
 ) -> None:
-    """A scheduler signals the whole group; the front passes on what it got, so the rank gets it twice."""
+    """A scheduler signals the whole group; the front passes on what it got, so the rank gets it
+    twice.
+    """
     process = started(faults={"wait": 5})
     until(front.waits_before(5))
     for target in (worker_of(process), process, worker_of(process), process):
@@ -200,7 +205,10 @@ def test_a_second_start_is_refused_while_the_first_one_runs(
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
 def test_a_reader_that_leaves_does_not_end_the_run(front: Any, flag: str) -> None:
     words = front.arguments(flag)
-    script = f"{subprocess.list2cmdline(words[:2])} '{{}}' train c.yaml {flag} | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    script = (
+        f"{subprocess.list2cmdline(words[:2])} '{{}}' train c.yaml {flag} | head -1 >/dev/null; exit"
+        " ${PIPESTATUS[0]}"
+    )
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=front.folder,

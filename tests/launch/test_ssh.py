@@ -1,4 +1,6 @@
-"""`--hosts` starts the other fronts over ssh, and none outlives the one that started it. Run: pytest tests/launch/test_ssh.py
+"""`--hosts` starts the other fronts over ssh, and none outlives the one that started it.
+
+Run: pytest tests/launch/test_ssh.py
 
 A real sshd on a loopback port with keys of the test's own; skipped where there is none.
 """
@@ -41,7 +43,8 @@ LIMIT_S = 300.0
 STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"
 TOKEN = b"a-secret-of-more-than-16-bytes"
 
-# Stands in for the front on the other host: says its arguments and the token's length, then holds on to stdin.
+# Stands in for the front on the other host: says its arguments and the token's length, then holds
+# on to stdin.
 _FRONT = """
 import json, os, sys, time
 token = sys.stdin.readline().strip()
@@ -80,7 +83,9 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
 
 @pytest.fixture
 def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A python that, started as `-m unisono train …`, is the stand-in; and a working directory with a name that needs quotes."""
+    """A python that, started as `-m unisono train …`, is the stand-in; and a working directory with
+    a name that needs quotes.
+    """
     script = tmp_path / "front.py"
     script.write_text(_FRONT)
     fake = tmp_path / "py thon"
@@ -182,7 +187,9 @@ def _login() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def sshd_as_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """One whose commands have this session's variables: whole fronts there have their ranks forked, too."""
+    """One whose commands have this session's variables: whole fronts there have their ranks forked,
+    too.
+    """
     with ssh_server(tmp_path_factory.mktemp("sshd"), login=_login()) as options:
         yield options
 

@@ -1,4 +1,7 @@
-"""What the head makes of what it sees: with a clock of its own and ranks that are told. Run: pytest tests/launch/test_stall_monitor.py"""
+"""What the head makes of what it sees: with a clock of its own and ranks that are told.
+
+Run: pytest tests/launch/test_stall_monitor.py
+"""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Copies of checkpoints in checkpoint.storage, and a run that goes on from them elsewhere. Run: pytest tests/launch/test_storage.py"""
+"""Copies of checkpoints in checkpoint.storage, and a run that goes on from them elsewhere.
+
+Run: pytest tests/launch/test_storage.py
+"""
 
 import json
 import os
@@ -277,7 +280,9 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
 def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
     front: Any, copies: Path, moment: str
 ) -> None:
-    """SIGKILL between the checkpoint's name and the plan's, before and after; the next start goes on all the same."""
+    """SIGKILL between the checkpoint's name and the plan's, before and after; the next start goes
+    on all the same.
+    """
     del copies
     front.run("duration=6 steps")
     shutil.rmtree(front.out)
@@ -350,7 +355,9 @@ def test_with_resume_a_storage_that_cannot_be_read_is_not_an_empty_one(front: An
 def test_a_storage_that_blocks_is_named_and_not_waited_for_beyond_grace(
     front: Any, copies: Path, started: Any, until: Until
 ) -> None:
-    """A pipe that nobody reads stands where the file is to be: the upload of step 3 hangs, as on a dead network disk."""
+    """A pipe that nobody reads stands where the file is to be: the upload of step 3 hangs, as on a
+    dead network disk.
+    """
     process = started("grace=6 seconds", faults={"wait": 2})
     until(front.waits_before(2))
     run_id = front.read("plan.json")["run_id"]
@@ -369,7 +376,8 @@ def test_a_storage_that_blocks_is_named_and_not_waited_for_beyond_grace(
 def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies: Path, until: Until) -> None:
     """SIGKILL in the middle; what was there before is taken.
 
-    A pipe that nobody reads stands where the plan is to be, which comes between the weights and the manifest: it is over no sooner.
+    A pipe that nobody reads stands where the plan is to be, which comes between the weights and the
+    manifest: it is over no sooner.
     """
     front.run("--resume", "duration=3 steps")
     run_id = front.read("plan.json")["run_id"]

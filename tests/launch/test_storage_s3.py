@@ -1,4 +1,6 @@
-"""Copies of checkpoints in a bucket, behind moto's S3 server on this machine. Run: pytest tests/launch/test_storage_s3.py
+"""Copies of checkpoints in a bucket, behind moto's S3 server on this machine.
+
+Run: pytest tests/launch/test_storage_s3.py
 
 Needs `pip install s3fs "moto[server]"`; without them all but one of these tests are skipped.
 """
@@ -34,7 +36,9 @@ threading.Event().wait()
 
 
 class Bucket:
-    """A server with one bucket, `bucket`; it takes every credential until it is told to be strict."""
+    """A server with one bucket, `bucket`; it takes every credential until it is told to be
+    strict.
+    """
 
     def __init__(self, url: str, log: Path) -> None:
         self.url = url
@@ -95,7 +99,9 @@ def bucket(tmp_path_factory: pytest.TempPathFactory, until: Callable[..., None])
 
 @pytest.fixture
 def place(front: Any, bucket: Bucket) -> Any:
-    """A front that finds the server and credentials in its environment, and keeps copies in the bucket."""
+    """A front that finds the server and credentials in its environment, and keeps copies in the
+    bucket.
+    """
     use(front, bucket.url)
     return front
 
@@ -117,7 +123,10 @@ def holders_of_credentials(folder: Path) -> list[Path]:
 
 
 def test_a_real_run_continues_from_the_bucket_on_a_different_machine(place: Any, bucket: Bucket) -> None:
-    """Real ranks. The other machine has the settings folder's key and the config, and nothing else."""
+    """Real ranks.
+
+    The other machine has the settings folder's key and the config, and nothing else.
+    """
     use(place, bucket.url, data={"train": str(ROWS), "max_length": 128})
     printed = ""
     for steps in (3, 6, 9):
@@ -185,7 +194,10 @@ def test_the_first_copy_of_two_ranks_is_read_back_from_the_bucket(
     reader.join(10)
     (line,) = [line for line in printed if "rehearsal: copy of " in line]
     run_id = place.read("plan.json")["run_id"]
-    found = rf"/s\), read back completely from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every 500 steps, at most \d there: .* more; .* in all"
+    found = (
+        rf"/s\), read back completely from s3://bucket/runs/out/{run_id}/step-00000001 in .* s; 4 more every"
+        r" 500 steps, at most \d there: .* more; .* in all"
+    )
     assert re.search(found, line), line
     assert f"GET /bucket/runs/out/{run_id}/step-00000001/state.json" in bucket.transcript()
     assert not [word for word in (KEY, SECRET) if word in "".join(printed)]
@@ -230,7 +242,10 @@ def a_secret_in_the_endpoint(front: Any, bucket: Bucket) -> None:
 def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(
     place: Any, bucket: Bucket, cause: Callable[[Any, Bucket], None], words: str
 ) -> None:
-    """With --resume too: a run that began anew would go beside the one that is there. And no bucket is made of a mistyped name."""
+    """With --resume too: a run that began anew would go beside the one that is there.
+
+    And no bucket is made of a mistyped name.
+    """
     cause(place, bucket)
     printed = ""
     for resume in (["--resume"], []):

@@ -1,4 +1,7 @@
-"""The first copy in checkpoint.storage is looked at there. Run: pytest tests/launch/test_storage_trial.py"""
+"""The first copy in checkpoint.storage is looked at there.
+
+Run: pytest tests/launch/test_storage_trial.py
+"""
 
 import re
 import sys
@@ -102,7 +105,8 @@ def test_what_comes_back_whole_is_reported_with_what_all_copies_will_take(
     run.upload()
     assert run.judge() is None
     found = re.search(
-        r"rehearsal: copy of 20 kB in .* s \(.*B/s\), read back completely from file://\S+/copies/out/\S+/step-00000001 in .* s;"
+        r"rehearsal: copy of 20 kB in .* s \(.*B/s\), read back completely from"
+        r" file://\S+/copies/out/\S+/step-00000001 in .* s;"
         r" 3 more every 3 steps, at most 4 there: 60 kB more of .*B free; .* s in all",
         run.text(),
     )
@@ -180,7 +184,8 @@ def test_where_the_room_is_not_known_nothing_is_reported_of_it(tmp_path: Path) -
     found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}
     line = summary(plan, copied, found, place="s3://bucket/runs/out/r/step-00000001")
     assert line.startswith(
-        "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back completely from s3://bucket/runs/out/r/step-00000001 in 15 s; 800 more"
+        "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back completely from"
+        " s3://bucket/runs/out/r/step-00000001 in 15 s; 800 more"
     )
     assert "free" not in line
     assert more_bytes(plan, copied, found) >= 9 * 10**9

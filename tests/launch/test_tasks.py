@@ -1,4 +1,7 @@
-"""Tasks as processes: results, refusals as errors, deaths, conversations. Run: pytest tests/launch/test_tasks.py"""
+"""Tasks as processes: results, refusals as errors, deaths, conversations.
+
+Run: pytest tests/launch/test_tasks.py
+"""
 
 import sys
 import tempfile

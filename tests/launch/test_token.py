@@ -1,4 +1,7 @@
-"""The job's secret comes from a private file, stdin or the environment, and shows nowhere. Run: pytest tests/launch/test_token.py"""
+"""The job's secret comes from a private file, stdin or the environment, and shows nowhere.
+
+Run: pytest tests/launch/test_token.py
+"""
 
 import io
 import os

@@ -1,4 +1,7 @@
-"""The shape of a job: what counts when, and what is refused with which command. Run: pytest tests/launch/test_topology.py"""
+"""The shape of a job: what counts when, and what is refused with which command.
+
+Run: pytest tests/launch/test_topology.py
+"""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,7 @@
-"""A checkpoint that somebody else has signed: refused, unless it is trusted. Run: pytest tests/launch/test_trust.py"""
+"""A checkpoint that somebody else has signed: refused, unless it is trusted.
+
+Run: pytest tests/launch/test_trust.py
+"""
 
 import shutil
 import sys
@@ -13,7 +16,9 @@ LONGER = ("--resume", "duration=5 steps")
 
 @pytest.fixture
 def died(front: Any) -> Any:
-    """A run with stand-ins for its ranks that died after step 7, with checkpoints of steps 3 and 6."""
+    """A run with stand-ins for its ranks that died after step 7, with checkpoints of steps 3 and
+    6.
+    """
     assert front.run(faults={"raise": 8}).returncode == 5
     return front
 

@@ -1,4 +1,6 @@
-"""A working directory as users of LLaMA-Factory have one: its data, and tiny random models under the names of its examples."""
+"""A working directory as users of LLaMA-Factory have one: its data, and tiny random models under
+the names of its examples.
+"""
 
 import gzip
 import json
@@ -127,7 +129,9 @@ def write_rows(folder: Path) -> None:
 
 
 def _shortened(value: Any) -> Any:
-    """The same rows with less text: a step on thousands of tokens is most of what a short run costs."""
+    """The same rows with less text: a step on thousands of tokens is most of what a short run
+    costs.
+    """
     if isinstance(value, dict):
         return {key: _shortened(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,7 @@
-"""LLaMA-Factory's example files run unchanged: train, then predict, merge and chat. Run: pytest tests/llamafactory"""
+"""LLaMA-Factory's example files run unchanged: train, then predict, merge and chat.
+
+Run: pytest tests/llamafactory
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""What a LLaMA-Factory file means where a command takes RUN|MODEL. Run: pytest tests/llamafactory/test_inference_files.py"""
+"""What a LLaMA-Factory file means where a command takes RUN|MODEL.
+
+Run: pytest tests/llamafactory/test_inference_files.py
+"""
 
 import json
 

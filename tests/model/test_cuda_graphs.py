@@ -1,4 +1,6 @@
-"""The buffers of CUDA graphs: their shapes, and that padding changes nothing. The graphs themselves are in tests/gpu/test_kernels.py.
+"""The buffers of CUDA graphs: their shapes, and that padding changes nothing.
+
+The graphs themselves are in tests/gpu/test_kernels.py.
 
 Run: pytest tests/model/test_cuda_graphs.py
 """

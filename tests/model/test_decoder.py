@@ -1,4 +1,7 @@
-"""The fast layers give the outputs and gradients of transformers and peft. Run: pytest tests/model/test_decoder.py"""
+"""The fast layers give the outputs and gradients of transformers and peft.
+
+Run: pytest tests/model/test_decoder.py
+"""
 
 import copy
 import hashlib
@@ -63,7 +66,9 @@ _MODELS = {  # attention as one function needs a head size of 32, the functions 
 def _model(
     config: Any, *, dtype: torch.dtype, targets: str | list[str] = "all-linear", rank: int | None = None
 ) -> Any:
-    """A LoRA model on the same weights for every dtype; what is adapted is never at its start, where B is 0."""
+    """A LoRA model on the same weights for every dtype; what is adapted is never at its start,
+    where B is 0.
+    """
     register()
     torch.manual_seed(0)
     rank = rank or (8 if getattr(config, "head_dim", None) == 32 else 4)
@@ -277,7 +282,9 @@ def test_products_with_a_weight_alone_are_exact_with_any_number_of_threads(
 
 
 def test_products_are_those_of_torch_where_those_in_c_do_not_fit() -> None:
-    """A gradient is wanted, float32, sizes that are no multiples of 32, a weight that is a view, few rows."""
+    """A gradient is wanted, float32, sizes that are no multiples of 32, a weight that is a view,
+    few rows.
+    """
     torch.manual_seed(0)
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     wanted = x.clone().requires_grad_()
@@ -435,8 +442,12 @@ def digest_of_steps() -> str:
 
 
 def test_steps_with_two_threads_give_the_same_bits_in_every_process() -> None:
-    """A resume depends on it. The threads of the compiled functions are those of torch: its OpenMP library is the only one."""
-    program = "import tests.model.test_decoder as t; print(t.digest_of_steps(), len(t.openmp_libraries()))"  # not the test
+    """A resume depends on it.
+
+    The threads of the compiled functions are those of torch: its OpenMP library is the only one.
+    """
+    # not the test
+    program = "import tests.model.test_decoder as t; print(t.digest_of_steps(), len(t.openmp_libraries()))"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "2"}, cwd=_ROOT,
         capture_output=True, text=True, check=True,

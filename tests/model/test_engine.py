@@ -1,4 +1,7 @@
-"""Continuous batching: what an answer is does not depend on what is computed beside it. Run: pytest tests/model/test_engine.py"""
+"""Continuous batching: what an answer is does not depend on what is computed beside it.
+
+Run: pytest tests/model/test_engine.py
+"""
 
 import random
 from typing import Any

@@ -1,4 +1,7 @@
-"""However a model's rows are computed, the loss is that of each row alone. Run: pytest tests/model/test_forward.py"""
+"""However a model's rows are computed, the loss is that of each row alone.
+
+Run: pytest tests/model/test_forward.py
+"""
 
 import copy
 import dataclasses
@@ -45,7 +48,8 @@ def _config(kind: str) -> Any:
             raise AssertionError(kind)
 
 
-# What the probe should find: the layout and the head. A model that is not in this table is tried just the same.
+# What the probe should find: the layout and the head. A model that is not in this table is tried
+# just the same.
 _EXPECTED = {
     "llama": ("flat", "chunked"),
     "untied llama": ("flat", "chunked"),
@@ -114,7 +118,8 @@ def test_the_loss_and_its_gradient_are_those_of_each_row_alone(kind: str) -> Non
     ):
         if theirs.grad is not None:
             assert mine.grad is not None, name
-            # float32 sums in another order, over 180 tokens that partly cancel: the worst seen is 3e-5 of the largest entry
+            # float32 sums in another order, over 180 tokens that partly cancel: the worst seen is
+            # 3e-5 of the largest entry
             assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max() + 1e-9, name
 
 

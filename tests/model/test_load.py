@@ -1,4 +1,7 @@
-"""A model that lacks something is refused with the place and the remedy. Run: pytest tests/model/test_load.py"""
+"""A model that lacks something is refused with the place and the remedy.
+
+Run: pytest tests/model/test_load.py
+"""
 
 import json
 import os
@@ -239,7 +242,9 @@ def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Ch
 
 
 def test_every_number_of_a_file_is_looked_at_and_the_digest_is_of_all_its_bytes(tmp_path: Path) -> None:
-    """Also in the last item of a block, and behind a tensor whose size is no multiple of the items' width."""
+    """Also in the last item of a block, and behind a tensor whose size is no multiple of the items'
+    width.
+    """
     file = tmp_path / "x.safetensors"
     tensors = {
         "bytes": torch.zeros(3, dtype=torch.uint8),

@@ -1,4 +1,7 @@
-"""A hub that takes connections and says nothing: asked once, and what is in the cache is used. A real socket, the real client."""
+"""A hub that takes connections and says nothing: asked once, and what is in the cache is used.
+
+A real socket, the real client.
+"""
 
 import os
 import socket

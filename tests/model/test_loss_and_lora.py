@@ -1,4 +1,7 @@
-"""The quick loss and the quick LoRA equal torch's and peft's own. Run: pytest tests/model/test_loss_and_lora.py"""
+"""The quick loss and the quick LoRA equal torch's and peft's own.
+
+Run: pytest tests/model/test_loss_and_lora.py
+"""
 
 import copy
 

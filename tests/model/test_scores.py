@@ -1,4 +1,7 @@
-"""The value of a row of a reward model is that of transformers' own forward. Run: pytest tests/model/test_scores.py"""
+"""The value of a row of a reward model is that of transformers' own forward.
+
+Run: pytest tests/model/test_scores.py
+"""
 
 import copy
 import dataclasses

@@ -1,8 +1,11 @@
-"""`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as tests start it.
+"""`unisono …` on a machine that it has not got: `python front.py ANSWERS.json train CONFIG …`, as
+tests start it.
 
-The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `machine` (a file of tests/doctor/recorded), `packages` (name to version, laid over the installed
-ones), `clock_offset_s` (of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` and `worker` (what is
-started for tasks and ranks: this interpreter, -m and a module, which the session's fork server forks).
+The answers, each of them optional: `gpus` (fields of facts.machine.Gpu), `machine` (a file of
+tests/doctor/recorded), `packages` (name to version, laid over the installed ones), `clock_offset_s`
+(of the wall clock), `names` (host name to addresses), `faults` (of the plan), `task` and `worker`
+(what is started for tasks and ranks: this interpreter, -m and a module, which the session's fork
+server forks).
 """
 
 import json
@@ -56,7 +59,10 @@ def device_probe(gpus: list[dict[str, Any]]) -> DeviceProbe:
 
 
 def read_recorded(machine: dict[str, Any]) -> DevicesDetails:
-    """What NVML would say there. This file runs from anywhere, so the tests are not on its path yet."""
+    """What NVML would say there.
+
+    This file runs from anywhere, so the tests are not on its path yet.
+    """
     sys.path.append(str(Path(__file__).parents[2]))
     from tests.doctor.replay import details_from
 

@@ -30,11 +30,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Named:
-    """What a job was ended for, and when the last of its nodes had said so; bench/faults.py makes its table of these.
+    """What a job was ended for, and when the last of its nodes had said so; bench/faults.py makes
+    its table of these.
 
     Attributes:
         verdict: the one that all told.
-        seconds: from the fault (the start of the last front, or a blow to a living run) to the words on every node.
+        seconds: from the fault (the start of the last front, or a blow to a living run) to the
+            words on every node.
         ended_s: to the end of the last front.
     """
 
@@ -44,7 +46,9 @@ class Named:
 
 
 def stands(group: int) -> str:
-    """What each thread of a process group waits for in the kernel, and where Python is; for a test that fails."""
+    """What each thread of a process group waits for in the kernel, and where Python is; for a test
+    that fails.
+    """
     reported = []
     for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -56,7 +60,8 @@ def stands(group: int) -> str:
             for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
                 state = (task / "stat").read_text().rpartition(")")[2].split()[0]
                 reported.append(
-                    f"  {task.name} {(task / 'comm').read_text().strip()} {state} {(task / 'wchan').read_text()}"
+                    f"  {task.name} {(task / 'comm').read_text().strip()} {state}"
+                    f" {(task / 'wchan').read_text()}"
                 )
             words = ("py-spy", "dump", "--nonblocking", "--pid", str(pid))
             if shutil.which(words[0]):
@@ -91,7 +96,8 @@ class Front:
             environment: all of it.
             json: whether it speaks JSON.
             place: where a forked front is to be.
-            executed: the command line that starts it there by exec, where it cannot be forked; `words` if empty.
+            executed: the command line that starts it there by exec, where it cannot be forked;
+                `words` if empty.
         """
         self.node = node
         self.host = host

@@ -1,4 +1,5 @@
-"""A path that does not answer on one node, while the others see what is there; as with a network mount whose client is stuck.
+"""A path that does not answer on one node, while the others see what is there; as with a network
+mount whose client is stuck.
 
 python tests/nodes/hanging_paths.py FOLDER     as root, in a node's mounts: FUSE with nobody who serves it lies over FOLDER until stdin ends
 """
@@ -18,7 +19,10 @@ from tests.nodes.fronts import Front
 
 @contextlib.contextmanager
 def hanging(front: Front, folder: Path) -> Iterator[None]:
-    """As long as it lasts, whoever asks for `folder` on that front's node waits in the kernel. What is open already stays so."""
+    """As long as it lasts, whoever asks for `folder` on that front's node waits in the kernel.
+
+    What is open already stays so.
+    """
     if fuse.why_unavailable():
         pytest.skip(fuse.why_unavailable())
     inside = ("nsenter", "--target", str(front.pid), "--mount")

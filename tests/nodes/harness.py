@@ -19,7 +19,9 @@ from tests.nodes.network_namespaces import Ground, Own
 
 ENTRY = Path(__file__).parent / "front.py"
 PACED = {"faults": {"pause": [{"how": "sleep", "seconds": 0.08, "every": 1}]}}
-"""Answers for runs in which a test does something: each step sleeps, so that there is time for it, which costs no arithmetic and is the same on a busy machine."""
+"""Answers for runs in which a test does something: each step sleeps, so that there is time for it,
+which costs no arithmetic and is the same on a busy machine.
+"""
 STRANGERS = re.compile(
     r"^(CUDA_|NCCL_|GLOO_|TORCH|MASTER_|RANK$|WORLD_SIZE$|LOCAL_|NNODES$|NODE_RANK$|NPROC_|UNISONO_(?!FORK_SERVER)|SLURM_|OMP_|PET_)"
 )
@@ -91,7 +93,8 @@ class Job:
             json: whether it speaks JSON; otherwise even nodes do.
             place: where it runs, if not where a node of its rank does.
             topology: whether --nodes, --node-rank and --head are given.
-            rehearse: whether the first checkpoint is read back, by a process that imports torch; most tests are not about it.
+            rehearse: whether the first checkpoint is read back, by a process that imports torch;
+                most tests are not about it.
             command: what is started: train, doctor.
             config: whether it is given the config.
         """

@@ -1,4 +1,6 @@
-"""What stands in for several machines: network namespaces where root is to be had, else this machine's own loopback."""
+"""What stands in for several machines: network namespaces where root is to be had, else this
+machine's own loopback.
+"""
 
 import atexit
 import itertools
@@ -60,7 +62,9 @@ class Ground(Protocol):
         ...
 
     def place(self, node: int, own: Own) -> Place | None:
-        """Where that command line runs them; None where that is the tests' own place, or a process without root cannot go there."""
+        """Where that command line runs them; None where that is the tests' own place, or a process
+        without root cannot go there.
+        """
         ...
 
     def close(self) -> None:
@@ -80,7 +84,9 @@ def _must(*words: str) -> str:
 
 @dataclass
 class Namespaces:
-    """Nodes as network namespaces on one bridge; its names carry this process's id, so that two test runs do not meet."""
+    """Nodes as network namespaces on one bridge; its names carry this process's id, so that two
+    test runs do not meet.
+    """
 
     nodes: int
     folder: Path
@@ -101,9 +107,11 @@ class Namespaces:
             _must("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
             _must("ip", "-n", name, "link", "set", "eth0", "up")
             _must("ip", "-n", name, "link", "set", "lo", "up")
-            # Whole segments would travel as one packet between namespaces, and no rule on a packet's length would be real.
+            # Whole segments would travel as one packet between namespaces, and no rule on a
+            # packet's length would be real.
             _run("ip", "-n", name, "link", "set", "eth0", "gso_max_segs", "1")
-        # A resolver that refuses at once: a real one cannot be reached from here, and each look-up would wait for it.
+        # A resolver that refuses at once: a real one cannot be reached from here, and each look-up
+        # would wait for it.
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
 
     def name(self, node: int) -> str:
@@ -189,7 +197,9 @@ def sweep() -> None:
 
 
 class Loopback:
-    """Nodes that share this machine's network and differ in their host names, where the system allows that."""
+    """Nodes that share this machine's network and differ in their host names, where the system
+    allows that.
+    """
 
     apart = False
 

@@ -11,7 +11,8 @@ from unisono.checkpoint.store import CheckpointStore
 
 
 def start_apart(job: Job, *words: str, hidden: Path | None = None, **named: Any) -> list[Front]:
-    """All nodes, each with a disk of its own where the config's output_dir is; that of the head is `job.out`.
+    """All nodes, each with a disk of its own where the config's output_dir is; that of the head is
+    `job.out`.
 
     Args:
         job: of these nodes.
@@ -42,7 +43,9 @@ def store_in(folder: Path, caches: Path) -> CheckpointStore:
 
 
 def assert_whole_at_the_head(job: Job, caches: Path, *, last: int) -> list[Manifest]:
-    """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and nothing half is here."""
+    """Every checkpoint is in the head's output_dir, intact; nothing of any is elsewhere, and
+    nothing half is here.
+    """
     store = store_in(job.out / "checkpoints", caches)
     assert store.list()[-1].name == f"step-{last:08d}", job.transcript()
     assert len(store.list()) >= 2

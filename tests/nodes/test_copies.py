@@ -1,4 +1,7 @@
-"""checkpoint.storage concerns all nodes, and only the head reaches for it. Run: pytest tests/nodes/test_copies.py"""
+"""checkpoint.storage concerns all nodes, and only the head reaches for it.
+
+Run: pytest tests/nodes/test_copies.py
+"""
 
 import contextlib
 import shutil
@@ -36,7 +39,9 @@ def test_a_storage_that_refuses_ends_every_node_before_step_1_with_the_same_word
 def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_line(
     ground: Ground, pair: Job
 ) -> None:
-    """The child that fetches is stopped for so long; it starts by itself, since a forked one would be done before it is found."""
+    """The child that fetches is stopped for so long; it starts by itself, since a forked one would
+    be done before it is found.
+    """
     del ground
     copies = pair.folder / "copies"
     copies.mkdir()
@@ -77,7 +82,9 @@ def reaching(job: Job) -> list[psutil.Process]:
 def test_parts_of_nodes_with_disks_of_their_own_end_whole_at_the_head_and_in_the_storage(
     networks: Namespaces, trio: Job, caches: Path
 ) -> None:
-    """FSDP2: what two nodes stream to the head goes from there to a storage that only the head has, and comes back to a head whose disk is lost."""
+    """FSDP2: what two nodes stream to the head goes from there to a storage that only the head has,
+    and comes back to a head whose disk is lost.
+    """
     del networks
     copies = trio.folder / "copies"
     trio.config(

@@ -1,4 +1,7 @@
-"""Nodes whose devices do not fit each other. The devices are recorded answers. Run: pytest tests/nodes/test_devices.py"""
+"""Nodes whose devices do not fit each other.
+
+The devices are recorded answers. Run: pytest tests/nodes/test_devices.py
+"""
 
 from importlib.metadata import version
 from typing import Any
@@ -30,7 +33,9 @@ EIGHT = range(8)
 
 @pytest.mark.fault("CUDA_VISIBLE_DEVICES set on one of three nodes")
 def test_devices_hidden_on_one_node_alone_are_named(trio: Job) -> None:
-    """Seed 0: CUDA_VISIBLE_DEVICES on some nodes only; the run used to hang in its first collective."""
+    """Seed 0: CUDA_VISIBLE_DEVICES on some nodes only; the run used to hang in its first
+    collective.
+    """
     trio.config(device="auto")
     fronts = [
         trio.start(
@@ -88,7 +93,10 @@ def test_devices_here_and_none_there_are_refused(trio: Job) -> None:
 
 
 def test_devices_of_a_different_type_are_reported(trio: Job) -> None:
-    """The smallest sets the limit for all, the slowest the pace: a warning. The learning rate ends this job."""
+    """The smallest sets the limit for all, the slowest the pace: a warning.
+
+    The learning rate ends this job.
+    """
     trio.config(device="auto")
     trio.config(0, optim={"lr": 2e-2})
     small = gpus(0, 1, name="Tesla T4", memory=16 << 30, node=2)
@@ -102,7 +110,10 @@ def test_devices_of_a_different_type_are_reported(trio: Job) -> None:
 
 
 def test_six_to_nine_of_ten_devices_are_what_is_meant(pair: Job) -> None:
-    """Other indices on each node are no difference: each names its own. That it differs in the learning rate ends it."""
+    """Other indices on each node are no difference: each names its own.
+
+    That it differs in the learning rate ends it.
+    """
     pair.config(device="auto")
     pair.config(1, optim={"lr": 2e-2})
     fronts = [

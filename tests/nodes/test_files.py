@@ -142,7 +142,9 @@ def test_a_file_that_one_node_has_not_got_ends_all_at_once(trio: Job, rows_file:
 
 
 def test_a_broken_config_on_one_node_ends_all_at_once(trio: Job) -> None:
-    """The node itself says where the mistake is, exit 2; the others say who refused, exit 3, and do not wait."""
+    """The node itself says where the mistake is, exit 2; the others say who refused, exit 3, and do
+    not wait.
+    """
     (trio.home(1) / "c.yaml").write_text("model: builtin:tiny\noptimm: {lr: 1}\n")
     fronts = trio.start_all()
     codes = [front.wait() for front in fronts]
@@ -158,10 +160,10 @@ def own_objective(job: Job, node: int, power: int) -> None:
     """Gives a node an objective in a file of its own."""
     file = job.home(node) / "focal.py"
     file.write_text(
-        "import unisono\n\nclass Focal(unisono.Objective):\n"
-        "    def loss(self, forward, micro, *, counts, known=0.0):\n        log_probs = forward.log_probs(micro.rows)\n"
-        f"        loss = -((1 - log_probs.exp()) ** {power} * log_probs).sum() / counts.loss_tokens\n"
-        "        return unisono.Part(loss, loss.new_zeros(0))\n"
+        "import unisono\n\nclass Focal(unisono.Objective):\n    def loss(self, forward, micro, *, counts,"
+        " known=0.0):\n        log_probs = forward.log_probs(micro.rows)\n        loss = -((1 -"
+        f" log_probs.exp()) ** {power} * log_probs).sum() / counts.loss_tokens\n        return"
+        " unisono.Part(loss, loss.new_zeros(0))\n"
     )
     job.config(node, objective=f"{file}:Focal")
 

@@ -1,4 +1,7 @@
-"""What comes of the first checkpoint concerns all nodes. Run: pytest tests/nodes/test_first_checkpoint.py"""
+"""What comes of the first checkpoint concerns all nodes.
+
+Run: pytest tests/nodes/test_first_checkpoint.py
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""`--hosts` does over ssh what the same command on every node does. Run: pytest -m long tests/nodes/test_hosts.py
+"""`--hosts` does over ssh what the same command on every node does.
+
+Run: pytest -m long tests/nodes/test_hosts.py
 
 Two network namespaces, with a real sshd in the second; skipped with the reason where there is none.
 """

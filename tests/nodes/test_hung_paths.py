@@ -1,4 +1,7 @@
-"""A path that does not answer on one node of several, while a checkpoint is written. Run: pytest tests/nodes/test_hung_paths.py"""
+"""A path that does not answer on one node of several, while a checkpoint is written.
+
+Run: pytest tests/nodes/test_hung_paths.py
+"""
 
 import signal
 import time
@@ -77,7 +80,10 @@ def test_a_run_whose_shared_path_hangs_on_one_node_ends_on_all_in_its_grace_time
 def test_a_node_whose_own_output_dir_hangs_is_named_on_all_and_all_end(
     networks: Namespaces, pair: Job, mounts: ExitStack, tmp_path: Path, node: int
 ) -> None:
-    """Each node has a disk of its own. Without the head's no step can be kept, and without the other's no checkpoint."""
+    """Each node has a disk of its own.
+
+    Without the head's no step can be kept, and without the other's no checkpoint.
+    """
     del networks
     configure(pair, "5000 steps" if node == 0 else "40 steps")
     disk = mounts.enter_context(on_a_device(tmp_path / f"disk{node}", tmp_path / "image", size=256 * MIB))

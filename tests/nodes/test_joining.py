@@ -97,7 +97,9 @@ def test_a_late_node_is_waited_for(pair: Job) -> None:
 def test_a_process_of_an_earlier_start_is_not_let_in(
     pair: Job, stranger: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    """It knows the token, and says to which start it belongs; the head waits on for the right one."""
+    """It knows the token, and says to which start it belongs; the head waits on for the right
+    one.
+    """
     pair.config(1, optim={"lr": 1e-5})
     head = pair.start(0, json=False)
     head.wait_for("node 1 has never connected")

@@ -1,4 +1,7 @@
-"""Logs of several nodes are in the order in which things happened, whatever their clocks say. Run: pytest tests/nodes/test_logs.py"""
+"""Logs of several nodes are in the order in which things happened, whatever their clocks say.
+
+Run: pytest tests/nodes/test_logs.py
+"""
 
 import json
 import os
@@ -26,7 +29,9 @@ SLACK_S = 10.0
 
 @pytest.fixture
 def ahead(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Variables of a node whose clock is ahead, with a server that forks its ranks and tasks: that of the session reads the right clock."""
+    """Variables of a node whose clock is ahead, with a server that forks its ranks and tasks: that
+    of the session reads the right clock.
+    """
     folder = str(Path(skewed.__file__).parent)
     paths = os.pathsep.join(path for path in (folder, os.environ.get("PYTHONPATH")) if path)
     clock = {"SKEW_S": str(AHEAD_S)}
@@ -40,7 +45,9 @@ def ahead(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_a_node_whose_clock_is_ahead_is_merged_by_the_heads_clock(pair: Job, ahead: dict[str, str]) -> None:
-    """Every process of node 1 reads a clock that is five minutes ahead; the offset is measured when the node calls."""
+    """Every process of node 1 reads a clock that is five minutes ahead; the offset is measured when
+    the node calls.
+    """
     began = time.time()
     assert together([pair.start(0), pair.start(1, env=ahead)]) == [0, 0], pair.transcript()
     ended = time.time()

@@ -53,7 +53,9 @@ def test_a_killed_rank_ends_all_nodes_and_is_named_on_each(pair: Job) -> None:
 @pytest.mark.long
 @pytest.mark.fault("an exception in one rank, two nodes")
 def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not_blamed(pair: Job) -> None:
-    """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node prints."""
+    """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node
+    prints.
+    """
     fronts = training(pair, env=INJECTED)
     moment = struck(pair, 1, injected.RAISE)
     assert together(fronts, limit_s=60) == [5, 5], pair.transcript()
@@ -80,7 +82,9 @@ def test_a_rank_that_leaves_early_ends_all_nodes(pair: Job) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_refuses_ends_all_nodes_with_its_own_words(pair: Job) -> None:
-    """A refusal is no verdict: what is wrong and how it is mended is what the rank said, and who said it stands beside."""
+    """A refusal is no verdict: what is wrong and how it is mended is what the rank said, and who
+    said it stands beside.
+    """
     fronts = training(pair, env=INJECTED)
     struck(pair, 1, injected.REFUSE)
     assert together(fronts, limit_s=60) == [2, 2], pair.transcript()

@@ -1,4 +1,7 @@
-"""Networks that are broken between nodes which all reach the head. Run, as root: pytest tests/nodes/test_network.py"""
+"""Networks that are broken between nodes which all reach the head.
+
+Run, as root: pytest tests/nodes/test_network.py
+"""
 
 import pytest
 
@@ -19,7 +22,10 @@ def firewalls(networks: Namespaces) -> Namespaces:
 
 
 def test_a_host_name_that_leads_to_itself_is_named(networks: Namespaces, pair: Job) -> None:
-    """Many installers write 127.0.1.1 with the host's name into /etc/hosts. The learning rate ends this job."""
+    """Many installers write 127.0.1.1 with the host's name into /etc/hosts.
+
+    The learning rate ends this job.
+    """
     pair.config(1, optim={"lr": 1e-5})
     there = networks.hosts().replace(f"{networks.address(1)} bob", "127.0.1.1 bob")
     head = ["--head", f"{networks.host(0)}:{pair.port}"]
@@ -32,7 +38,9 @@ def test_a_host_name_that_leads_to_itself_is_named(networks: Namespaces, pair: J
 
 
 def test_a_head_name_that_leads_the_head_to_itself_is_refused(networks: Namespaces, pair: Job) -> None:
-    """Where the head's own name is 127.0.1.1 on its machine, nobody else could reach what it binds there."""
+    """Where the head's own name is 127.0.1.1 on its machine, nobody else could reach what it binds
+    there.
+    """
     here = networks.hosts().replace(f"{networks.address(0)} ada", "127.0.1.1 ada")
     head = ["--head", f"{networks.host(0)}:{pair.port}", "--join-timeout", "6"]
     fronts = [pair.start(0, *head, own=Own(hosts=here), json=True), pair.start(1, *head, json=True)]
@@ -47,7 +55,10 @@ def test_a_head_name_that_leads_the_head_to_itself_is_refused(networks: Namespac
 
 @pytest.mark.fault("ephemeral ports dropped at one node")
 def test_closed_ephemeral_ports_between_two_nodes_are_named(firewalls: Namespaces, trio: Job) -> None:
-    """The head's port is open; those on which ranks meet are not. It used to hang until the group's time-out."""
+    """The head's port is open; those on which ranks meet are not.
+
+    It used to hang until the group's time-out.
+    """
     firewalls.drop(2, "-p", "tcp", "--syn", "--dport", "32768:60999")
     fronts = trio.start_all()
     verdict = refused(fronts, "address_unreachable", hosts=[fronts[2].host])
@@ -81,7 +92,9 @@ def test_packets_that_only_pass_while_they_are_small_are_named(firewalls: Namesp
 
 
 def test_a_smaller_mtu_that_is_known_everywhere_is_not_a_fault(networks: Namespaces, pair: Job) -> None:
-    """Another MTU on one interface is a difference that TCP copes with; the learning rate ends this job."""
+    """Another MTU on one interface is a difference that TCP copes with; the learning rate ends this
+    job.
+    """
     networks.inside(1, "ip", "link", "set", "eth0", "mtu", "1400")
     pair.config(1, optim={"lr": 1e-5})
     verdict = refused(pair.start_all(), "config_mismatch")

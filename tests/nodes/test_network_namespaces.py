@@ -1,4 +1,7 @@
-"""The harness itself: nodes are apart, and nothing of them stays. Run: pytest tests/nodes/test_network_namespaces.py"""
+"""The harness itself: nodes are apart, and nothing of them stays.
+
+Run: pytest tests/nodes/test_network_namespaces.py
+"""
 
 import os
 import subprocess

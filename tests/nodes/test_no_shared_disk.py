@@ -1,4 +1,7 @@
-"""Nodes with disks of their own: every checkpoint ends whole at the head. Run: pytest tests/nodes/test_no_shared_disk.py"""
+"""Nodes with disks of their own: every checkpoint ends whole at the head.
+
+Run: pytest tests/nodes/test_no_shared_disk.py
+"""
 
 import signal
 from pathlib import Path

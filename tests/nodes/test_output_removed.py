@@ -1,4 +1,7 @@
-"""What becomes of a job of several nodes when an output_dir is removed or replaced in mid-run. Run: pytest tests/nodes/test_output_removed.py"""
+"""What becomes of a job of several nodes when an output_dir is removed or replaced in mid-run.
+
+Run: pytest tests/nodes/test_output_removed.py
+"""
 
 import json
 import shutil
@@ -41,7 +44,9 @@ def events_of(folder: Path, rank: int) -> str:
 
 
 def remove(directory: Path) -> None:
-    """Removes it at one moment: a rank that creates a file meanwhile would leave a directory that is not empty."""
+    """Removes it at one moment: a rank that creates a file meanwhile would leave a directory that
+    is not empty.
+    """
     shutil.rmtree(directory.rename(directory.with_name("removed")))
 
 

@@ -1,4 +1,7 @@
-"""Signals to one node of several, to a rank of one, or to all. Run: pytest tests/nodes/test_preemption.py"""
+"""Signals to one node of several, to a rank of one, or to all.
+
+Run: pytest tests/nodes/test_preemption.py
+"""
 
 import random
 import signal
@@ -65,7 +68,9 @@ def own_disk(job: Job, node: int) -> Own:
 
 
 def training(job: Job, *, step: int = 3, apart: bool = False) -> list[Front]:
-    """Starts all nodes on a run without a near end, and waits until it trains; the last node with a disk of its own if `apart`."""
+    """Starts all nodes on a run without a near end, and waits until it trains; the last node with a
+    disk of its own if `apart`.
+    """
     job.config(duration="5000 steps", restarts=0, checkpoint={"every": "2 steps"})
     last = job.nodes - 1
     fronts = [
@@ -164,7 +169,9 @@ def test_a_second_signal_on_any_node_leaves_at_once_everywhere(pair: Job, node: 
 
 @pytest.mark.long
 def test_one_signal_on_each_node_one_after_the_other_is_one_stop_request(pair: Job) -> None:
-    """As somebody does who presses Ctrl-C in each terminal; a rank that is stopped for a while gives the time."""
+    """As somebody does who presses Ctrl-C in each terminal; a rank that is stopped for a while
+    gives the time.
+    """
     fronts = training(pair)
     pair.ranks()[1].send_signal(signal.SIGSTOP)
     sent = time.monotonic()

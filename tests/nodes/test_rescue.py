@@ -1,4 +1,7 @@
-"""A death on one of several nodes costs an adapter's run no step. Run: pytest tests/nodes/test_rescue.py"""
+"""A death on one of several nodes costs an adapter's run no step.
+
+Run: pytest tests/nodes/test_rescue.py
+"""
 
 import signal
 

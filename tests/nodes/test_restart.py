@@ -1,4 +1,7 @@
-"""A run that lost ranks or a node goes on, agreed again, with nothing lost. Run: pytest tests/nodes/test_restart.py"""
+"""A run that lost ranks or a node goes on, agreed again, with nothing lost.
+
+Run: pytest tests/nodes/test_restart.py
+"""
 
 import signal
 import subprocess
@@ -81,7 +84,10 @@ def test_a_run_continues_without_the_node_that_was_lost(trio: Job, job_of: Any) 
     )
     assert restart["from_step"] >= 4
     assert 0 < restart["cost_s"] < LIMIT_S
-    line = f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks instead of 3, the same 8 sequences per step"
+    line = (
+        f"continues with 2 of 3 nodes, without {fronts[1].label}: 2 ranks instead of 3, the same 8 sequences"
+        " per step"
+    )
     for front in (fronts[0], fronts[2]):
         assert line in front.text(), trio.transcript()
     plan = trio.read("plan.json")
@@ -146,7 +152,9 @@ def test_a_node_that_is_cut_off_ends_by_itself_and_the_others_continue(
 @pytest.mark.long
 @pytest.mark.fault("a process of the ranks before still lives")
 def test_a_node_on_which_old_ranks_live_is_named_on_all_nodes_and_nothing_is_started(pair: Job) -> None:
-    """What stays alive is a stand-in for a rank that waits in the kernel: it has a rank's command line, and nobody kills it."""
+    """What stays alive is a stand-in for a rank that waits in the kernel: it has a rank's command
+    line, and nobody kills it.
+    """
     prepared(pair)
     fronts = pair.start_all("duration=5000 steps")
     pair.waits_for_step(3)

@@ -1,4 +1,7 @@
-"""A checkpoint that is slow on its way to the head, and moves, is waited for. Run: pytest tests/nodes/test_slow_storage.py"""
+"""A checkpoint that is slow on its way to the head, and moves, is waited for.
+
+Run: pytest tests/nodes/test_slow_storage.py
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""output_dir shared or not, and machines that are too small. Run: pytest tests/nodes/test_storage.py"""
+"""output_dir shared or not, and machines that are too small.
+
+Run: pytest tests/nodes/test_storage.py
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +48,9 @@ def test_what_nodes_share_is_seen_to_be_shared(ground: Ground, pair: Job) -> Non
 
 
 def test_a_place_that_one_node_cannot_write_is_named(networks: Namespaces, pair: Job) -> None:
-    """Mounted read-only there, found before anything is trained instead of at the first checkpoint."""
+    """Mounted read-only there, found before anything is trained instead of at the first
+    checkpoint.
+    """
     del networks
     readonly = pair.home(1) / "readonly"
     readonly.write_text("a file where a directory should be")
@@ -59,7 +64,9 @@ def test_a_place_that_one_node_cannot_write_is_named(networks: Namespaces, pair:
 
 
 def test_a_node_that_cannot_keep_the_plan_ends_all_with_its_own_words(ground: Ground, pair: Job) -> None:
-    """It agreed, and fails after the plan was made, while the head's own ranks start: nobody may wait for it."""
+    """It agreed, and fails after the plan was made, while the head's own ranks start: nobody may
+    wait for it.
+    """
     del ground
     own = pair.home(1) / "out"
     own.mkdir()

@@ -1,4 +1,7 @@
-"""The disk of one node that is full, read-only or silent. Run: pytest tests/nodes/test_storage_trouble.py"""
+"""The disk of one node that is full, read-only or silent.
+
+Run: pytest tests/nodes/test_storage_trouble.py
+"""
 
 import signal
 from collections.abc import Callable
@@ -18,7 +21,9 @@ MIB = 1 << 20
 
 
 def start(job: Job, small: Path) -> list[Front]:
-    """Two sharded ranks on nodes with disks of their own; the second one's checkpoints are on a disk for themselves."""
+    """Two sharded ranks on nodes with disks of their own; the second one's checkpoints are on a
+    disk for themselves.
+    """
     job.config(
         duration="5000 steps", restarts=0, checkpoint={"every": "5 steps", "keep": 2}, parallel={"strategy": "fsdp"}
     )  # fmt: skip

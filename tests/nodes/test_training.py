@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def test_two_nodes_with_two_and_one_ranks_train_one_model(networks: Namespaces, pair: Job) -> None:
-    """Unequal numbers that are declared run; the output_dir is not shared, and node 1 keeps copies of the result."""
+    """Unequal numbers that are declared run; the output_dir is not shared, and node 1 keeps copies
+    of the result.
+    """
     del networks
     disk = pair.home(1) / "disk"
     disk.mkdir()
@@ -51,7 +53,9 @@ def test_two_nodes_with_two_and_one_ranks_train_one_model(networks: Namespaces, 
 
 
 def test_two_nodes_train_an_image_model(pair: Job, image_sections: dict[str, Any]) -> None:
-    """A caption that differs is found before anything starts; then pictures, buckets and latents agree, and the first checkpoint is read back."""
+    """A caption that differs is found before anything starts; then pictures, buckets and latents
+    agree, and the first checkpoint is read back.
+    """
     pair.config(**image_sections)
     pictures = Path(image_sections["data"]["train"])
     other = shutil.copytree(pictures, pair.folder / "other")
@@ -78,7 +82,9 @@ def test_a_clock_that_is_a_minute_off_is_a_warning(pair: Job) -> None:
 
 @pytest.mark.long
 def test_with_a_clock_that_is_a_minute_off_nothing_hangs(pair: Job) -> None:
-    """torchrun's dynamic rendezvous takes such a node for dead; here no decision hangs on another machine's clock."""
+    """torchrun's dynamic rendezvous takes such a node for dead; here no decision hangs on another
+    machine's clock.
+    """
     fronts = [pair.start(0), pair.start(1, answers={"clock_offset_s": 60.0})]
     assert together(fronts) == [0, 0], pair.transcript()
     for front in fronts:
@@ -87,7 +93,9 @@ def test_with_a_clock_that_is_a_minute_off_nothing_hangs(pair: Job) -> None:
 
 @pytest.mark.long
 def test_torchruns_variables_do_what_the_flags_do(pair: Job) -> None:
-    """As LLaMA-Factory's FORCE_TORCHRUN takes them: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR, MASTER_PORT."""
+    """As LLaMA-Factory's FORCE_TORCHRUN takes them: NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR,
+    MASTER_PORT.
+    """
     fronts = [
         pair.start(
             node, topology=False,

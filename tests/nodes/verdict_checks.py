@@ -7,7 +7,9 @@ from unisono.causes import Verdict
 
 
 def same_words(fronts: Sequence[Front]) -> Verdict:
-    """The one fatal verdict that all of these fronts told, in the same words; those that speak to people show its lines."""
+    """The one fatal verdict that all of these fronts told, in the same words; those that speak to
+    people show its lines.
+    """
     reported = [verdict for front in fronts for verdict in front.verdicts if verdict.severity == "fatal"]
     assert reported, "no verdict in JSON:\n" + "\n".join(
         f"--- {f.label}: {f.exit_code}\n{f.text()}" for f in fronts
@@ -28,7 +30,9 @@ def same_words(fronts: Sequence[Front]) -> Verdict:
 
 
 def named(fronts: Sequence[Front], *, since: float | None = None) -> Named:
-    """The verdict in the same words on all of these fronts, which have ended, and how long it took."""
+    """The verdict in the same words on all of these fronts, which have ended, and how long it
+    took.
+    """
     verdict = same_words(fronts)
     begin = max(front.started for front in fronts) if since is None else since
     printed = [
@@ -46,7 +50,8 @@ def named(fronts: Sequence[Front], *, since: float | None = None) -> Named:
 def refused(
     fronts: Sequence[Front], cause: str, *, hosts: Sequence[str] = (), within_s: float = 40.0, code: int = 3
 ) -> Verdict:
-    """Waits for the end of a job that must not start; asserts exit code, cause, culprits, equal words and the time it took.
+    """Waits for the end of a job that must not start; asserts exit code, cause, culprits, equal
+    words and the time it took.
 
     The time is from the start of the last front, so Python's own start is in it.
     """

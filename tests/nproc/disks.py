@@ -1,4 +1,6 @@
-"""Disks that tests can fill, take away from writers, or have hang; all of them real file systems."""
+"""Disks that tests can fill, take away from writers, or have hang; all of them real file
+systems.
+"""
 
 import contextlib
 import shutil
@@ -39,7 +41,9 @@ class Disk:
         return shutil.disk_usage(self.path).free
 
     def read_only(self, *, on: bool) -> None:
-        """As after an error of the device; refused by the kernel as long as somebody has a file open for writing."""
+        """As after an error of the device; refused by the kernel as long as somebody has a file
+        open for writing.
+        """
         limit = time.monotonic() + _LIMIT_S
         words = ("mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.path))
         while subprocess.run(words, capture_output=True, check=False).returncode != 0:

@@ -1,4 +1,5 @@
-"""In place of `python -m unisono.task`: a disk gives back another byte than it was given, of the checkpoint or the copy that is to be read back.
+"""In place of `python -m unisono.task`: a disk gives back another byte than it was given, of the
+checkpoint or the copy that is to be read back.
 
 FLIPS_ON: `read_back` for the copy; the default is the checkpoint.
 """

@@ -1,4 +1,8 @@
-"""A front as process 1, as it is in a container. Run: pytest tests/nproc/test_container.py (-m long for all of it). Skipped where no process namespace can be made."""
+"""A front as process 1, as it is in a container.
+
+Run: pytest tests/nproc/test_container.py (-m long for all of it). Skipped where no process
+namespace can be made.
+"""
 
 import re
 import signal

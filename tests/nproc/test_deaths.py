@@ -1,4 +1,7 @@
-"""One of two ranks ends: the other is ended, and not blamed. Run: pytest tests/nproc/test_deaths.py"""
+"""One of two ranks ends: the other is ended, and not blamed.
+
+Run: pytest tests/nproc/test_deaths.py
+"""
 
 import signal
 import time

@@ -1,4 +1,7 @@
-"""What `unisono diagnose RUN` says of our own runs after real ends. Run: pytest tests/nproc/test_diagnose.py"""
+"""What `unisono diagnose RUN` says of our own runs after real ends.
+
+Run: pytest tests/nproc/test_diagnose.py
+"""
 
 import json
 import signal

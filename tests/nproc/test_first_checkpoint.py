@@ -1,4 +1,7 @@
-"""The first checkpoint of several ranks is tried whole. Run: pytest tests/nproc/test_first_checkpoint.py"""
+"""The first checkpoint of several ranks is tried whole.
+
+Run: pytest tests/nproc/test_first_checkpoint.py
+"""
 
 import json
 import os
@@ -130,7 +133,9 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(solo: Jo
 
 
 FINDS_TESTS = {"PYTHONPATH": str(Path(__file__).parents[2])}
-"""Not every task is forked by a process that has imported the tests: e.g. not with a variable that the other tests do not set."""
+"""Not every task is forked by a process that has imported the tests: e.g. not with a variable that
+the other tests do not set.
+"""
 FLIPS = PACED | {"task": [sys.executable, "-m", "tests.nproc.flips_a_byte"]}
 
 

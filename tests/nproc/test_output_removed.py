@@ -1,4 +1,7 @@
-"""What becomes of several ranks when their output_dir is removed or replaced in mid-run. Run: pytest tests/nproc/test_output_removed.py"""
+"""What becomes of several ranks when their output_dir is removed or replaced in mid-run.
+
+Run: pytest tests/nproc/test_output_removed.py
+"""
 
 import shutil
 from pathlib import Path

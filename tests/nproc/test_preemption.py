@@ -1,4 +1,7 @@
-"""Signals to one process of a job of one node, or to all. Run: pytest tests/nproc/test_preemption.py"""
+"""Signals to one process of a job of one node, or to all.
+
+Run: pytest tests/nproc/test_preemption.py
+"""
 
 import os
 import random
@@ -34,7 +37,9 @@ def to_rank(rank: int, number: signal.Signals) -> Strike:
 
 
 def to_all(number: signal.Signals) -> Strike:
-    """As a scheduler signals a group, whose members pass on what they get; twice, as wrappers do."""
+    """As a scheduler signals a group, whose members pass on what they get; twice, as wrappers
+    do.
+    """
 
     def strike(job: Job, front: Front) -> None:
         ranks = list(job.ranks().values())
@@ -154,11 +159,13 @@ def test_while_the_ranks_start_a_signal_ends_them_and_nothing_has_changed(
 
 
 def leaves_without_saving(job: Job, *, again: bool) -> None:
-    """Asks ranks to stop that cannot: rank 1 is stopped, so that no step is ever finished again, not even an agreement to stop.
+    """Asks ranks to stop that cannot: rank 1 is stopped, so that no step is ever finished again,
+    not even an agreement to stop.
 
     Of whole weights no rank keeps more. The front leaves at its deadline, or on another signal.
     """
-    # Of so short a grace the ranks have less than the 3 s after which the watch names one that is stopped.
+    # Of so short a grace the ranks have less than the 3 s after which the watch names one that is
+    # stopped.
     configure(job, adapter=None, grace="20 seconds" if again else "1 second")
     front = start(job, paced=True)
     job.waits_for_step(11)  # that of step 10 is not begun before that of step 5 is there

@@ -1,4 +1,7 @@
-"""Ranks that would train on something else. The faults are put into the plan. Run: pytest tests/nproc/test_rank_mismatch.py"""
+"""Ranks that would train on something else.
+
+The faults are put into the plan. Run: pytest tests/nproc/test_rank_mismatch.py
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 def test_a_rank_that_would_train_on_something_else_is_found_before_the_first_collective(
     solo: Job, faults: dict[str, Any], cause: str
 ) -> None:
-    """Seed 4 of the field: a split drawn on each rank without a seed hangs at the end of an epoch."""
+    """Seed 4 of the field: a split drawn on each rank without a seed hangs at the end of an
+    epoch.
+    """
     front = solo.start(0, "--nproc", "2", answers={"faults": faults}, topology=False)
     assert front.wait() == 3, front.text()
     verdict = named([front]).verdict

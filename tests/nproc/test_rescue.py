@@ -29,9 +29,12 @@ Outcome = tuple[list[dict[str, Any]], bytes]
 
 
 def configure(job: Job, *, strategy: str = "auto", restarts: int = 20, steps: int = STEPS) -> None:
-    """Steps of some 100 ms on the tiny model, beside which its adapter is small. The only checkpoint is the one after the last step.
+    """Steps of some 100 ms on the tiny model, beside which its adapter is small.
 
-    They sleep for most of that time (see start), unless it is struck often: then any moment of a step is to be met.
+    The only checkpoint is the one after the last step.
+
+    They sleep for most of that time (see start), unless it is struck often: then any moment of a
+    step is to be met.
     """
     job.config(
         duration=f"{steps} steps", batch={"global": 8 if steps == STEPS else 48, "micro": 2}, checkpoint={"every": "1000 steps"}, restarts=restarts,
@@ -82,7 +85,9 @@ def all_of_them(job: Job, chance: random.Random) -> None:
 
 
 def stop_any(job: Job, chance: random.Random) -> None:
-    """The rank lives on and does nothing, wherever it is; the other waits for it until the watch ends both."""
+    """The rank lives on and does nothing, wherever it is; the other waits for it until the watch
+    ends both.
+    """
     chance.choice(list(job.ranks().values())).send_signal(signal.SIGSTOP)
 
 
@@ -93,7 +98,9 @@ def last_seen(job: Job, front: Front) -> int:
 
 
 def strike(job: Job, front: Front, blow: Blow, chance: random.Random, *, after: int) -> int:
-    """Strikes at a random moment of a step, and sees that the next start goes on from the last step that was seen; gives that step."""
+    """Strikes at a random moment of a step, and sees that the next start goes on from the last step
+    that was seen; gives that step.
+    """
     job.waits_for_step(after)
     time.sleep(chance.uniform(0, 0.15))  # not a wait: the moment is the point
     starts, seen = len(front.messages("plan")), last_seen(job, front)
@@ -116,14 +123,17 @@ def straight(job: Job, nproc: int, strategy: str, *, steps: int) -> Outcome:
 def goes_through(
     solo_of: Callable[[], Job], nproc: int, strategy: str, blows: list[Blow]
 ) -> list[dict[str, Any]]:
-    """Sees that a run loses no step to any of the blows and ends like the one that nobody disturbs; gives its restarts."""
+    """Sees that a run loses no step to any of the blows and ends like the one that nobody disturbs;
+    gives its restarts.
+    """
     steps = OFTEN_STEPS if len(blows) > 2 else STEPS
     wanted, job = straight(solo_of(), nproc, strategy, steps=steps), solo_of()
     configure(job, strategy=strategy, restarts=len(blows), steps=steps)
     front, chance = start(job, nproc, paced=steps == STEPS), random.Random(f"{strategy} {len(blows)}")
     reached = 0
     for blow, step in zip(blows, sorted(chance.sample(range(1, steps // 3), len(blows))), strict=True):
-        # A second death before any new step would rightly be taken for deterministic, and end the run.
+        # A second death before any new step would rightly be taken for deterministic, and end the
+        # run.
         reached = strike(job, front, blow, chance, after=max(step, reached + 1))
     assert front.wait(limit_s=LIMIT_S) == 0, front.text()
     assert outcome(job) == wanted
@@ -173,7 +183,10 @@ def test_a_run_that_ends_with_an_exception_continues_from_its_last_step(solo: Jo
     front = start(solo, 2, "parallel.strategy=ddp", json=False, faults=dies)
     assert front.wait() == 5, front.text()
     step = solo.metrics()[-1]["step"]
-    printed = f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d}; nothing is lost"
+    printed = (
+        f"rank 1, {front.label} died: step {step} was saved from memory as checkpoint step-{step:08d};"
+        " nothing is lost"
+    )
     assert printed in front.text()
     result = solo.read("result.json")
     assert (result["step"], Path(result["checkpoint"]).name) == (step, f"step-{step:08d}")
@@ -214,7 +227,8 @@ def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_
     solo.ranks()[0].send_signal(signal.SIGKILL)
     assert front.wait() == 0, front.text()
     printed = re.search(
-        r"step (\d+) was saved from memory as checkpoint step-\d+; (?:nothing is lost|the (\d+) after it are lost)",
+        r"step (\d+) was saved from memory as checkpoint step-\d+; (?:nothing is lost|the (\d+) after it are"
+        r" lost)",
         front.text(),
     )
     assert printed is not None, front.text()

@@ -1,4 +1,7 @@
-"""Storage that is slow, and moves, is waited for as long as it takes. Run: pytest tests/nproc/test_slow_storage.py"""
+"""Storage that is slow, and moves, is waited for as long as it takes.
+
+Run: pytest tests/nproc/test_slow_storage.py
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +20,9 @@ LIMIT_S = 500.0
 
 
 def start(job: Job, limits: dict[str, float], pause: dict[str, Any]) -> Front:
-    """Two ranks whose limits are shortened, and one of whose saves takes its time, while it moves."""
+    """Two ranks whose limits are shortened, and one of whose saves takes its time, while it
+    moves.
+    """
     env = {"PYTHONPATH": str(Path(hurried.__file__).parent), "HURRIED": json.dumps(limits)}
     faults = {"pause": [{"how": "save", **pause}]}
     return job.start(0, "--nproc", "2", topology=False, env=env, answers={"faults": faults})

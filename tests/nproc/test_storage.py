@@ -1,4 +1,7 @@
-"""Copies of what two ranks save, and a run that goes on from them elsewhere. Run: pytest tests/nproc/test_storage.py"""
+"""Copies of what two ranks save, and a run that goes on from them elsewhere.
+
+Run: pytest tests/nproc/test_storage.py
+"""
 
 import signal
 from collections.abc import Callable
@@ -22,7 +25,9 @@ def start(job: Job, *words: str) -> Front:
 def test_two_ranks_continue_elsewhere_from_the_copies_as_if_nothing_had_been(
     solo_of: Callable[[], Job], tmp_path: Path
 ) -> None:
-    """Preempted after step 7; the next job has the config, the rows, the model and the key, but another disk."""
+    """Preempted after step 7; the next job has the config, the rows, the model and the key, but
+    another disk.
+    """
     whole, first, second = solo_of(), solo_of(), solo_of()
     for job in (whole, first, second):
         job.config(

@@ -1,4 +1,7 @@
-"""Disks that are full, read-only or silent while ranks train. Run: pytest tests/nproc/test_storage_trouble.py"""
+"""Disks that are full, read-only or silent while ranks train.
+
+Run: pytest tests/nproc/test_storage_trouble.py
+"""
 
 import json
 import os
@@ -47,7 +50,9 @@ def start(job: Job, world: tuple[int, str], **sections: object) -> Front:
 
 
 def stopped(job: Job, front: Front) -> None:
-    """Ends the run, and sees that the state after its last step was saved and nothing lies around."""
+    """Ends the run, and sees that the state after its last step was saved and nothing lies
+    around.
+    """
     front.signal(signal.SIGTERM)
     assert front.wait(limit_s=60) == 75, front.text()
     job.wait_gone(limit_s=10)
@@ -58,7 +63,9 @@ def stopped(job: Job, front: Front) -> None:
 
 
 def _verdicts(solo: Job) -> list[dict[str, Any]]:
-    """Of the checkpoints that failed; a rank writes its events beside the training, a moment after it has told its front."""
+    """Of the checkpoints that failed; a rank writes its events beside the training, a moment after
+    it has told its front.
+    """
     logs = (solo.out / "events").glob("rank-*.jsonl")
     lines = [
         line for log in logs for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")
@@ -193,7 +200,9 @@ def test_storage_that_hangs_is_named_and_training_continues(
 def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
-    """The run comes to its end while a save hangs: the weights go elsewhere, the process cannot end, and the front leaves."""
+    """The run comes to its end while a save hangs: the weights go elsewhere, the process cannot
+    end, and the front leaves.
+    """
     disk = mounts.enter_context(on_a_device(solo.out / "checkpoints", tmp_path / "image", size=32 * MIB))
     front = start(solo, world, duration="40 steps")
     newer(solo, "")

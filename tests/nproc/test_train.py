@@ -1,4 +1,7 @@
-"""Several ranks on one machine: `unisono train CONFIG --nproc N`. Run: pytest tests/nproc/test_train.py"""
+"""Several ranks on one machine: `unisono train CONFIG --nproc N`.
+
+Run: pytest tests/nproc/test_train.py
+"""
 
 import json
 import subprocess

@@ -1,6 +1,7 @@
 """Templates of families that people fine-tune, from TRL, and small models that have them.
 
-All share one vocabulary, in which the special tokens of all families are single tokens; each has its own beginning and end of sequence.
+All share one vocabulary, in which the special tokens of all families are single tokens; each has
+its own beginning and end of sequence.
 """
 
 import json
@@ -51,7 +52,8 @@ class Family:
         stop: the token that ends an answer.
         eos: the end of sequence, if it is a different token.
         bos: the beginning of sequence, if the template writes one.
-        tail: what the template writes after the stop token of the last answer: TRL counts it in the loss, and the model never writes it.
+        tail: what the template writes after the stop token of the last answer: TRL counts it in the
+            loss, and the model never writes it.
     """
 
     template: str

@@ -1,10 +1,13 @@
-"""The same training here and in TRL's trainers: the same rows, weights and optimizer, float32, one rank, all of a batch in one micro batch.
+"""The same training here and in TRL's trainers: the same rows, weights and optimizer, float32, one
+rank, all of a batch in one micro batch.
 
-TRL gets the rows in the order of unisono's stream. The mismatched answer of KTO is that of the row before in the file here, and in the
-batch there: both are equal if all rows of the file are one batch, which TRL gets in the order of the file.
+TRL gets the rows in the order of unisono's stream. The mismatched answer of KTO is that of the row
+before in the file here, and in the batch there: both are equal if all rows of the file are one
+batch, which TRL gets in the order of the file.
 
-An answer ends with its stop token here. TRL's ends with what the template writes after it, e.g. Qwen's newline, which the model never
-writes: of templates that write something, TRL gets the rendered text up to the stop token. A reward model scores whole rows in both.
+An answer ends with its stop token here. TRL's ends with what the template writes after it, e.g.
+Qwen's newline, which the model never writes: of templates that write something, TRL gets the
+rendered text up to the stop token. A reward model scores whole rows in both.
 """
 
 import json

@@ -92,7 +92,8 @@ def test_a_sum_over_any_split_of_units_is_that_of_the_whole(
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_gradients_of_pairs_equal_finite_differences(name: str) -> None:
-    # Values on both sides of every branch: of 1 - exp(x) at -ln 2, and of the hinge at a margin of 1.
+    # Values on both sides of every branch: of 1 - exp(x) at -ln 2, and of the hinge at a margin of
+    # 1.
     pairs = [(-0.01, -0.3), (-0.68, -0.70), (-3.0, -0.2), (-0.5, -9.0), (-30.0, -1.0)]
     chosen, rejected = (t.requires_grad_() for t in tensors(pairs, torch.float64))
     assert torch.autograd.gradcheck(PAIR_LOSSES[name], (chosen, rejected))

@@ -1,6 +1,9 @@
-"""The first five steps of each objective have the losses and metrics of TRL's trainers. Run: pytest tests/objectives/test_parity.py
+"""The first five steps of each objective have the losses and metrics of TRL's trainers.
 
-Of templates that write something after the stop token some are tried here; test_parity_of_families.py tries all objectives with all families.
+Run: pytest tests/objectives/test_parity.py
+
+Of templates that write something after the stop token some are tried here;
+test_parity_of_families.py tries all objectives with all families.
 """
 
 from collections.abc import Callable
@@ -106,7 +109,8 @@ def test_the_metrics_of_five_steps_are_those_of_trl(both: dict[str, Both], name:
         for key, value in theirs.items():
             is_tie = "accurac" in key and mine["reward_margin"] == 0  # ½ here, and 0 in TRL
             if key in _NAMES and not is_tie:
-                # A margin is a small difference of log-probabilities of about 100, which have errors of 1e-5.
+                # A margin is a small difference of log-probabilities of about 100, which have
+                # errors of 1e-5.
                 assert mine[_NAMES[key]] == pytest.approx(value, rel=1e-5, abs=2e-5), key
                 compared += 1
     assert compared >= 2 * STEPS

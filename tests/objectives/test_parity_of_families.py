@@ -1,4 +1,7 @@
-"""Losses of TRL's trainers with the templates of ten families, for each objective. Run: pytest -m long tests/objectives/test_parity_of_families.py"""
+"""Losses of TRL's trainers with the templates of ten families, for each objective.
+
+Run: pytest -m long tests/objectives/test_parity_of_families.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +90,10 @@ def test_the_losses_are_those_of_trl(both: dict[tuple[str, str], Both], name: st
 def test_trl_counts_what_a_template_writes_after_the_stop_token(
     models: dict[tuple[str, bool], Path], tmp_path: Path
 ) -> None:
-    """What docs/how-to/from-trl.md says of it. The day that this fails, the tests above can give TRL the conversations of all families."""
+    """What docs/how-to/from-trl.md says of it.
+
+    The day that this fails, the tests above can give TRL the conversations of all families.
+    """
     specs = [
         {"trainer": "dpo", "model": str(models[name, False]), "steps": 0, "batch": 8, "max_length": POSITIONS, "rows": _pairs()[:8], "settings": {}}
         for name in FAMILIES

@@ -1,4 +1,5 @@
-"""A reference is computed once, stored, verified, and kept out of memory; a run that is at its reference has a known loss.
+"""A reference is computed once, stored, verified, and kept out of memory; a run that is at its
+reference has a known loss.
 
 Run: pytest tests/objectives/test_reference.py
 """
@@ -62,7 +63,10 @@ def test_at_step_1_the_loss_is_ln_2_and_the_margin_0(
 def test_an_adapter_that_training_begins_with_is_off_in_its_reference(
     train_here: Train, pairs: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As in LLaMA-Factory. With the merged model as the reference, or with adapter.merge, it is on."""
+    """As in LLaMA-Factory.
+
+    With the merged model as the reference, or with adapter.merge, it is on.
+    """
     begun = train_here()
     adapter = {**_LORA, "from": str(begun.directory)}
     off = _steps(train_here(**pairs, adapter=adapter))[0]
@@ -87,7 +91,9 @@ def test_a_reference_with_a_name_is_that_model(
 
 @pytest.fixture
 def rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the rows of tokens whose log-probabilities are computed without a gradient, as those of a reference are."""
+    """Counts the rows of tokens whose log-probabilities are computed without a gradient, as those
+    of a reference are.
+    """
     counts: list[int] = []
     own = Forward.log_probs
 

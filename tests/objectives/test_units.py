@@ -1,4 +1,5 @@
-"""Units stay whole, see no other unit, and need no logits of all tokens at once; a metric without meaning is absent.
+"""Units stay whole, see no other unit, and need no logits of all tokens at once; a metric without
+meaning is absent.
 
 Run: pytest tests/objectives/test_units.py
 """
@@ -269,7 +270,10 @@ def test_a_batch_of_desirable_answers_has_no_metrics_of_others(
 def test_the_pass_before_the_loss_is_rehearsed_is_seen_as_computing_and_ends_at_a_stop_request(
     train_here: Train, rated_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of KTO, for the divergence. Its phase decides how long it may take, and an evaluation is not worth the grace period."""
+    """Of KTO, for the divergence.
+
+    Its phase decides how long it may take, and an evaluation is not worth the grace period.
+    """
     beats, phases, own = Beats(), list[tuple[str, int]](), Kto.first
     stops: list[Any] = []
 

@@ -1,7 +1,9 @@
-"""Trains with TRL's trainers, one after the other in this process: `python -m tests.objectives.trl_losses SPECS RESULTS`.
+"""Trains with TRL's trainers, one after the other in this process: `python -m
+tests.objectives.trl_losses SPECS RESULTS`.
 
-SPECS is a JSON list of {trainer, model, rows, settings, steps, batch, max_length, eos}; RESULTS gets a list of {losses, metrics}, one entry
-for each step, or of {answers}, the ids of chosen answers, for no steps. `eos` is an end of sequence in place of the tokenizer's.
+SPECS is a JSON list of {trainer, model, rows, settings, steps, batch, max_length, eos}; RESULTS
+gets a list of {losses, metrics}, one entry for each step, or of {answers}, the ids of chosen
+answers, for no steps. `eos` is an end of sequence in place of the tokenizer's.
 """
 
 import json

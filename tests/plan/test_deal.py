@@ -1,4 +1,7 @@
-"""A step's sequences are dealt over the ranks evenly, each once. Run: pytest tests/plan/test_deal.py"""
+"""A step's sequences are dealt over the ranks evenly, each once.
+
+Run: pytest tests/plan/test_deal.py
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st

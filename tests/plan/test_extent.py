@@ -1,4 +1,7 @@
-"""A run that is too short for its owner says so, and what it advises gives the steps that it names. Run: pytest tests/plan/test_extent.py"""
+"""A run that is too short for its owner says so, and what it advises gives the steps that it names.
+
+Run: pytest tests/plan/test_extent.py
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -116,7 +119,8 @@ def test_periods_beyond_the_end_are_moved_to_it_with_a_line_if_somebody_set_them
     assert silent.warnings == []
     origins = {"eval.every": "t.yaml:3", "checkpoint.every": "t.yaml:4"}
     assert resolve_plan(replace(asked, origins=origins)).warnings == [
-        "longer than the run, which has 100 optimizer steps: eval.every (150 steps), checkpoint.every (200 steps); moved to its end"
+        "longer than the run, which has 100 optimizer steps: eval.every (150 steps), checkpoint.every (200"
+        " steps); moved to its end"
     ]
     within = inputs(1600, duration="10 epochs", eval={"every": "150 steps"})
     assert resolve_plan(replace(within, origins=origins)).warnings == []

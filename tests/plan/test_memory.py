@@ -1,4 +1,7 @@
-"""The estimate of memory against models on the meta device, and the page made of it. Run: pytest tests/plan/test_memory.py"""
+"""The estimate of memory against models on the meta device, and the page made of it.
+
+Run: pytest tests/plan/test_memory.py
+"""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""The order of sequences is a function of (seed, epoch) alone, with groups also of these and the batch, and loses and repeats nothing.
+"""The order of sequences is a function of (seed, epoch) alone, with groups also of these and the
+batch, and loses and repeats nothing.
 
 Run: pytest tests/plan
 """
@@ -75,7 +76,9 @@ def test_a_stream_may_be_entered_anywhere(n: int, seed: int, positions: list[int
 def test_steps_are_of_one_group_as_far_as_it_goes(
     groups: list[int], batch: int, seed: int, epoch: int
 ) -> None:
-    """Each epoch has every sequence once; a step is mixed only if what is left of the groups makes it."""
+    """Each epoch has every sequence once; a step is mixed only if what is left of the groups makes
+    it.
+    """
     n, done = len(groups), epoch * len(groups) % batch
     order = order_by_group(permutation(n, seed=seed, epoch=epoch), groups, batch=batch, done=done)
     assert sorted(order) == list(range(n))

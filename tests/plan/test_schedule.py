@@ -1,4 +1,7 @@
-"""Learning rates beyond any training are named, and what is advised instead is not. Run: pytest tests/plan/test_schedule.py"""
+"""Learning rates beyond any training are named, and what is advised instead is not.
+
+Run: pytest tests/plan/test_schedule.py
+"""
 
 from typing import Any
 
@@ -30,8 +33,9 @@ def test_the_advice_names_the_usual_rate_of_what_is_trained() -> None:
     assert lower_rates(config(optim={"lr": 1e30})) == "optim.lr=0.0002 (0.0002 is usual for an adapter)"
     assert lower_rates(config(optim={"lr": 4e-3})) == "optim.lr=0.001 (0.0002 is usual for an adapter)"
     full = config(optim={"lr": 1.0, "kind": "muon", "muon_lr": 0.1}, adapter=None)
-    assert lower_rates(full) == (
-        "optim.lr=2e-05 (2e-05 is usual for all weights) optim.muon_lr=0.025 (0.02 is usual for Muon)"
+    assert (
+        lower_rates(full)
+        == "optim.lr=2e-05 (2e-05 is usual for all weights) optim.muon_lr=0.025 (0.02 is usual for Muon)"
     )
 
 

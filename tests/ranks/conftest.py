@@ -1,4 +1,6 @@
-"""Plans for one and for several ranks of the same run; each is made once, when a test first asks for it."""
+"""Plans for one and for several ranks of the same run; each is made once, when a test first asks
+for it.
+"""
 
 import itertools
 import json
@@ -33,7 +35,8 @@ from unisono.train.rank_run import run_plan
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 
-# What runs differ in, beside the number of ranks and the strategy. Twenty steps, a short last batch, a remainder over four ranks.
+# What runs differ in, beside the number of ranks and the strategy. Twenty steps, a short last
+# batch, a remainder over four ranks.
 _COMMON: dict[str, Any] = {
     "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""A small front for tests: starts real ranks on loopback, collects their reports, gives the word, keeps what they say."""
+"""A small front for tests: starts real ranks on loopback, collects their reports, gives the word,
+keeps what they say.
+"""
 
 import contextlib
 import json

@@ -1,6 +1,8 @@
-"""One rank that holds a part of a model and takes part in writing it whole: `gather_rank.py MODEL OUT RANK WORLD STORE MAX_FILE_BYTES DTYPE WAY`.
+"""One rank that holds a part of a model and takes part in writing it whole: `gather_rank.py MODEL
+OUT RANK WORLD STORE MAX_FILE_BYTES DTYPE WAY`.
 
-WAY is `ours`, or `torch` for what torch and transformers have for it. Prints a JSON line with what its memory did meanwhile, in bytes as the kernel counts them.
+WAY is `ours`, or `torch` for what torch and transformers have for it. Prints a JSON line with what
+its memory did meanwhile, in bytes as the kernel counts them.
 """
 
 import ctypes

@@ -1,4 +1,6 @@
-"""One rank that does several runs, one after the other, so that one import of torch serves many: `python -m tests.ranks.several_runs PLAN... --report-fd N`."""
+"""One rank that does several runs, one after the other, so that one import of torch serves many:
+`python -m tests.ranks.several_runs PLAN... --report-fd N`.
+"""
 
 import argparse
 import json

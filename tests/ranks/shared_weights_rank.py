@@ -1,7 +1,9 @@
-"""One rank of training on weights in shared memory: `shared_weights_rank.py RANK WORLD PORT_FILE WAY`; prints a JSON line.
+"""One rank of training on weights in shared memory: `shared_weights_rank.py RANK WORLD PORT_FILE
+WAY`; prints a JSON line.
 
-WAY is `shared`, `refused` (rank 1 gets no anonymous memory), `slots` (it gets it for the weights, not for the gradients), `dies` (rank 1 is
-gone in its second backward) or `differs` (instead of it, rank 1 enters a sum of numbers).
+WAY is `shared`, `refused` (rank 1 gets no anonymous memory), `slots` (it gets it for the weights,
+not for the gradients), `dies` (rank 1 is gone in its second backward) or `differs` (instead of it,
+rank 1 enters a sum of numbers).
 """
 
 import json
@@ -26,7 +28,9 @@ STEPS, MICROS, WIDTH = 3, 2, 7
 
 
 class Odd(torch.nn.Module):
-    """Rows that no number of ranks divides, a tied weight, one that rank 0 does not reach unless `is_even`, and one that none reaches."""
+    """Rows that no number of ranks divides, a tied weight, one that rank 0 does not reach unless
+    `is_even`, and one that none reaches.
+    """
 
     def __init__(self, *, is_even: bool = False) -> None:
         super().__init__()
@@ -49,7 +53,9 @@ class Odd(torch.nn.Module):
 
 
 def train_alone(world: int, model: Odd) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The gradients of each step, and the final weights, of one process that computes the micro batches of all ranks."""
+    """The gradients of each step, and the final weights, of one process that computes the micro
+    batches of all ranks.
+    """
     optimizers = build_optimizers(
         OptimSection.model_validate({"lr": 0.1}), dict(model.named_parameters()), not_matrices=set()
     )
@@ -75,7 +81,9 @@ def join(rank: int, world: int, file: Path) -> Ranks:
 
 
 def take_memory(way: str) -> None:
-    """Takes what a rank needs for shared memory: what the slots of its gradients are in, or all that it sees of others."""
+    """Takes what a rank needs for shared memory: what the slots of its gradients are in, or all
+    that it sees of others.
+    """
     if way in ("refused", "slots"):
         del os.memfd_create
     if way == "refused":

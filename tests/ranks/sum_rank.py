@@ -1,7 +1,7 @@
 """One rank of a sum in buffers: `sum_rank.py RANK WORLD PORT_FILE WAY`; prints a JSON line.
 
-WAY is `shared`, `refused` (rank 1 gets no anonymous memory), `dies` (rank 1 is gone before the second sum) or `differs` (instead of the second
-sum rank 1 enters a sum of one number).
+WAY is `shared`, `refused` (rank 1 gets no anonymous memory), `dies` (rank 1 is gone before the
+second sum) or `differs` (instead of the second sum rank 1 enters a sum of one number).
 """
 
 import json
@@ -18,7 +18,9 @@ ELEMENTS = (1 << 20) + 37  # parts of different sizes
 
 
 def values(rank: int) -> torch.Tensor:
-    """The gradients of a rank, of very different sizes, so that the order of a sum is seen in its bits."""
+    """The gradients of a rank, of very different sizes, so that the order of a sum is seen in its
+    bits.
+    """
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(ELEMENTS, generator=generator) * 10.0 ** (4 * rank)
 

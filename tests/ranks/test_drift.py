@@ -1,4 +1,7 @@
-"""Replicas that are no longer equal are found within a period, and the odd one is named. Run: pytest tests/ranks/test_drift.py"""
+"""Replicas that are no longer equal are found within a period, and the odd one is named.
+
+Run: pytest tests/ranks/test_drift.py
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +23,8 @@ _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 
 @pytest.fixture(scope="module")
 def three(workshop: Workshop) -> dict[str, Done]:
-    """Runs of three ranks, of eight steps, that compare after every third and after the last: one that is well, and two in which a weight
-    of one rank is changed in step 5.
+    """Runs of three ranks, of eight steps, that compare after every third and after the last: one
+    that is well, and two in which a weight of one rank is changed in step 5.
     """
     watch = {"digest_every": "3 steps"}
     faults: dict[str, dict[str, Any]] = {"well": {}} | {

@@ -1,4 +1,7 @@
-"""The same run on one, two and four ranks, replicated and sharded, is the same run. Run: pytest tests/ranks/test_equality.py"""
+"""The same run on one, two and four ranks, replicated and sharded, is the same run.
+
+Run: pytest tests/ranks/test_equality.py
+"""
 
 import pytest
 import torch
@@ -34,7 +37,9 @@ def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kin
 def test_two_ranks_give_the_metrics_of_preferences_of_one(
     alone: dict[str, Done], two: Runs, kind: str, way: str
 ) -> None:
-    """Steps and evaluations; a margin is a small difference of log-probabilities of about 50, so it has their absolute error."""
+    """Steps and evaluations; a margin is a small difference of log-probabilities of about 50, so it
+    has their absolute error.
+    """
     _losses_are_equal(two[kind, way, 2], alone[kind])
     mine, wanted = two[kind, way, 2].figures, alone[kind].figures
     assert len(mine) == len(wanted) > 8 - (kind == "orpo")
@@ -45,7 +50,9 @@ def test_two_ranks_give_the_metrics_of_preferences_of_one(
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("kind", ["lora", "full", "narrow"])
 def test_four_ranks_give_the_losses_of_one(alone: dict[str, Done], four: Runs, kind: str, way: str) -> None:
-    """Ten sequences over four ranks leave a remainder; two (`narrow`) leave two ranks without any; the last batch is short."""
+    """Ten sequences over four ranks leave a remainder; two (`narrow`) leave two ranks without any;
+    the last batch is short.
+    """
     _losses_are_equal(four[kind, way, 4], alone[kind])
 
 

@@ -1,6 +1,8 @@
-"""The process group, replicas and shards in one process, over gloo, and over NCCL where there is a CUDA device.
+"""The process group, replicas and shards in one process, over gloo, and over NCCL where there is a
+CUDA device.
 
-Run: pytest tests/ranks/test_group.py. NCCL refuses two ranks on one device, so there is one rank here; tests/ranks has more, over gloo.
+Run: pytest tests/ranks/test_group.py. NCCL refuses two ranks on one device, so there is one rank
+here; tests/ranks has more, over gloo.
 """
 
 import threading
@@ -152,7 +154,9 @@ def _update(loaded: LoadedModel) -> None:
 def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
     group: Ranks, kept: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frozen weights of the last `kept` of four layers, and those outside of layers, are not sharded; all of the adapter is."""
+    """The frozen weights of the last `kept` of four layers, and those outside of layers, are not
+    sharded; all of the adapter is.
+    """
     plain, sharded = _adapted_model(rank), _adapted_model(rank)
     plain.model.to(group.device)
     layers = sharded.base.model.layers

@@ -1,4 +1,5 @@
-"""Losses and metrics of preference objectives are the same for any packing, micro batch and number of ranks.
+"""Losses and metrics of preference objectives are the same for any packing, micro batch and number
+of ranks.
 
 Run: pytest tests/ranks/test_preferences.py, and with `-m long` on two and three ranks
 """
@@ -15,7 +16,9 @@ Variants = Callable[[str], dict[tuple[bool, int], dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def variants(workshop: Workshop) -> Variants:
-    """A function that gives the sections of an objective's runs by packing and micro batch; each step takes all units, packed or not."""
+    """A function that gives the sections of an objective's runs by packing and micro batch; each
+    step takes all units, packed or not.
+    """
 
     def sections(kind: str, *, packing: bool) -> dict[str, Any]:
         """With as many sequences as can be cut into micro batches of four."""
@@ -45,7 +48,9 @@ def variants(workshop: Workshop) -> Variants:
 
 
 def _are_equal(mine: Done, wanted: Done) -> None:
-    """A margin is a small difference of log-probabilities of about 50, so it has their absolute error."""
+    """A margin is a small difference of log-probabilities of about 50, so it has their absolute
+    error.
+    """
     assert len(mine.figures) == len(wanted.figures) == 6  # three steps, each with an evaluation
     for line, other in zip(mine.figures, wanted.figures, strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-5)

@@ -1,4 +1,7 @@
-"""Rank 0 never holds the whole model while it writes it. Run: pytest tests/ranks/test_result_memory.py"""
+"""Rank 0 never holds the whole model while it writes it.
+
+Run: pytest tests/ranks/test_result_memory.py
+"""
 
 import json
 import os
@@ -15,9 +18,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MB = 10**6
 SLACK = 24 * MB
-"""For what else grows the resident set: the received copy of a tensor that is not free yet, pages of libraries, threads of gloo that start late.
+"""For what else grows the resident set: the received copy of a tensor that is not free yet, pages
+of libraries, threads of gloo that start late.
 
-In 15 quiet runs rank 0 grew by 17 to 27 MB at a limit of 20 MB, on a loaded machine by 29 MB once; the model has 206 MB.
+In 15 quiet runs rank 0 grew by 17 to 27 MB at a limit of 20 MB, on a loaded machine by 29 MB once;
+the model has 206 MB.
 """
 
 

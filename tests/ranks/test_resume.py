@@ -1,4 +1,7 @@
-"""A run goes on from the checkpoint of any number of ranks. Run: pytest tests/ranks/test_resume.py"""
+"""A run goes on from the checkpoint of any number of ranks.
+
+Run: pytest tests/ranks/test_resume.py
+"""
 
 from pathlib import Path
 
@@ -18,7 +21,9 @@ Pairs = dict[tuple[str, str, str], Resumed]
 def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(
     resumed: Pairs, kind: str, way: str
 ) -> None:
-    """With dropout, and with moments in bfloat16: the random numbers of every rank are exact, too."""
+    """With dropout, and with moments in bfloat16: the random numbers of every rank are exact,
+    too.
+    """
     pair = resumed[kind, way, way]
     assert pair.resumed.losses == pair.straight.losses[7:]
     mine, wanted = pair.resumed.weights(), pair.straight.weights()

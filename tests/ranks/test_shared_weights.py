@@ -1,4 +1,7 @@
-"""Sharded weights in memory that the ranks of one host share, with real ranks. Run: pytest tests/ranks/test_shared_weights.py"""
+"""Sharded weights in memory that the ranks of one host share, with real ranks.
+
+Run: pytest tests/ranks/test_shared_weights.py
+"""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""Sums of gradients in memory that the ranks of one host share, with real ranks. Run: pytest tests/ranks/test_sums.py"""
+"""Sums of gradients in memory that the ranks of one host share, with real ranks.
+
+Run: pytest tests/ranks/test_sums.py
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""A real Ray cluster of network namespaces, each with a disk of its own, and commands that are typed on its nodes."""
+"""A real Ray cluster of network namespaces, each with a disk of its own, and commands that are
+typed on its nodes.
+"""
 
 import contextlib
 import importlib.metadata
@@ -120,7 +122,9 @@ class RayCluster:
         return next(p for p in map(psutil.Process, pids) if p.cmdline()[0].endswith("raylet/raylet"))
 
     def other_ray(self, version: str) -> Path:
-        """A folder with another version of Ray, by its own word: all else of it is the installed one."""
+        """A folder with another version of Ray, by its own word: all else of it is the installed
+        one.
+        """
         folder = self.folder / f"ray-{version}"
         found = importlib.util.find_spec("ray")
         assert found is not None
@@ -136,7 +140,9 @@ class RayCluster:
         return folder
 
     def other_code(self) -> Path:
-        """A folder with another unisono, as a node has it that was not updated; it is on the same path everywhere."""
+        """A folder with another unisono, as a node has it that was not updated; it is on the same
+        path everywhere.
+        """
         folder = self.folder / "other"
         if not folder.exists():
             shutil.copytree(
@@ -234,7 +240,9 @@ class RayCluster:
         )
 
     def left(self) -> str:
-        """What a job has left in the cluster: placement groups and actors that are not gone, and folders on disks."""
+        """What a job has left in the cluster: placement groups and actors that are not gone, and
+        folders on disks.
+        """
         script = (
             "import ray, json; ray.init(address='auto', logging_level='ERROR', log_to_driver=False)\n"
             "from ray.util import placement_group_table\n"
@@ -255,7 +263,9 @@ class RayCluster:
         return " ".join([*([] if done.stdout.strip() == "[]" else [done.stdout.strip()]), *folders])
 
     def nothing_left(self) -> None:
-        """Waits until neither process, nor actor, nor placement group, nor folder of a job is left."""
+        """Waits until neither process, nor actor, nor placement group, nor folder of a job is
+        left.
+        """
         self.until(lambda: not self.ours(), limit_s=60, what=f"no process of a job is left: {self.ours()}")
         reported = self.left()
         self.until(
@@ -296,7 +306,10 @@ class RayCluster:
         return done.stdout.split()
 
     def _is_in(self, node: int, start: Callable[[], None]) -> bool:
-        """Whether `ray start` says so. It gives its own processes 30 s, which a busy machine may not keep: then once more."""
+        """Whether `ray start` says so.
+
+        It gives its own processes 30 s, which a busy machine may not keep: then once more.
+        """
         if "Ray runtime started" in self._log(node).read_text():
             return True
         if self.nodes[node].poll() is not None:

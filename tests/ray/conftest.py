@@ -16,7 +16,9 @@ Typed = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def cluster_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Makes a cluster with so many CPUs on each node, perhaps with a dashboard; it is ended with the module."""
+    """Makes a cluster with so many CPUs on each node, perhaps with a dashboard; it is ended with
+    the module.
+    """
     if why_no_namespaces():
         pytest.skip(why_no_namespaces())
     pytest.importorskip("ray")
@@ -38,7 +40,10 @@ def cluster_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def config(model_dir: Path, rows_file: Path) -> Callable[..., str]:
-    """Writes a config onto the disk where commands are typed; gives its path. Each call has an output_dir of its own."""
+    """Writes a config onto the disk where commands are typed; gives its path.
+
+    Each call has an output_dir of its own.
+    """
     count = 0
 
     def write(cluster: RayCluster, **sections: Any) -> str:

@@ -1,4 +1,6 @@
-"""A Ray node with little memory: a control group, which Ray's memory monitor there takes for the machine's."""
+"""A Ray node with little memory: a control group, which Ray's memory monitor there takes for the
+machine's.
+"""
 
 import contextlib
 import os
@@ -47,7 +49,9 @@ class SmallMemory:
                 group.rmdir()
 
     def before(self) -> list[str]:
-        """Words in front of a command: it is in the group, and sees it in place of the machine's root group."""
+        """Words in front of a command: it is in the group, and sees it in place of the machine's
+        root group.
+        """
         assert self.group is not None
         # `ip netns exec` gives a node a /sys of its own, in which no control group is mounted.
         there = CGROUP_ROOT / self._under

@@ -1,4 +1,8 @@
-"""`unisono doctor --launcher ray` on three Ray nodes without a shared disk, the first of which has no room. Run: pytest -m long tests/ray/test_doctor.py"""
+"""`unisono doctor --launcher ray` on three Ray nodes without a shared disk, the first of which has
+no room.
+
+Run: pytest -m long tests/ray/test_doctor.py
+"""
 
 import json
 from collections.abc import Callable

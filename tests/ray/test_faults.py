@@ -1,6 +1,8 @@
-"""What goes wrong on a Ray cluster: ranks that stand still, lost nodes and drivers, want of memory, other versions.
+"""What goes wrong on a Ray cluster: ranks that stand still, lost nodes and drivers, want of memory,
+other versions.
 
-Run: pytest -m long tests/ray/test_faults.py. Three Ray nodes without a shared disk, the first of which has no room for ranks.
+Run: pytest -m long tests/ray/test_faults.py. Three Ray nodes without a shared disk, the first of
+which has no room for ranks.
 """
 
 import json
@@ -37,7 +39,9 @@ def cluster(cluster_of: Callable[[list[int]], RayCluster]) -> RayCluster:
 
 @pytest.fixture
 def small(cluster: RayCluster) -> Iterator[Callable[[int], SmallMemory]]:
-    """Has a node start again in a control group with little memory, where Ray's monitor looks often."""
+    """Has a node start again in a control group with little memory, where Ray's monitor looks
+    often.
+    """
     memory = SmallMemory()
     if memory.group is None:
         pytest.skip("needs control groups: none with a limit of memory can be made")
@@ -60,7 +64,9 @@ def small(cluster: RayCluster) -> Iterator[Callable[[int], SmallMemory]]:
 
 @pytest.fixture(scope="module")
 def other_python() -> str:
-    """A python whose number differs from this one's only in its last part, so that it reads what is installed for this one."""
+    """A python whose number differs from this one's only in its last part, so that it reads what is
+    installed for this one.
+    """
     mine = "python" + ".".join(map(str, sys.version_info[:2]))
     own = Path("~/.pyenv/versions").expanduser().glob("*/bin")
     for folder in (Path("/usr/bin"), Path("/usr/local/bin"), *own):
@@ -155,8 +161,8 @@ def test_a_killed_driver_is_reported_and_the_same_command_continues(
     steps_once(cluster, path, 40)
 
 
-_LONGER_THAN_IT_TAKES = (
-    "1000 steps"  # Ray's monitor needs seconds, and 200 steps six of them on a quiet machine
+_LONGER_THAN_IT_TAKES = (  # Ray's monitor needs seconds, and 200 steps six of them on a quiet machine
+    "1000 steps"
 )
 
 

@@ -21,7 +21,10 @@ from unisono.launch.run_records import Ending, ending_of
 from unisono.supervise.decision import Decision, NodeLoss
 from unisono.supervise.rank_supervisor import Attempt
 
-OF_MEMORY = "The actor is dead because its worker process has died. Task was killed due to the node running low on memory."
+OF_MEMORY = (
+    "The actor is dead because its worker process has died. Task was killed due to the node running low on"
+    " memory."
+)
 
 
 def lost(words: str) -> Verdict:

@@ -159,7 +159,9 @@ def test_a_checkpoint_is_never_here_without_the_metrics_of_its_steps(disks: Disk
     disks.write("checkpoints/step-00000002/weights", "x")
 
     class Gone(NodeActor):
-        """A node that is lost once the metrics have been read, and has written more since they were listed."""
+        """A node that is lost once the metrics have been read, and has written more since they were
+        listed.
+        """
 
         def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
             found = super().listing(root)

@@ -57,7 +57,9 @@ def test_two_ranks_train_an_image_model_on_ray(
 
 @pytest.mark.slow
 def test_a_llamafactory_file_trains_on_ray(cluster: RayCluster, model_dir: Path, rows_file: Path) -> None:
-    """Its directories are relative to where it was typed; the fronts on the nodes get our config."""
+    """Its directories are relative to where it was typed; the fronts on the nodes get our
+    config.
+    """
     here = cluster.on_disk(0, cluster.disk)
     (here / "data").mkdir()
     entry = {"file_name": str(rows_file), "columns": {"prompt": "prompt", "response": "completion"}}

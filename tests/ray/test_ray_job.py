@@ -1,7 +1,10 @@
-"""The RayJob that `unisono init ray-job` writes has KubeRay's fields, and what its validation asks for. Run: pytest tests/ray/test_ray_job.py
+"""The RayJob that `unisono init ray-job` writes has KubeRay's fields, and what its validation asks
+for.
 
-The names are those of the types of KubeRay 1.6 (ray-operator/apis/ray/v1) and of Kubernetes' pods, as far as they are used here; no
-cluster has seen the file.
+Run: pytest tests/ray/test_ray_job.py
+
+The names are those of the types of KubeRay 1.6 (ray-operator/apis/ray/v1) and of Kubernetes' pods,
+as far as they are used here; no cluster has seen the file.
 """
 
 import re

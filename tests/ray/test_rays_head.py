@@ -1,4 +1,8 @@
-"""Ray's own head is lost in mid-run. Run: pytest -m long tests/ray/test_rays_head.py. Three Ray nodes without a shared disk; Ray's own limits are as they come."""
+"""Ray's own head is lost in mid-run.
+
+Run: pytest -m long tests/ray/test_rays_head.py. Three Ray nodes without a shared disk; Ray's own
+limits are as they come.
+"""
 
 import json
 import signal
@@ -33,7 +37,9 @@ def made(cluster_of: Callable[[list[int]], RayCluster]) -> RayCluster:
 
 
 class Whole:
-    """A cluster that is whole, and the disks of its nodes, which stay as long as the test whatever becomes of Ray."""
+    """A cluster that is whole, and the disks of its nodes, which stay as long as the test whatever
+    becomes of Ray.
+    """
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
@@ -58,7 +64,9 @@ class Whole:
         return Path(f"/proc/{self._holders[node].pid}/root{path}")
 
     def train(self, node: int, body: dict[str, Any]) -> Front:
-        """Types the command on a node, where its config and its output_dir are; gives it once some steps are made and a checkpoint is there."""
+        """Types the command on a node, where its config and its output_dir are; gives it once some
+        steps are made and a checkpoint is there.
+        """
         path = self.cluster.disk / "train.yaml"
         self.disk(node, path).write_text(json.dumps(body))
         front = self.cluster.type("train", str(path), *_TWO, node=node)

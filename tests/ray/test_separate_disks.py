@@ -1,4 +1,7 @@
-"""Jobs on three Ray nodes without a shared disk, the first of which has no room for ranks. Run: pytest -m long tests/ray/test_separate_disks.py"""
+"""Jobs on three Ray nodes without a shared disk, the first of which has no room for ranks.
+
+Run: pytest -m long tests/ray/test_separate_disks.py
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""`ray job submit -- unisono train …` on a real cluster with its dashboard. Run: pytest -m long tests/ray/test_submit.py
+"""`ray job submit -- unisono train …` on a real cluster with its dashboard.
+
+Run: pytest -m long tests/ray/test_submit.py
 
 Three Ray nodes without a shared disk; config and rows travel in the job's working directory alone.
 """

@@ -1,4 +1,7 @@
-"""A run is killed again and again at chosen or random moments, and carried to its end. For tests/resume and bench/resumes.py."""
+"""A run is killed again and again at chosen or random moments, and carried to its end.
+
+For tests/resume and bench/resumes.py.
+"""
 
 import json
 import os
@@ -115,7 +118,8 @@ def _rows_for(tuning: str, job: Job) -> Path:
 
 @dataclass(frozen=True)
 class Blow:
-    """What is to be killed, and when: while a start comes up, after some of its steps, or when it is next seen inside a save.
+    """What is to be killed, and when: while a start comes up, after some of its steps, or when it
+    is next seen inside a save.
 
     Attributes:
         after_steps: that this start makes first.
@@ -157,7 +161,8 @@ class Struck:
 
 
 def draw_blows(each: Mapping[Kind, int], chance: random.Random, *, start_s: float) -> list[Blow]:
-    """So many blows of each kind, in any order: half inside a save, one in ten while a start comes up.
+    """So many blows of each kind, in any order: half inside a save, one in ten while a start comes
+    up.
 
     Args:
         each: how many, by kind.
@@ -209,7 +214,9 @@ def written(job: Job) -> Path:
 
 
 def outcome_of(job: Job) -> dict[str, Any]:
-    """What must be equal: the lines of metrics.jsonl without times, and the bytes of the final weights."""
+    """What must be equal: the lines of metrics.jsonl without times, and the bytes of the final
+    weights.
+    """
     lines = [json.loads(line) for line in (job.out / "metrics.jsonl").read_text().splitlines()]
     files = sorted([*job.out.glob("adapter/*.safetensors"), *job.out.glob("model/*.safetensors")])
     assert files, "the run left no weights"
@@ -226,7 +233,9 @@ def steps_once(outcome: dict[str, Any], steps: int) -> bool:
 
 @dataclass
 class Undisturbed:
-    """A run that nobody killed: its outcome, which rows its ranks wrote down, and seconds to its first step."""
+    """A run that nobody killed: its outcome, which rows its ranks wrote down, and seconds to its
+    first step.
+    """
 
     outcome: dict[str, Any]
     rows: Rows
@@ -270,7 +279,8 @@ class Beaten:
             self._go_on()
         if not self.is_complete:
             assert self._ended() == [0] * len(self.fronts), self.job.transcript()
-        # A start that is quicker than the one by which blows were drawn is over before the first that is left: that must come sooner.
+        # A start that is quicker than the one by which blows were drawn is over before the first
+        # that is left: that must come sooner.
         return [replace(left[0], later_s=left[0].later_s / 2), *left[1:]] if left else []
 
     @property
@@ -360,7 +370,9 @@ class Beaten:
         return "in training" if last_step(self.job) else "before step 1"
 
     def _go_on(self) -> None:
-        """Waits until the run that was struck goes on, by itself or started again; or is complete."""
+        """Waits until the run that was struck goes on, by itself or started again; or is
+        complete.
+        """
         last = self.struck[-1] if self.struck else None
         pending = last is not None and not last.survived
         if pending:
@@ -380,7 +392,8 @@ class Beaten:
         self.job.wait_gone(limit_s=30)
         self._start()
         if not self._until(lambda: self._plans_shown() > 0):
-            # Killed between the result and the end of the front: the run is complete, and a further start is refused.
+            # Killed between the result and the end of the front: the run is complete, and a further
+            # start is refused.
             assert self._ended() == [2] * len(self.fronts), self.job.transcript()
             assert self.job.read("result.json")["outcome"] == "completed", self.job.transcript()
             self.is_complete = True
@@ -415,7 +428,9 @@ def beat(
     steps: int,
     a_run: int = 10,
 ) -> Iterator[Struck]:
-    """Gives all blows, at most `a_run` to a run; what each came to, once its run has ended and was compared."""
+    """Gives all blows, at most `a_run` to a run; what each came to, once its run has ended and was
+    compared.
+    """
     left = list(blows)
     while left:
         beaten = Beaten(job_of(), layout, steps)

@@ -1,4 +1,7 @@
-"""kill -9 of one rank, of all, of the front, of the head's front changes no bit. Run: pytest tests/resume/test_kills.py"""
+"""kill -9 of one rank, of all, of the front, of the head's front changes no bit.
+
+Run: pytest tests/resume/test_kills.py
+"""
 
 import random
 

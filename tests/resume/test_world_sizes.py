@@ -1,4 +1,7 @@
-"""A run goes on with other ranks or another strategy: the same rows, each once. Run: pytest tests/resume/test_world_sizes.py"""
+"""A run goes on with other ranks or another strategy: the same rows, each once.
+
+Run: pytest tests/resume/test_world_sizes.py
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Which rows a run trained on, as its ranks wrote them down themselves before each forward (`write_rows` of train/faults)."""
+"""Which rows a run trained on, as its ranks wrote them down themselves before each forward
+(`write_rows` of train/faults).
+"""
 
 import json
 from collections import Counter, defaultdict
@@ -8,17 +10,21 @@ from typing import Any
 Row = tuple[str, str]
 """A row's id, and the digest of its tokens."""
 Rows = dict[int, list[Row]]
-"""By step, the rows of all ranks, sorted: within a step there is no order, since the gradient is one sum."""
+"""By step, the rows of all ranks, sorted: within a step there is no order, since the gradient is
+one sum.
+"""
 
 
 def rows_of(folder: Path) -> Rows:
     """The rows of each step as it stands, which is as it was made last.
 
     Args:
-        folder: where the ranks wrote them down: of one start, or with a folder in it for each start, as `start_folder` gives.
+        folder: where the ranks wrote them down: of one start, or with a folder in it for each
+            start, as `start_folder` gives.
 
     Raises:
-        AssertionError: if an attempt at a step, also one that a kill cut short, took other rows than that which stands.
+        AssertionError: if an attempt at a step, also one that a kill cut short, took other rows
+            than that which stands.
     """
     attempts: dict[int, dict[Any, Counter[Row]]] = defaultdict(lambda: defaultdict(Counter))
     for line in _lines(folder):
@@ -33,7 +39,9 @@ def rows_of(folder: Path) -> Rows:
 
 
 def each_equally_often(rows: Rows) -> bool:
-    """Whether no row came twice before all had come once, and so on: none is lost, none repeated."""
+    """Whether no row came twice before all had come once, and so on: none is lost, none
+    repeated.
+    """
     often = Counter(row for of_step in rows.values() for row in of_step)
     return max(often.values()) - min(often.values()) <= 1
 

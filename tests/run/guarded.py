@@ -1,4 +1,6 @@
-"""Starts a program of tests/run/programs under `unisono run`, breaks it, and says what was named, and when."""
+"""Starts a program of tests/run/programs under `unisono run`, breaks it, and says what was named,
+and when.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""LLaMA-Factory from PyPI in an environment of its own, which shares torch with this one; and a tiny training for it."""
+"""LLaMA-Factory from PyPI in an environment of its own, which shares torch with this one; and a
+tiny training for it.
+"""
 
 import json
 import os
@@ -29,7 +31,8 @@ class NotInstalled(Exception):  # noqa: N818 - said as the reason of a skip
 
 
 def install() -> Path:
-    """Makes the environment below the system's folder for temporary files, once; gives its folder of programs.
+    """Makes the environment below the system's folder for temporary files, once; gives its folder
+    of programs.
 
     Raises:
         NotInstalled: with the reason.
@@ -48,7 +51,8 @@ def install() -> Path:
     done = subprocess.run([programs / "python", "-c", asks], capture_output=True, text=True, check=True)
     own = Path(done.stdout.strip())
     shared = dict.fromkeys([sysconfig.get_path("purelib"), *site.getsitepackages()])
-    # Only now: pip must not see, let alone replace, what is ours. `addsitedir` also reads our own .pth files.
+    # Only now: pip must not see, let alone replace, what is ours. `addsitedir` also reads our own
+    # .pth files.
     (own / "shared.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in shared))
     torchrun = programs / "torchrun"
     torchrun.write_text(f"#!{programs / 'python'}\nfrom torch.distributed.run import main\nmain()\n")
@@ -81,7 +85,9 @@ def environment(programs: Path) -> dict[str, str]:
 
 
 def write_training(folder: Path, *, steps: int, model: Path) -> Path:
-    """A file for `llamafactory-cli train`, with its data; the model is a folder of Hugging Face's layout."""
+    """A file for `llamafactory-cli train`, with its data; the model is a folder of Hugging Face's
+    layout.
+    """
     rows = [
         {"instruction": f"say w{number}", "input": "", "output": f"w{number} w{number + 1}"}
         for number in range(64)
@@ -100,9 +106,14 @@ def write_training(folder: Path, *, steps: int, model: Path) -> Path:
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny model with its tokenizer, in Hugging Face's layout; made by a process of its own, since it needs their libraries."""
+    """A tiny model with its tokenizer, in Hugging Face's layout; made by a process of its own,
+    since it needs their libraries.
+    """
     programs = Path(__file__).parent / "programs"
-    script = "import sys, tiny, trl_sft; tiny.model().save_pretrained(sys.argv[1]); trl_sft.tokenizer().save_pretrained(sys.argv[1])"
+    script = (
+        "import sys, tiny, trl_sft; tiny.model().save_pretrained(sys.argv[1]);"
+        " trl_sft.tokenizer().save_pretrained(sys.argv[1])"
+    )
     subprocess.run([sys.executable, "-c", script, folder], cwd=programs, check=True, capture_output=True)
     return folder
 

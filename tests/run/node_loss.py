@@ -34,7 +34,9 @@ for step in range(1, options.steps + 1):
     weights.data -= 0.05 * gradient
     losses.add(step, loss.item())
 """
-"""A training without DistributedDataParallel and optimizers, whose imports take half of what the start of a rank costs."""
+"""A training without DistributedDataParallel and optimizers, whose imports take half of what the
+start of a rank costs.
+"""
 WITHOUT_LAUNCHER = Program("a rank on each of two nodes", "", (sys.executable, "training.py", *_WORDS))
 LAUNCHED = Program(
     "a launcher as LLaMA-Factory's, two nodes", "", (sys.executable, str(Path(__file__).with_name("standin_launcher.py")), "training.py", *_WORDS)

@@ -1,6 +1,8 @@
-"""Starts torchrun as LLaMA-Factory 0.9.5's launcher does: static mode by its arguments, ranks from NPROC_PER_NODE or the visible devices.
+"""Starts torchrun as LLaMA-Factory 0.9.5's launcher does: static mode by its arguments, ranks from
+NPROC_PER_NODE or the visible devices.
 
-python standin_launcher.py PROGRAM.py ARGUMENTS; the nodes come from NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+python standin_launcher.py PROGRAM.py ARGUMENTS; the nodes come from NNODES, NODE_RANK, MASTER_ADDR
+and MASTER_PORT.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""The border between a front and the processes of somebody else's program. Run: pytest tests/run/test_border.py"""
+"""The border between a front and the processes of somebody else's program.
+
+Run: pytest tests/run/test_border.py
+"""
 
 import json
 import os

@@ -1,4 +1,8 @@
-"""The border's folder in memory: nobody's is removed, somebody's never; and the run's directory, which one start has. Run: pytest tests/run/test_border_directory.py"""
+"""The border's folder in memory: nobody's is removed, somebody's never; and the run's directory,
+which one start has.
+
+Run: pytest tests/run/test_border_directory.py
+"""
 
 import os
 import secrets
@@ -65,7 +69,10 @@ def test_a_folder_whose_front_was_killed_without_its_subreaper_goes_with_the_nex
 
 def test_a_subreaper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
     front, folder = holder
-    script = f"from unisono.guard.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True); input()"
+    script = (
+        f"from unisono.guard.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True);"
+        " input()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as subreaper:

@@ -97,7 +97,10 @@ def test_the_environment_counts_where_the_arguments_report_nothing() -> None:
 
 
 def test_a_head_of_two_words_is_reported_by_both() -> None:
-    line = "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500 --num_processes 4 t.py"
+    line = (
+        "accelerate launch --num_machines 2 --machine_rank 1 --main_process_ip a --main_process_port 29500"
+        " --num_processes 4 t.py"
+    )
     found = shape(line).topology
     assert (found.head_host, found.origins["head"]) == ("a", "--main_process_ip, --main_process_port")
 

@@ -32,8 +32,9 @@ def kernel() -> tuple[int, ...]:
 @pytest.mark.parametrize("way", [_by_pidfd, _by_proc])
 def test_the_end_of_a_grandchild_is_read(body: str, code: int, way: Callable[[int, int], int | None]) -> None:
     middle = (
-        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()\\n' + sys.argv[1]], stdin=0);"
-        " print(p.pid, flush=True); way = sys.argv[2] == '_by_pidfd' and p.wait(); print(way, flush=True); import time; time.sleep(600)"
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()\\n' + sys.argv[1]],"
+        " stdin=0); print(p.pid, flush=True); way = sys.argv[2] == '_by_pidfd' and p.wait(); print(way,"
+        " flush=True); import time; time.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", middle, body, way.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -1,4 +1,6 @@
-"""`unisono run --hosts`: the same program on another node over ssh. A real sshd on loopback, real torchrun, real ranks.
+"""`unisono run --hosts`: the same program on another node over ssh.
+
+A real sshd on loopback, real torchrun, real ranks.
 
 Skipped with the reason where there is no sshd.
 """

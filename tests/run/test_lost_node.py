@@ -1,4 +1,7 @@
-"""A node is lost while a program runs under `unisono run` on two. Run: pytest tests/run/test_lost_node.py"""
+"""A node is lost while a program runs under `unisono run` on two.
+
+Run: pytest tests/run/test_lost_node.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""A node that is not the head takes part in a guarded program. Run: pytest tests/run/test_member_program.py"""
+"""A node that is not the head takes part in a guarded program.
+
+Run: pytest tests/run/test_member_program.py
+"""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ from unisono.guard.program_request import RunRequest
 
 
 class Channel:
-    """Stands for the channel to the head: what it has for this node comes all at once, as on a busy machine."""
+    """Stands for the channel to the head: what it has for this node comes all at once, as on a busy
+    machine.
+    """
 
     def __init__(self, *events: NodeMessage | Left) -> None:
         self._events = list(events)

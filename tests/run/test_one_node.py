@@ -1,4 +1,7 @@
-"""`unisono run` on one node: what passes through, what is named, and that nothing is left. Run: pytest tests/run/test_one_node.py"""
+"""`unisono run` on one node: what passes through, what is named, and that nothing is left.
+
+Run: pytest tests/run/test_one_node.py
+"""
 
 import contextlib
 import json
@@ -35,7 +38,9 @@ RANK = (
 
 @contextlib.contextmanager
 def run(folder: Path, words: Sequence[str], *flags: str, **more: Any) -> "Iterator[subprocess.Popen[bytes]]":
-    """`unisono run FLAGS -- WORDS` in a folder; a front that is still there at the end, as when a test fails, is killed."""
+    """`unisono run FLAGS -- WORDS` in a folder; a front that is still there at the end, as when a
+    test fails, is killed.
+    """
     command = [sys.executable, "-m", "unisono", "run", "--output-dir", "out", *flags, "--", *words]
     with front_server.start(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
@@ -107,7 +112,10 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def test_output_and_exit_code_pass_through_byte_by_byte(tmp_path: Path) -> None:
-    body = "import os; os.write(1, bytes(range(256)) * 1000); os.write(2, b'to stderr\\r\\n\\xff'); raise SystemExit(7)"
+    body = (
+        "import os; os.write(1, bytes(range(256)) * 1000); os.write(2, b'to stderr\\r\\n\\xff'); raise"
+        " SystemExit(7)"
+    )
     with run(tmp_path, [sys.executable, "-c", body], "--uneven") as front:
         out, err = front.communicate(timeout=LIMIT_S)
     assert front.returncode == 7
@@ -142,8 +150,8 @@ def test_a_signal_reaches_the_program_which_decides_what_comes_of_it(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     body = (
-        f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(21)); open('ready', 'w').close()\n"
-        "while True: time.sleep(0.1)"
+        f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(21)); open('ready',"
+        " 'w').close()\nwhile True: time.sleep(0.1)"
     )
     with run(tmp_path, [sys.executable, "-c", body]) as front:
         until((tmp_path / "ready").exists, "the program has begun")
@@ -203,9 +211,9 @@ def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_th
     tmp_path: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
     body = (
-        "import signal, subprocess, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\n"
-        "p = subprocess.Popen(['sleep', '600'], start_new_session=True); open('left', 'w').write(str(p.pid))\n"
-        "while True: time.sleep(1)"
+        "import signal, subprocess, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\np ="
+        " subprocess.Popen(['sleep', '600'], start_new_session=True); open('left',"
+        " 'w').write(str(p.pid))\nwhile True: time.sleep(1)"
     )
     grace = "3" if len(numbers) == 1 else "600"
     with run(tmp_path, [sys.executable, "-c", body], "--grace", grace) as front:

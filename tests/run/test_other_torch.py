@@ -1,7 +1,10 @@
-"""`unisono run` with other versions of torch than the one that is installed here. By hand, and `long`:
+"""`unisono run` with other versions of torch than the one that is installed here.
+
+By hand, and `long`:
 
 python3.11 -m venv /tmp/t2.11 && /tmp/t2.11/bin/pip install torch==2.11.0 -e '.[dev]'
-UNISONO_TEST_PYTHONS=/tmp/t2.11/bin/python:/tmp/t2.12/bin/python pytest -m long tests/run/test_other_torch.py
+UNISONO_TEST_PYTHONS=/tmp/t2.11/bin/python:/tmp/t2.12/bin/python pytest -m long
+tests/run/test_other_torch.py
 """
 
 import os

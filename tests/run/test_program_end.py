@@ -1,4 +1,7 @@
-"""How a guarded program's end is read: signals, patience after a signal, remedies. Run: pytest tests/run/test_program_end.py"""
+"""How a guarded program's end is read: signals, patience after a signal, remedies.
+
+Run: pytest tests/run/test_program_end.py
+"""
 
 import signal
 

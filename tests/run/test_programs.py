@@ -1,6 +1,8 @@
-"""Programs of other people under `unisono run`: unchanged where they are well, named where they are not.
+"""Programs of other people under `unisono run`: unchanged where they are well, named where they are
+not.
 
-Run: pytest tests/run/test_programs.py; with all programs: pytest tests/run/test_programs.py -m "long or not long"
+Run: pytest tests/run/test_programs.py; with all programs: pytest tests/run/test_programs.py -m
+"long or not long"
 """
 
 import signal
@@ -128,7 +130,8 @@ def test_a_rank_that_is_stopped_is_named_and_nothing_of_it_is_left(program: Prog
     until(lambda: is_gone(pid), "the stopped rank is gone")
 
 
-# Accelerate deals a loader's batches out by itself: whatever the rows, all ranks make the same number of steps.
+# Accelerate deals a loader's batches out by itself: whatever the rows, all ranks make the same
+# number of steps.
 @pytest.mark.parametrize(
     "program",
     [*_long(DDP, TRAINER, LIGHTNING_ITSELF, *[other for other in _OTHERS if other is not ACCELERATE])],
@@ -214,7 +217,9 @@ def test_an_unchanged_llama_factory_trains_on_two_nodes(
 
 @pytest.fixture(scope="session")
 def llama_factory_programs() -> Path:
-    """The programs of LLaMA-Factory's own environment; where it cannot be had, the test says why."""
+    """The programs of LLaMA-Factory's own environment; where it cannot be had, the test says
+    why.
+    """
     try:
         return llama_factory.install()
     except llama_factory.NotInstalled as reason:

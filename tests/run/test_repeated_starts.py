@@ -1,4 +1,8 @@
-"""Ranks that are started more than once under one `unisono run`: anew by their launcher, or by the next one. Run: pytest tests/run/test_repeated_starts.py"""
+"""Ranks that are started more than once under one `unisono run`: anew by their launcher, or by the
+next one.
+
+Run: pytest tests/run/test_repeated_starts.py
+"""
 
 import json
 import os
@@ -83,7 +87,10 @@ def known(front: int, pids: Sequence[int]) -> bool:
 
 
 def test_ranks_of_a_launcher_that_follows_a_different_are_watched(tmp_path: Path) -> None:
-    """As in a shell's script that trains, and then evaluates. What the first ranks leave behind is not taken for the next ones."""
+    """As in a shell's script that trains, and then evaluates.
+
+    What the first ranks leave behind is not taken for the next ones.
+    """
     script = f"{ranks('first', before=_LEAVES)}; rm go; touch between; {ranks('second')}"
     with run(tmp_path, ["bash", "-c", script]) as front:
         until(lambda: known(front.pid, pids(tmp_path, "first")), "the front has found the first ranks")
@@ -125,7 +132,9 @@ def torchrun(folder: Path, *words: str, way: Sequence[str] = ("--standalone",)) 
 def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_again(
     tmp_path: Path, kind: str
 ) -> None:
-    """Whatever the launcher keeps of the first start, the second one's ranks meet each other; also where the program starts it by itself."""
+    """Whatever the launcher keeps of the first start, the second one's ranks meet each other; also
+    where the program starts it by itself.
+    """
     again = ("--max-restarts", "1", "dies.py", "1")
     words = {
         "c10d": torchrun(tmp_path, *again),

@@ -1,6 +1,8 @@
-"""A rank of a program that hangs while another waits for it: reported soon, with its line, and for as long as it lasts.
+"""A rank of a program that hangs while another waits for it: reported soon, with its line, and for
+as long as it lasts.
 
-Run: pytest tests/run/test_stalls.py; all of them: pytest tests/run/test_stalls.py -m "long or not long"
+Run: pytest tests/run/test_stalls.py; all of them: pytest tests/run/test_stalls.py -m "long or not
+long"
 """
 
 import json
@@ -38,7 +40,9 @@ _FIXES = {"prompt": "Answer by a setting"} | dict.fromkeys(
 def run_until(
     stack: ExitStack, started: dict[str, Guarded], pattern: re.Pattern[str], count: int
 ) -> dict[str, str]:
-    """What fronts have printed once each has so many matches of a pattern; the programs are ended then."""
+    """What fronts have printed once each has so many matches of a pattern; the programs are ended
+    then.
+    """
     for one in started.values():
         stack.callback(one.close)
     limit = time.monotonic() + LIMIT_S
@@ -63,7 +67,9 @@ def stalled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def idle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of programs in which all ranks stall in several ways at the same time, by fault, or start of a loader's worker."""
+    """Of programs in which all ranks stall in several ways at the same time, by fault, or start of
+    a loader's worker.
+    """
     program, names = request.param
     with ExitStack() as stack:
         started = {

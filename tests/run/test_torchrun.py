@@ -1,4 +1,7 @@
-"""What the rendezvous back-end takes from torchrun in names that are not public. Run: pytest tests/run/test_torchrun.py"""
+"""What the rendezvous back-end takes from torchrun in names that are not public.
+
+Run: pytest tests/run/test_torchrun.py
+"""
 
 import os
 import subprocess
@@ -25,7 +28,9 @@ main(sys.argv[1:])
 
 
 def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
-    """If torch renames what leads to a handler, this says so: see unisono.integrations.torchrun_handler."""
+    """If torch renames what leads to a handler, this says so: see
+    unisono.integrations.torchrun_handler.
+    """
     words = [
         "--nnodes",
         "3",

@@ -1,4 +1,7 @@
-"""The small front of a torchrun that was started by hand. Run: pytest tests/run/test_torchrun_front.py"""
+"""The small front of a torchrun that was started by hand.
+
+Run: pytest tests/run/test_torchrun_front.py
+"""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""`unisono run` on two nodes: who disagrees is refused on both, before and inside the program. Run: pytest tests/run/test_two_nodes.py"""
+"""`unisono run` on two nodes: who disagrees is refused on both, before and inside the program.
+
+Run: pytest tests/run/test_two_nodes.py
+"""
 
 import os
 import subprocess
@@ -193,7 +196,10 @@ def test_a_node_that_never_comes_is_named(start: Start) -> None:
 
 def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agreed_upon(start: Start) -> None:
     """And the exit code of each is its own."""
-    body = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], 'UNISONO_TOKEN' in os.environ); raise SystemExit(0)"
+    body = (
+        "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], 'UNISONO_TOKEN' in"
+        " os.environ); raise SystemExit(0)"
+    )
     fronts = start(run(sys.executable, "-c", body))
     ended(fronts, [0, 0])
     printed = {front.text("out") for front in fronts}

@@ -1,4 +1,7 @@
-"""What a changed key means, and the words of `--allow`. Run: pytest tests/rundir/test_config_changes.py"""
+"""What a changed key means, and the words of `--allow`.
+
+Run: pytest tests/rundir/test_config_changes.py
+"""
 
 from typing import Any
 

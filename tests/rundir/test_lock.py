@@ -184,10 +184,15 @@ def test_the_lock_makes_the_directory_for_its_owner_alone(tmp_path: Path) -> Non
 def test_a_holder_on_a_different_node_is_known_by_its_beats_where_flock_does_not_cross(
     tmp_path: Path,
 ) -> None:
-    """The other node's flock is not seen here: its file is beaten by a process that has no lock on it."""
+    """The other node's flock is not seen here: its file is beaten by a process that has no lock on
+    it.
+    """
     path = tmp_path / "run.lock"
     path.write_text(json.dumps({"host": "far", "pid": 7, "nonce": "n", "since": "2026-01-01"}))
-    beat = "import os, sys, time\nwhile os.getppid() == int(sys.argv[2]): os.utime(sys.argv[1]); print(flush=True); time.sleep(0.02)"
+    beat = (
+        "import os, sys, time\nwhile os.getppid() == int(sys.argv[2]): os.utime(sys.argv[1]);"
+        " print(flush=True); time.sleep(0.02)"
+    )
     beater = subprocess.Popen(
         [sys.executable, "-c", beat, str(path), str(os.getpid())], stdout=subprocess.PIPE, text=True
     )

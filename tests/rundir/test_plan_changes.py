@@ -179,8 +179,8 @@ def test_a_different_world_size_reports_what_is_the_same_and_what_is_not_and_why
     assert found.verdict == "line"
     assert (
         found.text
-        == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not bit-exactly: "
-        "sums over the ranks have a different order"
+        == "world_size is 2, and was 1: the same rows in the same order; losses agree to rounding, not"
+        " bit-exactly: sums over the ranks have a different order"
     )
 
 
@@ -218,8 +218,8 @@ def test_what_costs_bit_equality_is_reported_with_the_remedy() -> None:
     (found,) = changed(PLAN, plan(threads=4))
     assert (
         found.text
-        == "threads is 4, and was 2: losses agree to rounding, not bit-exactly: sums are split among the threads of a rank; "
-        "set OMP_NUM_THREADS=2 to restore it"
+        == "threads is 4, and was 2: losses agree to rounding, not bit-exactly: sums are split among the"
+        " threads of a rank; set OMP_NUM_THREADS=2 to restore it"
     )
 
 

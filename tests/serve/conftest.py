@@ -36,7 +36,9 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|t
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights whose answers never end by themselves, and whose template writes tools."""
+    """A model with random weights whose answers never end by themselves, and whose template writes
+    tools.
+    """
     directory = tmp_path_factory.mktemp("endless")
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +85,9 @@ class Served:
 
     @property
     def client(self) -> "openai.OpenAI":
-        """A client, closed with the test: one that is dropped leaves its connection to the garbage collector."""
+        """A client, closed with the test: one that is dropped leaves its connection to the garbage
+        collector.
+        """
         import openai  # two seconds, which only tests of a server should take
 
         made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=LIMIT_S)
@@ -116,7 +120,9 @@ class Served:
         return made
 
     def task(self) -> psutil.Process:
-        """The process of the model; the one that reads prompts is its child, with the same command line."""
+        """The process of the model; the one that reads prompts is its child, with the same command
+        line.
+        """
         front = str(self.process.pid)
         found = {}
         for process in psutil.process_iter():

@@ -1,4 +1,6 @@
-"""The task `serve` with a forward that never returns for a prompt of one token: `python -m tests.serve.hangs`, as tests/serve/test_ends.py starts it."""
+"""The task `serve` with a forward that never returns for a prompt of one token: `python -m
+tests.serve.hangs`, as tests/serve/test_ends.py starts it.
+"""
 
 import sys
 import time

@@ -1,4 +1,7 @@
-"""What happens to answers when clients go, places run out, or a process ends. Run: pytest tests/serve/test_ends.py"""
+"""What happens to answers when clients go, places run out, or a process ends.
+
+Run: pytest tests/serve/test_ends.py
+"""
 
 import asyncio
 import json
@@ -77,7 +80,8 @@ def test_connections_that_say_nothing_delay_nobody_and_are_dropped(serve: Serve,
             pass
     silent[4].close()
     served.connect(
-        "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n\r\n{"
+        "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type:"
+        " application/json\r\ncontent-length: 5000\r\n\r\n{"
     )
     assert served.end() == 0  # not delayed by the body that never comes
 

@@ -1,4 +1,7 @@
-"""Requests, clients and programs that mean harm: none reaches the model, ends it or delays others. Run: pytest tests/serve/test_hostile.py"""
+"""Requests, clients and programs that mean harm: none reaches the model, ends it or delays others.
+
+Run: pytest tests/serve/test_hostile.py
+"""
 
 import contextlib
 import json
@@ -24,7 +27,10 @@ from tests.serve.conftest import LIMIT_S, TEMPLATE, Serve, Served, wait_until
 
 pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
-LOOP = "{% if messages[0]['content'] == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+LOOP = (
+    "{% if messages[0]['content'] == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor"
+    " %}{% endfor %}{% endif %}"
+)
 
 
 def raw(served: Served, text: str | bytes) -> bytes:
@@ -53,7 +59,10 @@ def get(served: Served, *headers: str) -> bytes:
 
 
 def post_raw(served: Served, body: bytes, kind: str = "application/json") -> bytes:
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\ncontent-length:"
+        f" {len(body)}\r\nconnection: close\r\n\r\n"
+    )
     return raw(served, head.encode() + body)
 
 

@@ -1,4 +1,7 @@
-"""`unisono serve` as clients see it: answers, errors, keys. Run: pytest tests/serve/test_serve.py"""
+"""`unisono serve` as clients see it: answers, errors, keys.
+
+Run: pytest tests/serve/test_serve.py
+"""
 
 import json
 import os

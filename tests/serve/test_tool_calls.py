@@ -1,4 +1,8 @@
-"""Calls of tools in answers: the forms that templates teach, whole and in pieces, and a trained model that makes one. Run: pytest tests/serve/test_tool_calls.py"""
+"""Calls of tools in answers: the forms that templates teach, whole and in pieces, and a trained
+model that makes one.
+
+Run: pytest tests/serve/test_tool_calls.py
+"""
 
 import json
 import sys

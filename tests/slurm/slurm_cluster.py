@@ -1,4 +1,6 @@
-"""A real Slurm of a test's own: munged, slurmctld and a slurmd on each of a few network namespaces, in a temporary folder."""
+"""A real Slurm of a test's own: munged, slurmctld and a slurmd on each of a few network namespaces,
+in a temporary folder.
+"""
 
 import contextlib
 import os
@@ -70,9 +72,11 @@ class Cluster:
         networks: the nodes.
         folder: configuration, state and logs.
         nodes: how many of the nodes have a slurmd.
-        limits: EnforcePartLimits: whether sbatch refuses what a partition does not allow, or lets it wait for ever.
+        limits: EnforcePartLimits: whether sbatch refuses what a partition does not allow, or lets
+            it wait for ever.
         own: what each node sees in place of the machine's own files; () as a rule.
-        gpus: how many accelerators each node is said to have, two at the most; there are none behind them.
+        gpus: how many accelerators each node is said to have, two at the most; there are none
+            behind them.
     """
 
     networks: Namespaces
@@ -109,12 +113,17 @@ class Cluster:
         if self.gpus:
             files = [f"Name=gpu File={path}" for path in _DEVICES[: self.gpus]]
             (self.folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *files, ""]))
-        # Slurm sets these in a job. The session's fork server has imported without them, and would refuse all ranks.
-        script = "#!/bin/sh\nfor name in ENVIRONMENT HOSTNAME SLURMD_NODENAME SRUN_DEBUG; do echo unset $name; done\n"
+        # Slurm sets these in a job. The session's fork server has imported without them, and would
+        # refuse all ranks.
+        script = (
+            "#!/bin/sh\nfor name in ENVIRONMENT HOSTNAME SLURMD_NODENAME SRUN_DEBUG; do echo unset $name;"
+            " done\n"
+        )
         (self.folder / "task-prolog").write_text(script)
         (self.folder / "task-prolog").chmod(0o755)
         munge = self._munge()
-        # Nothing is bound to control groups here, and what the machine has of them is not for every slurmd.
+        # Nothing is bound to control groups here, and what the machine has of them is not for every
+        # slurmd.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainCores=no\n")
         self.conf.write_text(
             _CONF.format(
@@ -179,7 +188,8 @@ class Cluster:
     def sees(self, node: int) -> Own:
         """What the node sees in place of the machine's own files."""
         own = self.own[node] if node < len(self.own) else Own()
-        # A network namespace has a /sys of its own without control groups, and slurmd wants to see something there.
+        # A network namespace has a /sys of its own without control groups, and slurmd wants to see
+        # something there.
         return replace(own, small=[*own.small, (Path("/sys/fs/cgroup"), 65_536)])
 
     def end(self, name: str) -> None:

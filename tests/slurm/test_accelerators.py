@@ -1,6 +1,9 @@
-"""A Slurm that gives out accelerators is asked for one a rank. Run: pytest -m long tests/slurm/test_accelerators.py
+"""A Slurm that gives out accelerators is asked for one a rank.
 
-A real Slurm on network namespaces, whose nodes are said to have accelerators; skipped with the reason where there is none.
+Run: pytest -m long tests/slurm/test_accelerators.py
+
+A real Slurm on network namespaces, whose nodes are said to have accelerators; skipped with the
+reason where there is none.
 """
 
 from collections.abc import Iterator

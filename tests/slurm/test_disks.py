@@ -24,7 +24,9 @@ TWO = ("--launcher", "slurm", "--nodes", "2", "--nproc", "1")
 def apart(
     networks: Namespaces, tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path
 ) -> Iterator[SlurmJob]:
-    """A job whose second node sees another folder where the first one has its output_dir's parent, and rows of its own."""
+    """A job whose second node sees another folder where the first one has its output_dir's parent,
+    and rows of its own.
+    """
     mine, other = tmp_path / "runs", tmp_path / "runs-of-bob"
     rows = tmp_path / "rows.jsonl"
     for folder in (mine, other, tmp_path / "slurm", tmp_path / "job"):

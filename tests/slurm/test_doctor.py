@@ -1,4 +1,7 @@
-"""`unisono doctor --launcher slurm`, and `srun unisono doctor`. A real Slurm on network namespaces; skipped with the reason where there is none."""
+"""`unisono doctor --launcher slurm`, and `srun unisono doctor`.
+
+A real Slurm on network namespaces; skipped with the reason where there is none.
+"""
 
 import json
 import sys
@@ -47,7 +50,9 @@ def test_the_nodes_of_a_step_look_together_and_their_table_comes_back(
 @pytest.mark.long
 @pytest.mark.ranks
 def test_a_bare_srun_needs_no_flags(job: SlurmJob) -> None:
-    """Every node prints the table; as lines, since srun breaks a long one, and puts pieces of another task's between."""
+    """Every node prints the table; as lines, since srun breaks a long one, and puts pieces of
+    another task's between.
+    """
     front = job.typed("srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "unisono", "doctor")
     assert front.wait() in (0, 6), front.text()
     assert front.text().count("2 nodes have the same run") == 2, front.text()

@@ -1,4 +1,6 @@
-"""What becomes of batch jobs: followed again, stopped, out of time, preempted, broken. Run: pytest -m long tests/slurm/test_jobs.py
+"""What becomes of batch jobs: followed again, stopped, out of time, preempted, broken.
+
+Run: pytest -m long tests/slurm/test_jobs.py
 
 A real Slurm on network namespaces; skipped with the reason where there is none.
 """
@@ -77,8 +79,8 @@ def test_a_killed_follower_leaves_the_job_and_the_same_command_follows_it_again(
     other = job.type(*TWO, "--restarts", "0", json=False)
     assert other.wait() == 2, other.text()
     assert (
-        f"job {number[0]} of this run is running, and was submitted with a different config or different options"
-        in other.text()
+        f"job {number[0]} of this run is running, and was submitted with a different config or different"
+        " options" in other.text()
     )
     again = job.type(*TWO, json=False)
     again.wait_for(f"job {number[0]} was submitted by an earlier command: following it again")

@@ -1,4 +1,6 @@
-"""What the options of `--launcher slurm` come to: the script alone, a fresh run, fewer nodes. Run: pytest -m long tests/slurm/test_options.py
+"""What the options of `--launcher slurm` come to: the script alone, a fresh run, fewer nodes.
+
+Run: pytest -m long tests/slurm/test_options.py
 
 A real Slurm on network namespaces; skipped with the reason where there is none.
 """

@@ -1,6 +1,8 @@
-"""What Slurm cannot or will not give is said in seconds, in its own words, and nothing stays in the queue.
+"""What Slurm cannot or will not give is said in seconds, in its own words, and nothing stays in the
+queue.
 
-Run: pytest tests/slurm/test_refusals.py. A real Slurm on network namespaces; skipped with the reason where there is none.
+Run: pytest tests/slurm/test_refusals.py. A real Slurm on network namespaces; skipped with the
+reason where there is none.
 """
 
 import shutil

@@ -1,4 +1,7 @@
-"""`srun unisono run -- torchrun …`: the step says which node is which. A real Slurm on network namespaces; skipped with the reason where there is none."""
+"""`srun unisono run -- torchrun …`: the step says which node is which.
+
+A real Slurm on network namespaces; skipped with the reason where there is none.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Which word counts for where a front stands, and how a job is asked for. Run: pytest tests/slurm/test_slurm_facts.py"""
+"""Which word counts for where a front stands, and how a job is asked for.
+
+Run: pytest tests/slurm/test_slurm_facts.py
+"""
 
 import subprocess
 from dataclasses import replace
@@ -79,7 +82,9 @@ def asked(folder: Path, **request: Any) -> JobRequest:
 
 
 def run_script(script: str, folder: Path, *, nodes: int) -> tuple[Path, list[str]]:
-    """Runs a batch script in a folder of its own, with an srun that notes its words and its input; gives both."""
+    """Runs a batch script in a folder of its own, with an srun that notes its words and its input;
+    gives both.
+    """
     fake, here = folder / "bin", folder / "here"
     for made in (fake, here):
         made.mkdir()

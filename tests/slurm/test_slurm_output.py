@@ -1,4 +1,7 @@
-"""What is read of Slurm: node lists, time limits, fields, states, and what srun prints. Run: pytest tests/slurm/test_slurm_output.py"""
+"""What is read of Slurm: node lists, time limits, fields, states, and what srun prints.
+
+Run: pytest tests/slurm/test_slurm_output.py
+"""
 
 import json
 from pathlib import Path
@@ -81,7 +84,8 @@ def test_slurms_own_words_lose_the_name_of_its_command() -> None:
     printed = SlurmAnswer(
         1,
         "",
-        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid\n",
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed:"
+        " Invalid\n",
     )
     assert printed.words == "invalid partition specified: x; Batch job submission failed: Invalid"
 

@@ -1,4 +1,6 @@
-"""Inside an allocation `srun unisono train CONFIG` needs no flags. Run: pytest tests/slurm/test_srun.py
+"""Inside an allocation `srun unisono train CONFIG` needs no flags.
+
+Run: pytest tests/slurm/test_srun.py
 
 A real Slurm on network namespaces; skipped with the reason where there is none.
 """

@@ -1,4 +1,7 @@
-"""The decision on a failure, over all orders of its news. Pure. Run: pytest tests/supervise/test_decision.py"""
+"""The decision on a failure, over all orders of its news.
+
+Pure. Run: pytest tests/supervise/test_decision.py
+"""
 
 import signal
 from collections.abc import Sequence
@@ -41,7 +44,9 @@ waits = st.builds(
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Moment]:
-    """What became known, moment by moment: each rank ends at most once, and each node is lost at most once."""
+    """What became known, moment by moment: each rank ends at most once, and each node is lost at
+    most once.
+    """
     ranks = draw(st.lists(st.integers(0, MAX_RANKS - 1), unique=True, max_size=MAX_RANKS))
     ends: list[News] = [replace(draw(st.sampled_from(KINDS)), rank=rank) for rank in ranks]
     news: list[News] = [*ends, *draw(st.lists(losses, max_size=3, unique_by=lambda loss: loss.node_rank))]

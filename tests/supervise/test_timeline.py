@@ -1,4 +1,7 @@
-"""Where ranks spend their time, as their front writes it down. Run: .venv/bin/python -m pytest tests/supervise/test_timeline.py"""
+"""Where ranks spend their time, as their front writes it down.
+
+Run: .venv/bin/python -m pytest tests/supervise/test_timeline.py
+"""
 
 import contextlib
 import json
@@ -26,7 +29,9 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
 
 
 def simulate(known: RankTime, phases: list[tuple[str, float]], *, every: float = 0.1) -> list[dict[str, Any]]:
-    """Entries for a rank that goes through phases, given with their seconds, and is sampled as a front does it."""
+    """Entries for a rank that goes through phases, given with their seconds, and is sampled as a
+    front does it.
+    """
     found: list[dict[str, Any]] = []
     now = began = 0.0
     shares = dict.fromkeys(("data", "compute", "comm", "other"), 0.0)

@@ -1,4 +1,6 @@
-"""Tiny models and tokenizers for the tests of this room: random weights in float32, words as tokens."""
+"""Tiny models and tokenizers for the tests of this room: random weights in float32, words as
+tokens.
+"""
 
 import json
 import random
@@ -22,8 +24,8 @@ from unisono.train.front_io import StopRequest
 from unisono.train.rank_run import run_plan
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TEXT = [
     "the quick brown fox jumps over the lazy dog",
@@ -148,7 +150,9 @@ def rows_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[..., Trained]:
-    """A function that trains four steps in this process, with checkpoints at 2 and 4; sections as keywords."""
+    """A function that trains four steps in this process, with checkpoints at 2 and 4; sections as
+    keywords.
+    """
     runs = iter(range(100))
 
     def train(**sections: Any) -> Trained:

@@ -1,4 +1,6 @@
-"""Stands in for llama-quantize where llama.cpp is not installed: writes matrices as Q8_0, with the package gguf."""
+"""Stands in for llama-quantize where llama.cpp is not installed: writes matrices as Q8_0, with the
+package gguf.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Whichever way a run is opened, it says the same; and what cannot be asked is refused. Run: pytest tests/talk/test_answers_of_runs.py"""
+"""Whichever way a run is opened, it says the same; and what cannot be asked is refused.
+
+Run: pytest tests/talk/test_answers_of_runs.py
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The commands as a person uses them, each a real process. Run: pytest tests/talk/test_commands.py"""
+"""The commands as a person uses them, each a real process.
+
+Run: pytest tests/talk/test_commands.py
+"""
 
 import json
 import os
@@ -40,7 +43,9 @@ def refused(*words: object, text: str = "") -> str:
 
 @pytest.fixture
 def talker(model_dir: Path, make_model: Callable[..., Any]) -> Path:
-    """A model that can go on for 4,000 tokens, which takes it longer than a person needs to press Ctrl-C."""
+    """A model that can go on for 4,000 tokens, which takes it longer than a person needs to press
+    Ctrl-C.
+    """
     model = make_model()
     model.config.max_position_embeddings = 8192
     model.save_pretrained(model_dir)

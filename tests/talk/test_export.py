@@ -1,4 +1,7 @@
-"""What is exported loads in plain transformers and peft, and says what the run says. Run: pytest tests/talk/test_export.py"""
+"""What is exported loads in plain transformers and peft, and says what the run says.
+
+Run: pytest tests/talk/test_export.py
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""GGUF files hold the model: as transformers reads them, tensor by tensor, and as llama.cpp answers. Run: pytest tests/talk/test_gguf.py"""
+"""GGUF files hold the model: as transformers reads them, tensor by tensor, and as llama.cpp
+answers.
+
+Run: pytest tests/talk/test_gguf.py
+"""
 
 import json
 import os
@@ -123,9 +127,18 @@ def test_the_template_and_its_end_of_turn_are_those_of_the_model(model_dir: Path
 @pytest.mark.parametrize(
     "text",
     [
-        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        "<s>{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}",
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ '{{Q}} ' + m['content'] }}{% else %}{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
+        (
+            "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if"
+            " add_generation_prompt %}<|assistant|>{% endif %}"
+        ),
+        (
+            "<s>{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n\n{% endfor %}{% if"
+            " add_generation_prompt %}[assistant]\n{% endif %}"
+        ),
+        (
+            "{% for m in messages %}{% if m['role'] == 'user' %}{{ '{{Q}} ' + m['content'] }}{% else %}{{"
+            " m['content'] + '</s>' }}{% endif %}{% endfor %}"
+        ),
     ],
 )
 def test_a_go_template_writes_what_the_jinja_writes(text: str, make_tokenizer: Callable[[], Any]) -> None:
@@ -370,7 +383,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_llama_cpp_has_no_field_for_is_refused(words: str) -> None:
-    """Each of these was written, read back as equal, and answered otherwise by llama.cpp, or was not loaded."""
+    """Each of these was written, read back as equal, and answered otherwise by llama.cpp, or was
+    not loaded.
+    """
     with pytest.raises(ModelError, match=f"llama.cpp has nothing for {words}") as caught:
         Layout.of(REFUSED[words])
     assert caught.value.problems[0].where.startswith("config.json: ")
@@ -461,7 +476,9 @@ def greedy(engine: Any, ids: list[int], stops: set[int], count: int) -> list[int
 
 
 def sentencepiece_tokenizer() -> Any:
-    """A tokenizer in the form that transformers gives those of SentencePiece's BPE, with bytes for unknown characters."""
+    """A tokenizer in the form that transformers gives those of SentencePiece's BPE, with bytes for
+    unknown characters.
+    """
     texts = [
         "the quick brown fox jumps over the lazy dog",
         "what day is it today",
@@ -486,7 +503,9 @@ def sentencepiece_tokenizer() -> Any:
 
 
 def metaspace_tokenizer(*, scheme: str) -> Any:
-    """The same in the form that transformers gives newer ones, and with special tokens for turns."""
+    """The same in the form that transformers gives newer ones, and with special tokens for
+    turns.
+    """
     raw = json.loads(sentencepiece_tokenizer().backend_tokenizer.to_str())
     raw |= {
         "normalizer": None,
@@ -523,7 +542,9 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 def test_llama_cpp_splits_conversations_as_a_tokenizer_of_sentencepiece_does(
     name: str, folder: str, tmp_path: Path
 ) -> None:
-    """llama.cpp has special tokens take the white space after them where the model's name has `phi-3` in it, which may be a folder's."""
+    """llama.cpp has special tokens take the white space after them where the model's name has
+    `phi-3` in it, which may be a folder's.
+    """
     llama_cpp = needs.llama_cpp()
     tokenizer = TOKENIZERS[name]()
     save(transformers.LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), tmp_path / folder, tokenizer)

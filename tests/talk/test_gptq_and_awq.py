@@ -1,4 +1,7 @@
-"""Models in the files of GPTQ and AWQ, and results of runs on them: evaluated, answering, merged. Run: pytest tests/talk/test_gptq_and_awq.py"""
+"""Models in the files of GPTQ and AWQ, and results of runs on them: evaluated, answering, merged.
+
+Run: pytest tests/talk/test_gptq_and_awq.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path

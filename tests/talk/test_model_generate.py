@@ -1,4 +1,7 @@
-"""Answers of a model: the same as its own greedy search, whatever is beside them. Run: pytest tests/talk/test_model_generate.py"""
+"""Answers of a model: the same as its own greedy search, whatever is beside them.
+
+Run: pytest tests/talk/test_model_generate.py
+"""
 
 import random
 from collections.abc import Callable
@@ -138,7 +141,8 @@ def test_the_frequencies_of_sampled_tokens_are_their_probabilities(make_model: M
         sampling=Sampling(temperature=1.0, seed=1),
     )
     counts = torch.bincount(torch.tensor([a[0] for a in answers]), minlength=len(odds)) / 2000
-    # Half the L1 distance of 2000 draws from 300 odds is about 0.1 by chance; another distribution is far beyond.
+    # Half the L1 distance of 2000 draws from 300 odds is about 0.1 by chance; another distribution
+    # is far beyond.
     assert float((counts - odds).abs().sum() / 2) < 0.2
 
 

@@ -1,4 +1,7 @@
-"""A multimodal checkpoint is not trained as another model without a word. Run: pytest tests/talk/test_multimodal.py"""
+"""A multimodal checkpoint is not trained as another model without a word.
+
+Run: pytest tests/talk/test_multimodal.py
+"""
 
 import re
 from collections.abc import Callable
@@ -53,6 +56,7 @@ def test_it_is_refused_before_training_and_the_way_out_trains(
         {"target": str(run.directory), "out": str(tmp_path / "out"), "merge": adapter is not None}, listening
     )
     assert exported["what"] == ("merged model" if adapter else "model")
-    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == (
-        "Qwen3_5ForCausalLM"
+    assert (
+        type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__
+        == "Qwen3_5ForCausalLM"
     )

@@ -1,4 +1,7 @@
-"""`unisono eval` of a run on preferences gives what the run itself measured. Run: pytest tests/talk/test_preference_figures.py"""
+"""`unisono eval` of a run on preferences gives what the run itself measured.
+
+Run: pytest tests/talk/test_preference_figures.py
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Results of runs on a quantized base: evaluated, merged. Run: pytest tests/talk/test_quantized.py"""
+"""Results of runs on a quantized base: evaluated, merged.
+
+Run: pytest tests/talk/test_quantized.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +28,9 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _on_quantized_base(run: Any) -> torch.Tensor:
-    """The logits of the adapter on a base that transformers and bitsandbytes quantize themselves."""
+    """The logits of the adapter on a base that transformers and bitsandbytes quantize
+    themselves.
+    """
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

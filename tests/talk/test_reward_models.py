@@ -1,4 +1,5 @@
-"""A reward model is measured, exported and loaded in transformers with the same scores; no answers are asked of it.
+"""A reward model is measured, exported and loaded in transformers with the same scores; no answers
+are asked of it.
 
 Run: pytest tests/talk/test_reward_models.py
 """

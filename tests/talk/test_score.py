@@ -72,7 +72,8 @@ def test_white_space_at_the_ends_does_not_count() -> None:
     assert exact_match([(" a\n", "a"), ("a", "b")]) == 0.5
 
 
-# LLaMA-Factory 0.9.5's own figures for these texts (nltk's sentence_bleu of characters, smoothing method 3).
+# LLaMA-Factory 0.9.5's own figures for these texts (nltk's sentence_bleu of characters, smoothing
+# method 3).
 CHARACTER_BLEU = [
     ("Hello! I am a model.", "Hello! I am {{name}}, an AI assistant.", 25.6287),
     ("the cat sat on the mat", "the cat sat on a mat.", 77.3932),

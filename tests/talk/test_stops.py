@@ -1,4 +1,7 @@
-"""Everything that a run leaves stops where its answers ended. Run: pytest tests/talk/test_stops.py"""
+"""Everything that a run leaves stops where its answers ended.
+
+Run: pytest tests/talk/test_stops.py
+"""
 
 import json
 from collections.abc import Callable

@@ -124,7 +124,10 @@ def cut(file: Path) -> None:
 def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_file_and_tensor(
     train_here: Train, listening: Any, change: Callable[[Path], None], adapter: Any
 ) -> None:
-    """Weights, config, tokenizer and template: by the run's name and by the directory's. What people edit is only told of."""
+    """Weights, config, tokenizer and template: by the run's name and by the directory's.
+
+    What people edit is only told of.
+    """
     run = train_here(adapter=adapter)
     final = run.directory / ("adapter" if adapter else "model")
     whole = run.directory.with_name("whole")

@@ -1,4 +1,7 @@
-"""One small sum over real processes before anything is loaded. Run: pytest tests/task/test_collective.py"""
+"""One small sum over real processes before anything is loaded.
+
+Run: pytest tests/task/test_collective.py
+"""
 
 import contextlib
 import os

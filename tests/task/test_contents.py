@@ -1,4 +1,7 @@
-"""What a run's files hold, as nodes compare it before anything imports torch. Run: pytest tests/task/test_contents.py"""
+"""What a run's files hold, as nodes compare it before anything imports torch.
+
+Run: pytest tests/task/test_contents.py
+"""
 
 import json
 import os
@@ -19,7 +22,8 @@ from unisono.task import input_digests
 from unisono.task.input_digests import Digested, digest_files
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "tokenizers", "safetensors")
-# 0.2 s on a quiet machine, of which half is Python and pydantic; a busy one is given five times the promised 0.4 s.
+# 0.2 s on a quiet machine, of which half is Python and pydantic; a busy one is given five times the
+# promised 0.4 s.
 CPU_S = 0.4 * 5
 
 

@@ -1,4 +1,5 @@
-"""Curves to Weights & Biases and SwanLab: what reaches their packages, and what a missing one is answered with.
+"""Curves to Weights & Biases and SwanLab: what reaches their packages, and what a missing one is
+answered with.
 
 Run: pytest tests/track/test_services.py
 """

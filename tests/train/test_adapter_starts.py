@@ -1,4 +1,5 @@
-"""What an adapter begins with: principal components, another adapter's weights, a base with adapters merged into it.
+"""What an adapter begins with: principal components, another adapter's weights, a base with
+adapters merged into it.
 
 Run: pytest tests/train/test_adapter_starts.py
 """

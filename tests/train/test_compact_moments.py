@@ -1,4 +1,8 @@
-"""AdamW with moments in bfloat16: rounding keeps means, and the functions in C and of torch make the same updates. Run: pytest tests/train/test_compact_moments.py"""
+"""AdamW with moments in bfloat16: rounding keeps means, and the functions in C and of torch make
+the same updates.
+
+Run: pytest tests/train/test_compact_moments.py
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +23,9 @@ USUAL = AdamWFigures(decay=1.0, share1=0.1, share2=0.001, step_size=0.01, scale=
 def _trained(
     dtype: Literal["float32", "bfloat16"], *, steps: int, grads: Callable[[int], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A parameter after some steps of the optimizer of a config, and the optimizer's state for it."""
+    """A parameter after some steps of the optimizer of a config, and the optimizer's state for
+    it.
+    """
     section = OptimSection(lr=0.01, state_dtype=dtype, weight_decay=0.1)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 6000).view(60, 100).clone())
     optimizers = build_optimizers(section, {"weight": parameter}, not_matrices=set())
@@ -70,7 +76,9 @@ def test_a_moment_becomes_one_of_its_two_neighbours_and_the_mean_stays(value: fl
 
 
 def test_second_moments_follow_their_gradients_as_float32_does() -> None:
-    """Rounded to nearest they would stop: with betas[1] 0.999 a change is below half of the distance between two values."""
+    """Rounded to nearest they would stop: with betas[1] 0.999 a change is below half of the
+    distance between two values.
+    """
 
     def grads(step: int) -> torch.Tensor:
         return torch.full((60, 100), 1.0 if step < 300 else 0.1)
@@ -117,7 +125,9 @@ def test_an_update_does_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_gradients_that_are_widened_in_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash of an element depends on its parameter, not on the block that the parameter is updated in."""
+    """The hash of an element depends on its parameter, not on the block that the parameter is
+    updated in.
+    """
     section = OptimSection(lr=0.01, state_dtype="bfloat16")
     found = []
     for dtype in (torch.float32, torch.bfloat16):

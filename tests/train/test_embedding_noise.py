@@ -1,4 +1,5 @@
-"""Noise on input embeddings is that of the paper, in training only, and the same however a step is computed.
+"""Noise on input embeddings is that of the paper, in training only, and the same however a step is
+computed.
 
 Run: pytest tests/train/test_embedding_noise.py
 """

@@ -1,4 +1,7 @@
-"""The same training, done in different ways, is the same. Run: pytest tests/train/test_exactness.py"""
+"""The same training, done in different ways, is the same.
+
+Run: pytest tests/train/test_exactness.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +101,9 @@ def test_tokens_are_counted_without_padding_and_over_the_whole_run(train_here: T
 
 
 def test_packed_rows_give_the_gradient_of_the_same_rows_unpacked(train_here: Train) -> None:
-    """All rows in one step, packed and not: one update with the same gradient, so the same weights afterwards."""
+    """All rows in one step, packed and not: one update with the same gradient, so the same weights
+    afterwards.
+    """
     packed = train_here(
         duration="2 steps", batch={"global": 60, "micro": 60}, data={"packing": False}, optim={"warmup": "0%"}
     )
@@ -114,7 +119,9 @@ def test_packed_rows_give_the_gradient_of_the_same_rows_unpacked(train_here: Tra
 
 
 def test_full_fine_tuning_in_bfloat16_resumes_bit_exactly(train_here: Train) -> None:
-    """Trained weights are copied to bfloat16 for each product: a copy that outlived an update would show here."""
+    """Trained weights are copied to bfloat16 for each product: a copy that outlived an update would
+    show here.
+    """
     sections: dict[str, Any] = {
         "model": {"dtype": "bfloat16"}, "adapter": None, "checkpoint": {"every": "2 steps"}, "duration": "4 steps",
     }  # fmt: skip
@@ -129,7 +136,9 @@ def test_full_fine_tuning_in_bfloat16_resumes_bit_exactly(train_here: Train) -> 
 def test_a_run_that_resumes_without_a_compiler_reports_it(
     train_here: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiled functions and torch's own round differently: neither the first screen nor a resume hides which of them compute."""
+    """The compiled functions and torch's own round differently: neither the first screen nor a
+    resume hides which of them compute.
+    """
     sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "checkpoint": {"every": "3 steps"}}
     straight = train_here(**sections)
     if not straight.of_kind("ready")[0]["facts"]["kernels"]:

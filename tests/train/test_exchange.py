@@ -1,4 +1,7 @@
-"""Gradients of replicas are summed in buffers of fixed layout. Run: pytest tests/train/test_exchange.py"""
+"""Gradients of replicas are summed in buffers of fixed layout.
+
+Run: pytest tests/train/test_exchange.py
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +13,10 @@ from unisono.train.gradient_sync import ReplicaSync
 
 
 class Twins:
-    """Two ranks that do the same: every sum is twice one's own. Keeps the order in which sums begin."""
+    """Two ranks that do the same: every sum is twice one's own.
+
+    Keeps the order in which sums begin.
+    """
 
     rank, world_size, is_main = 0, 2, True
 

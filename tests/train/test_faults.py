@@ -1,4 +1,7 @@
-"""Pauses that look like faults and are none; a loss that is no number. Run: pytest tests/train/test_faults.py"""
+"""Pauses that look like faults and are none; a loss that is no number.
+
+Run: pytest tests/train/test_faults.py
+"""
 
 from collections.abc import Callable
 

@@ -1,6 +1,9 @@
-"""Adapters on base models in the files of GPTQ and AWQ. Run: pytest tests/train/test_gptq_and_awq.py
+"""Adapters on base models in the files of GPTQ and AWQ.
 
-The last test compares with gptqmodel, where it is installed: `pip install gptqmodel optimum`, then `pytest -m long tests/train/test_gptq_and_awq.py`.
+Run: pytest tests/train/test_gptq_and_awq.py
+
+The last test compares with gptqmodel, where it is installed: `pip install gptqmodel optimum`, then
+`pytest -m long tests/train/test_gptq_and_awq.py`.
 """
 
 import gc
@@ -270,7 +273,10 @@ def test_weights_that_are_not_to_change_are_refused(
 def test_five_steps_have_the_losses_of_peft_and_gptqmodel(
     train_here: Train, model_dir: Path, tmp_path: Path, layout: str, *, shuffled: bool
 ) -> None:
-    """Its layers want wider matrices than those of the other tests. It compiles functions when it is first used."""
+    """Its layers want wider matrices than those of the other tests.
+
+    It compiles functions when it is first used.
+    """
     needs.package("gptqmodel")
     needs.package("optimum")
     dense, stored = tmp_path / "dense", tmp_path / "stored"

@@ -18,7 +18,9 @@ append = MetricsWriter.append
 def test_a_step_and_its_evaluation_are_kept_before_anybody_can_see_them(
     train_here: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A death between the two would cost a step that was seen: so the memory is read at each line, as after a death there."""
+    """A death between the two would cost a step that was seen: so the memory is read at each line,
+    as after a death there.
+    """
     seen: list[tuple[int, str, bool]] = []
 
     with SharedMemory([0]) as memory:

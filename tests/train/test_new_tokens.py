@@ -1,4 +1,7 @@
-"""A vocabulary grows with an adapter, too: embedding and head are trained and saved. Run: pytest tests/train/test_new_tokens.py"""
+"""A vocabulary grows with an adapter, too: embedding and head are trained and saved.
+
+Run: pytest tests/train/test_new_tokens.py
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Each setting of the optimizer has its effect, and resumes exactly. Run: pytest tests/train/test_optimizer_settings.py"""
+"""Each setting of the optimizer has its effect, and resumes exactly.
+
+Run: pytest tests/train/test_optimizer_settings.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +81,9 @@ def test_an_update_to_b_decays_it_by_its_own_learning_rate() -> None:
 
 
 def test_muons_update_has_the_size_that_muon_scale_says() -> None:
-    """Both scales multiply the same direction: √max(1, rows / columns) and 0.2 × √max(rows, columns)."""
+    """Both scales multiply the same direction: √max(1, rows / columns) and 0.2 × √max(rows,
+    columns).
+    """
     moved: dict[str, torch.Tensor] = {}
     for scale in ("original", "adamw"):
         weight = torch.nn.Parameter(torch.zeros(8, 2))

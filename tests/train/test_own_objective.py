@@ -1,4 +1,6 @@
-"""NaN and unusable results of an objective of the user's own are blamed on its file. Run: pytest tests/train/test_own_objective.py
+"""NaN and unusable results of an objective of the user's own are blamed on its file.
+
+Run: pytest tests/train/test_own_objective.py
 
 How its file ends a rank is in tests/api/test_own_objective.py and tests/launch/test_postmortem.py.
 """

@@ -44,7 +44,9 @@ def _rows(run: Any) -> Rows:
 def _by_hand(
     run: Any, settings: transformers.BitsAndBytesConfig, dtype: torch.dtype, table: torch.Tensor | None = None
 ) -> list[float]:
-    """The losses of peft and bitsandbytes: their own layers, each row alone, torch's cross entropy and AdamW; `table` replaces the embedding."""
+    """The losses of peft and bitsandbytes: their own layers, each row alone, torch's cross entropy
+    and AdamW; `table` replaces the embedding.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         run.plan.model.directory, quantization_config=settings, dtype=dtype, device_map={"": "cpu"}
     )
@@ -242,7 +244,8 @@ def test_the_compiled_function_dequantizes_int8_as_torch_does() -> None:
 
 
 def test_an_evaluation_changes_nothing_in_training(train_here: Train, rows_file: Path) -> None:
-    # On a CPU with AVX512-BF16 bitsandbytes repacks weights in evaluation mode, and products with them have no gradient; DoRA calls them.
+    # On a CPU with AVX512-BF16 bitsandbytes repacks weights in evaluation mode, and products with
+    # them have no gradient; DoRA calls them.
     common: dict[str, Any] = {"model": {"quantize": "nf4"}, "adapter": {"kind": "dora"}, "optim": _CONSTANT}
     plain = train_here(**common)
     evaluated = train_here(**common, data={"eval": str(rows_file)}, eval={"every": "2 steps"})

@@ -1,4 +1,8 @@
-"""What a run has written is loaded again and gives the logits of the trained model, or the run has failed. Run: pytest tests/train/test_read_back.py"""
+"""What a run has written is loaded again and gives the logits of the trained model, or the run has
+failed.
+
+Run: pytest tests/train/test_read_back.py
+"""
 
 import json
 from collections.abc import Callable
@@ -37,7 +41,9 @@ def read(run: Any) -> dict[str, Any]:
 
 
 def change(run: Any, *, listed: bool) -> Path:
-    """Changes a tensor of the result; with `listed` the list of digests agrees with it, as if it had been written so."""
+    """Changes a tensor of the result; with `listed` the list of digests agrees with it, as if it
+    had been written so.
+    """
     file = Path(next(run.directory.glob("[am][do]*/*.safetensors")))
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith(("lora_B.weight", "v_proj.weight")))

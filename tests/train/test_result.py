@@ -1,4 +1,7 @@
-"""What a run leaves is loaded by plain transformers and peft. Run: pytest tests/train/test_result.py"""
+"""What a run leaves is loaded by plain transformers and peft.
+
+Run: pytest tests/train/test_result.py
+"""
 
 import json
 from collections.abc import Callable

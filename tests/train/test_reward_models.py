@@ -1,4 +1,7 @@
-"""Runs with `objective: reward`: what they begin with, what they write, and what they refuse. Run: pytest tests/train/test_reward_models.py"""
+"""Runs with `objective: reward`: what they begin with, what they write, and what they refuse.
+
+Run: pytest tests/train/test_reward_models.py
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +35,8 @@ def test_neither_packing_nor_the_micro_batch_changes_the_losses(
     train_here: Train, pairs: dict[str, Any]
 ) -> None:
     whole = train_here(**pairs, batch={"global": 40}, duration="3 steps")
-    # Without packing a sequence is a pair: all 40 are in a step, as when they are packed into fewer sequences.
+    # Without packing a sequence is a pair: all 40 are in a step, as when they are packed into fewer
+    # sequences.
     alone = train_here(
         **{**pairs, "data": {**pairs["data"], "packing": False}},
         batch={"global": 40, "micro": 4},

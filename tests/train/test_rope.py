@@ -1,4 +1,7 @@
-"""Scaled RoPE is that of transformers, and goes wherever the result goes. Run: pytest tests/train/test_rope.py"""
+"""Scaled RoPE is that of transformers, and goes wherever the result goes.
+
+Run: pytest tests/train/test_rope.py
+"""
 
 import functools
 import json
@@ -38,7 +41,9 @@ def short_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def plain_loss(
     train_in: Callable[[Path], Train], short_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], float]:
-    """The loss of step 1 without it, by the rank of the adapter, 0 for none: each is trained once."""
+    """The loss of step 1 without it, by the rank of the adapter, 0 for none: each is trained
+    once.
+    """
     train = train_in(tmp_path_factory.mktemp("plain"))
 
     @functools.cache

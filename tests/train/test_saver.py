@@ -1,4 +1,8 @@
-"""Saves beside training: what is saved is the state at the beginning, and nothing waits that need not. Run: pytest tests/train/test_saver.py"""
+"""Saves beside training: what is saved is the state at the beginning, and nothing waits that need
+not.
+
+Run: pytest tests/train/test_saver.py
+"""
 
 import errno
 import random
@@ -53,7 +57,9 @@ class Poor(Staging):
 def test_what_is_saved_is_the_state_at_the_beginning_whatever_training_does_then(
     staging: type[Staging],
 ) -> None:
-    """Three hundred saves of tensors that change at once; the buffers are kept from one to the next."""
+    """Three hundred saves of tensors that change at once; the buffers are kept from one to the
+    next.
+    """
     saver = Saver(staging(torch.device("cpu")))
     tensors = {"a": torch.zeros(5000), "b": torch.zeros(3, 7, dtype=torch.bfloat16), "step": torch.zeros(())}
     for step in range(300):
@@ -145,7 +151,9 @@ def test_an_error_of_ours_in_the_thread_reaches_the_training() -> None:
 
 
 def test_tensors_that_come_later_and_views_are_saved_too() -> None:
-    """Optimizer state appears with the first update; a slice of a larger tensor is not contiguous."""
+    """Optimizer state appears with the first update; a slice of a larger tensor is not
+    contiguous.
+    """
     rng = random.Random(0)
     saver = Saver(Staging(torch.device("cpu")))
     tensors: dict[str, torch.Tensor] = {}
@@ -179,7 +187,9 @@ def test_the_buffers_of_a_save_are_those_of_the_next_one() -> None:
 def test_a_save_that_is_due_while_one_is_in_flight_waits_for_it(
     train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each save begins to write when the step after it is done, and so is in flight when the next one is due."""
+    """Each save begins to write when the step after it is done, and so is in flight when the next
+    one is due.
+    """
     done = [threading.Event() for _ in range(6)]
     in_flight, most = [0], [0]
     save = CheckpointStore.save
@@ -231,7 +241,9 @@ def test_a_save_that_is_due_while_one_hangs_is_left_out_and_reported(
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
     train_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where they are in a lower layer of a container's file system, which a directory cannot be renamed in."""
+    """As where they are in a lower layer of a container's file system, which a directory cannot be
+    renamed in.
+    """
 
     def refuse(self: CheckpointStore, path: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
@@ -269,7 +281,9 @@ def test_an_exception_in_a_step_does_not_cost_the_save_in_flight(
 def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without memory for copies the update would wait for the storage; what was read by then must not be published."""
+    """Without memory for copies the update would wait for the storage; what was read by then must
+    not be published.
+    """
     monkeypatch.setattr(saving, "STUCK_S", 0.3)
     saver = Saver(Poor(torch.device("cpu")))
     may_write, abandoned = threading.Event(), []

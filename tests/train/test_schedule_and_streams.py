@@ -1,4 +1,7 @@
-"""The learning rate and the random streams are functions of the step and the seed. Run: pytest tests/train/test_schedule_and_streams.py"""
+"""The learning rate and the random streams are functions of the step and the seed.
+
+Run: pytest tests/train/test_schedule_and_streams.py
+"""
 
 import itertools
 import random

@@ -62,7 +62,10 @@ def test_what_is_measured_after_the_last_step_is_left_for_the_next_start(train_h
 def test_an_evaluation_that_a_stop_cut_short_is_written_once_also_if_the_next_start_dies(
     train_here: Train,
 ) -> None:
-    """The checkpoint says that it is due. The next start makes it, and dies before there is a newer checkpoint."""
+    """The checkpoint says that it is due.
+
+    The next start makes it, and dies before there is a newer checkpoint.
+    """
     sections = {
         "data": {"eval": 0.2}, "eval": {"every": "3 steps"}, "checkpoint": {"every": "100 steps"},
     }  # fmt: skip

@@ -1,4 +1,7 @@
-"""What the storage does wrong in a rank is the storage's fault, whichever call meets it. Run: pytest tests/train/test_storage_errors.py"""
+"""What the storage does wrong in a rank is the storage's fault, whichever call meets it.
+
+Run: pytest tests/train/test_storage_errors.py
+"""
 
 import errno
 import json
@@ -89,7 +92,9 @@ def test_a_network_disk_that_fails_when_a_checkpoint_is_reported_costs_a_warning
 
 
 def test_no_save_ends_with_an_error_of_the_storage(train_here: Train, tmp_path: Path) -> None:
-    """A file where the directory of checkpoints belongs: each save fails, and says so; none raises."""
+    """A file where the directory of checkpoints belongs: each save fails, and says so; none
+    raises.
+    """
     out = tmp_path / "out"
     out.mkdir()
     (out / "checkpoints").write_text("a file")

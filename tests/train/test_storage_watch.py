@@ -1,4 +1,7 @@
-"""Disks that fail or hang under what a rank's main thread writes. Run: pytest tests/train/test_storage_watch.py"""
+"""Disks that fail or hang under what a rank's main thread writes.
+
+Run: pytest tests/train/test_storage_watch.py
+"""
 
 import json
 import os

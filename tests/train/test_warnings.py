@@ -1,4 +1,7 @@
-"""What goes wrong in a run is said, and costs no more than it must. Run: pytest tests/train/test_warnings.py"""
+"""What goes wrong in a run is said, and costs no more than it must.
+
+Run: pytest tests/train/test_warnings.py
+"""
 
 import contextlib
 import math
@@ -112,7 +115,9 @@ def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:
 
 
 def test_memory_that_does_not_suffice_is_reported_before_step_1_with_two_settings(train_here: Train) -> None:
-    """A model this small cannot fill the memory; so it is limited, and filled but for 2 MB, for the longest batch."""
+    """A model this small cannot fill the memory; so it is limited, and filled but for 2 MB, for the
+    longest batch.
+    """
     import resource
 
     messages: list[dict[str, Any]] = []
@@ -324,8 +329,9 @@ def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on
         assert "memory.gradient_checkpointing=true saves about" in " ".join(error.verdict.fix)
         return error.verdict.evidence[0].text
 
-    assert evidence() == (
-        "CUDA out of memory; the memory was estimated for the fast layers, which are not used here:"
+    assert (
+        evidence()
+        == "CUDA out of memory; the memory was estimated for the fast layers, which are not used here:"
         " Triton is not installed (pip install triton)"
     )
     forward.fast_layers = 24

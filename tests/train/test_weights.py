@@ -1,4 +1,7 @@
-"""What we write tensor by tensor is what save_pretrained writes. Run: pytest tests/train/test_weights.py"""
+"""What we write tensor by tensor is what save_pretrained writes.
+
+Run: pytest tests/train/test_weights.py
+"""
 
 import json
 from collections.abc import Iterator
@@ -99,7 +102,9 @@ def test_tensors_that_are_made_of_several_are_left_to_transformers(tmp_path: Pat
 
 
 def test_the_plan_knows_all_types_of_language_models_whose_files_fuse_tensors() -> None:
-    """It must warn before torch is imported; so it has a list, which a new transformers may make too short."""
+    """It must warn before torch is imported; so it has a list, which a new transformers may make
+    too short.
+    """
     fused = {
         kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if any(

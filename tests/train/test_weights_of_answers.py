@@ -1,4 +1,7 @@
-"""Answers with a weight between 0 and 1: their tokens' part of the loss. Run: pytest tests/train/test_weights_of_answers.py"""
+"""Answers with a weight between 0 and 1: their tokens' part of the loss.
+
+Run: pytest tests/train/test_weights_of_answers.py
+"""
 
 import json
 from collections.abc import Callable

@@ -32,7 +32,9 @@ class Watched:
     folder: Path
 
     def until(self, condition: Callable[[list[RankView]], bool]) -> list[RankView]:
-        """The views that first fulfil a condition; they are taken ten times a second, as a front does."""
+        """The views that first fulfil a condition; they are taken ten times a second, as a front
+        does.
+        """
         limit = time.monotonic() + LIMIT_S
         while True:
             self.local.poll(0.02)
@@ -53,7 +55,9 @@ class Watched:
         return self.look_until(lambda look: True, *ranks)
 
     def look_until(self, seen: Callable[[Look], bool], *ranks: int) -> dict[int, Look]:
-        """The looks that first show this: a look ends after 1.5 s with what there is, which is less where the machine has much to do."""
+        """The looks that first show this: a look ends after 1.5 s with what there is, which is less
+        where the machine has much to do.
+        """
         self.signs.look(ranks)
         found: dict[int, Look] = {}
         limit = time.monotonic() + LIMIT_S

@@ -1,4 +1,6 @@
-"""A rank's record, its reader and its writer: .venv/bin/python -m pytest tests/watch/test_beat.py"""
+"""A rank's record, its reader and its writer: .venv/bin/python -m pytest
+tests/watch/test_beat.py
+"""
 
 import contextlib
 import gc
@@ -84,8 +86,9 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
     memory: BeatMemory,
 ) -> None:
     code = (
-        "from unisono.watch import RECORD_BYTES, Beats\nfrom unisono.watch.views import read_beat\n"
-        "m = bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data'); print(read_beat(m).digest)"
+        "from unisono.watch import RECORD_BYTES, Beats\nfrom unisono.watch.views import read_beat\nm ="
+        " bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data');"
+        " print(read_beat(m).digest)"
     )
     reported = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}
@@ -103,7 +106,9 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
 
 
 def test_a_reader_of_a_rank_that_does_nothing_but_beat_never_sees_a_torn_record() -> None:
-    """The writer makes every number of a record a function of its step, so that any mixture of two records shows."""
+    """The writer makes every number of a record a function of its step, so that any mixture of two
+    records shows.
+    """
     with contextlib.closing(BeatMemory(0)) as memory:
         writer = subprocess.Popen(
             [sys.executable, STANDIN, str(memory.record_fd)], pass_fds=[memory.record_fd]
@@ -188,9 +193,10 @@ def test_times_are_of_the_phase_that_the_rank_is_in_and_the_first_step_is_left_o
     assert 0.01 <= in_comm.times.longest_s <= in_comm.times.total_s
     assert in_comm.times.total_s >= 0.06
     assert in_comm.shares_s[2] == pytest.approx(in_comm.times.total_s)
-    assert (after.phase, after.times.count) == ("evaluate", 2), (
-        "left twice: for its own next part, and for the first step"
-    )
+    assert (after.phase, after.times.count) == (
+        "evaluate",
+        2,
+    ), "left twice: for its own next part, and for the first step"
 
 
 def test_a_rank_does_after_a_collective_what_it_did_before_and_one_that_fails_stays_its_last_sign_of_life(
@@ -265,7 +271,9 @@ def test_what_a_front_asks_for_is_left_once_and_a_second_answer_takes_the_place_
 
 
 def test_the_pulse_rests_while_the_main_thread_beats_and_not_while_it_is_silent(memory: BeatMemory) -> None:
-    """It is there for silence, and to be woken ten times a second is most of what the watch costs."""
+    """It is there for silence, and to be woken ten times a second is most of what the watch
+    costs.
+    """
     beats = Beats.inherited(memory.record_fd)
     beats.pulse().start()
 
@@ -392,14 +400,10 @@ def _memory_of(pid: int) -> list[str]:
 def test_a_front_that_was_killed_leaves_no_memory_behind() -> None:
     """Its rank, which holds the other end, has gone with it."""
     code = (
-        "import subprocess, sys\n"
-        "from unisono.watch.views import BeatMemory\n"
-        "memory = BeatMemory(0)\n"
-        "rank = subprocess.Popen([sys.executable, sys.argv[1], str(memory.record_fd), '--with-front'], pass_fds=[memory.record_fd])\n"
-        "while memory.read() is None:\n"
-        "    pass\n"
-        "print(rank.pid, flush=True)\n"
-        "rank.wait()\n"
+        "import subprocess, sys\nfrom unisono.watch.views import BeatMemory\nmemory = BeatMemory(0)\nrank ="
+        " subprocess.Popen([sys.executable, sys.argv[1], str(memory.record_fd), '--with-front'],"
+        " pass_fds=[memory.record_fd])\nwhile memory.read() is None:\n    pass\nprint(rank.pid,"
+        " flush=True)\nrank.wait()\n"
     )
     front = subprocess.Popen([sys.executable, "-c", code, STANDIN], stdout=subprocess.PIPE, text=True)
     assert front.stdout is not None

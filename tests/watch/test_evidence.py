@@ -1,4 +1,7 @@
-"""Files that a verdict cites, of real ranks and a real token table. Run: pytest tests/watch/test_evidence.py"""
+"""Files that a verdict cites, of real ranks and a real token table.
+
+Run: pytest tests/watch/test_evidence.py
+"""
 
 import json
 import stat

@@ -1,4 +1,7 @@
-"""Dumps of torch's flight recorder, recorded from real gloo ranks with torch 2.13. Run: pytest tests/watch/test_flight.py"""
+"""Dumps of torch's flight recorder, recorded from real gloo ranks with torch 2.13.
+
+Run: pytest tests/watch/test_flight.py
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Who is named in somebody else's program, and who never is. Run: pytest tests/watch/test_foreign.py"""
+"""Who is named in somebody else's program, and who never is.
+
+Run: pytest tests/watch/test_foreign.py
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

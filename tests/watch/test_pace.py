@@ -9,7 +9,9 @@ from unisono.watch.verdicts import Pace
 
 
 def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:
-    """What is told of a run whose ranks take (data, computing) seconds a step; all wait for the slowest."""
+    """What is told of a run whose ranks take (data, computing) seconds a step; all wait for the
+    slowest.
+    """
     pace, reported = Pace(), []
     longest = max(sum(times) for times in step_times)
     for step in range(1, steps + 1):

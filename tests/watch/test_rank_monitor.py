@@ -1,4 +1,7 @@
-"""What a front sees of its ranks, with real processes. Run: pytest tests/watch/test_rank_monitor.py"""
+"""What a front sees of its ranks, with real processes.
+
+Run: pytest tests/watch/test_rank_monitor.py
+"""
 
 import os
 import signal
@@ -31,7 +34,10 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stalled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """Ranks that do not come back, each in its own way, as their front has seen them. They are ended: one of them spins."""
+    """Ranks that do not come back, each in its own way, as their front has seen them.
+
+    They are ended: one of them spins.
+    """
     with ExitStack() as stack:
         ranks = watch_deeds(tmp_path_factory.mktemp("stalled"), DEEDS, stack)
         ranks.until(lambda views: all(view.beat is not None and view.beat.pulse_ns for view in views))

@@ -1,4 +1,7 @@
-"""Stacks as faulthandler and py-spy write them, recorded from real ranks. Run: pytest tests/watch/test_stacks.py"""
+"""Stacks as faulthandler and py-spy write them, recorded from real ranks.
+
+Run: pytest tests/watch/test_stacks.py
+"""
 
 import json
 from pathlib import Path

@@ -35,7 +35,9 @@ def is_loopback(address: str) -> bool:
 
 
 def is_bridge(interface: Interface) -> bool:
-    """Whether the interface is a bridge for containers or virtual machines, which has the same address on many hosts."""
+    """Whether the interface is a bridge for containers or virtual machines, which has the same
+    address on many hosts.
+    """
     return interface.name.startswith(_BRIDGES)
 
 
@@ -66,7 +68,8 @@ def judge_addresses(members: Members) -> Agreement:
     people = sorted(who for group in shared for who in group.members)
     summary = f"{name_all(group.members)} have the same address {one_line(str(group.value))}"
     if not bridged:
-        # One machine with two names is possible and works: whether nodes reach each other is tested next.
+        # One machine with two names is possible and works: whether nodes reach each other is tested
+        # next.
         fix = [f"on {name_all(people)}: `ip -br addr`; two machines need different addresses"]
         return violation(
             replace(rule, violated="warn"),
@@ -79,7 +82,8 @@ def judge_addresses(members: Members) -> Agreement:
         Evidence(where=name_all([who]), text=_interfaces_text(reports[who])) for who in group.members[:6]
     ]
     fix = [
-        f"on {name_all(people)}: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the common network, and --head to its address"
+        f"on {name_all(people)}: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the common"
+        " network, and --head to its address"
     ]
     return violation(rule, summary, people=people, evidence=evidence, fix=fix)
 
@@ -94,7 +98,9 @@ def _interfaces_text(report: NodeReport) -> str:
 
 
 def judge_names(members: Members) -> Agreement:
-    """Host names resolve to addresses that other nodes can use; 127.0.1.1 is the usual wrong one."""
+    """Host names resolve to addresses that other nodes can use; 127.0.1.1 is the usual wrong
+    one.
+    """
     rule = NODE_RULES["names"]
     if len(members) == 1:
         return Agreement()
@@ -128,8 +134,8 @@ def _loopback_address(members: Members, odd: Sequence[Member]) -> Agreement:
     outside = [who for who, report in members if not is_loopback(report.address)]
     at = _listed(sorted({report.address for who, report in members if who in inside}))
     summary = (
-        f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which other machines cannot reach;"
-        f" {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
+        f"{name_all(inside)} {'is' if len(inside) == 1 else 'are'} at a loopback address ({at}), which other"
+        f" machines cannot reach; {name_all(outside)} {'is' if len(outside) == 1 else 'are'} not"
     )
     return violation(
         rule,
@@ -149,7 +155,10 @@ def _names_evidence(members: Members, people: Sequence[Member]) -> list[Evidence
     return [
         Evidence(
             where=name_all([who]),
-            text=f"its own name resolves to {_listed(report.host_addresses)}, the head's to {_listed(report.head_addresses)}",
+            text=(
+                f"its own name resolves to {_listed(report.host_addresses)}, the head's to"
+                f" {_listed(report.head_addresses)}"
+            ),
         )
         for who, report in members
         if who in chosen
@@ -163,7 +172,10 @@ def _listed(addresses: Sequence[str]) -> str:
 def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
     rule = NODE_RULES["names"]
     reports = dict(members)
-    summary = f"on {name_all(astray)} the head's name resolves to its own address {_listed(reports[astray[0]].head_addresses)}"
+    summary = (
+        f"on {name_all(astray)} the head's name resolves to its own address"
+        f" {_listed(reports[astray[0]].head_addresses)}"
+    )
     return violation(
         rule,
         summary,
@@ -174,7 +186,9 @@ def _head_astray(members: Members, astray: Sequence[Member]) -> Agreement:
 
 
 def _own_names(members: Members) -> Agreement:
-    """Own names that resolve to loopback: a warning, since ranks get their interface by name, and addresses are numeric."""
+    """Own names that resolve to loopback: a warning, since ranks get their interface by name, and
+    addresses are numeric.
+    """
     rule = NODE_RULES["names"]
     inside = [who for who, report in members if _only_loopback(report.host_addresses)]
     without_addresses = [who for who, report in members if not report.host_addresses]
@@ -182,11 +196,12 @@ def _own_names(members: Members) -> Agreement:
     if inside:
         reports = dict(members)
         summary = (
-            f"the own name of {name_all(inside)} resolves to {_listed(reports[inside[0]].host_addresses)}: unisono sets the interface of its"
-            " ranks, other programs may fail"
+            f"the own name of {name_all(inside)} resolves to {_listed(reports[inside[0]].host_addresses)}:"
+            " unisono sets the interface of its ranks, other programs may fail"
         )
         fix = [
-            f"on {name_all(inside)}: fix the line of /etc/hosts; `getent hosts $(hostname)` must return a non-loopback address"
+            f"on {name_all(inside)}: fix the line of /etc/hosts; `getent hosts $(hostname)` must return a"
+            " non-loopback address"
         ]
         found = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if without_addresses:
@@ -274,7 +289,8 @@ def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreemen
 
 def _listed_interfaces(interfaces: Sequence[Interface]) -> str:
     words = [
-        f"{one_line(one.name)} {'up' if one.up else 'down'} {', '.join(map(one_line, one.addresses[:3])) or 'without address'}"
+        f"{one_line(one.name)} {'up' if one.up else 'down'}"
+        f" {', '.join(map(one_line, one.addresses[:3])) or 'without address'}"
         for one in interfaces
     ]
     return enumerate_words(words, at_most=8)
@@ -317,7 +333,9 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
 
 
 def _pattern(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
-    """The problem with a value for NCCL: `eth` and `eth0,ib` are prefixes, `=eth0` is exact, `^docker,lo` excludes."""
+    """The problem with a value for NCCL: `eth` and `eth0,ib` are prefixes, `=eth0` is exact,
+    `^docker,lo` excludes.
+    """
     setting = one_line(value, limit=60)
     chosen = matching(value, report.interfaces)
     fatal = report.device_kind == "cuda"  # with gloo on CPU the variable has no effect
@@ -369,7 +387,10 @@ def _unusable(
     if all(is_bridge(one) or one.loopback for one in up):
         text = f"{names} is a bridge for this machine's containers, and does not connect to other nodes"
         return InterfaceProblem(variable, setting, text, fatal, _set_to(variable, report))
-    text = f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, but the nodes reach each other on {one_line(report.address)}"
+    text = (
+        f"{names} has {enumerate_words([one_line(a) for a in addresses], at_most=3) or 'no address'}, but the"
+        f" nodes reach each other on {one_line(report.address)}"
+    )
     return InterfaceProblem(variable, setting, text, fatal=False, fix=_set_to(variable, report))
 
 

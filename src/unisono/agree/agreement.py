@@ -1,4 +1,6 @@
-"""Agreement: checks with their status and verdicts, and how they are made from groups of equal values."""
+"""Agreement: checks with their status and verdicts, and how they are made from groups of equal
+values.
+"""
 
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -32,7 +34,9 @@ class Group(Generic[Value]):
 
 
 def partition(reported: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
-    """Groups of equal values, the largest first; among equally large ones, the one with the first member."""
+    """Groups of equal values, the largest first; among equally large ones, the one with the first
+    member.
+    """
     by_value: dict[Value, list[Member]] = {}
     for who, value in reported:
         by_value.setdefault(value, []).append(who)
@@ -45,8 +49,9 @@ def odd_out(
 ) -> tuple[Member, ...]:
     """The members that differ, given `groups` from `partition`; empty if that cannot be decided.
 
-    Where there is a strict majority, all others differ; without one, the smallest group does, if it is the only smallest. On a tie
-    the result is empty, unless `suspect` selects some members, e.g. those whose value was inferred.
+    Where there is a strict majority, all others differ; without one, the smallest group does, if it
+    is the only smallest. On a tie the result is empty, unless `suspect` selects some members, e.g.
+    those whose value was inferred.
     """
     if len(groups) < 2:
         return ()
@@ -138,7 +143,10 @@ class Agreement:
 
     @property
     def agreed(self) -> bool:
-        """Whether nothing prevents a start. A check that could not be made does not prevent it and is listed as unknown."""
+        """Whether nothing prevents a start.
+
+        A check that could not be made does not prevent it and is listed as unknown.
+        """
         return not self.fatal
 
     def with_status(self, *status: Status) -> list[Check]:
@@ -146,7 +154,9 @@ class Agreement:
         return [check for check in self.checks if check.status in status]
 
     def merged(self, *others: "Agreement") -> "Agreement":
-        """The checks and verdicts of this agreement, then those of the others; fatal verdicts come first."""
+        """The checks and verdicts of this agreement, then those of the others; fatal verdicts come
+        first.
+        """
         all_of_them = (self, *others)
         return Agreement(
             checks=[check for one in all_of_them for check in one.checks],
@@ -304,7 +314,9 @@ class Wording:
 
 
 def judge_keys(rule: Rule, reported: Keyed, wording: Wording, *, stage: Stage = NODES) -> Agreement:
-    """The verdict on all keys that differ: the first is in the summary, the others in the evidence."""
+    """The verdict on all keys that differ: the first is in the summary, the others in the
+    evidence.
+    """
     found = differing(reported)
     if not found:
         return Agreement.noted(rule.id, "pass", wording.good)

@@ -1,4 +1,5 @@
-"""Compares the nodes of one run and their files: nodes that train a config, and those that start a foreign program.
+"""Compares the nodes of one run and their files: nodes that train a config, and those that start a
+foreign program.
 
 Pure, and the same for any order of reports.
 """
@@ -68,7 +69,9 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
 
 
 def _known(report: NodeReport, files: list[FileDigest]) -> bool:
-    """Whether a node's files can be compared: an empty list with a note means that they could not be read."""
+    """Whether a node's files can be compared: an empty list with a note means that they could not
+    be read.
+    """
     return all(file.digest for file in files) and bool(files or not report.files_note)
 
 
@@ -199,7 +202,9 @@ def judge_config(members: Members) -> Agreement:
 
 
 def judge_sources(members: Members) -> Agreement:
-    """The sources are read the same way: their number, formats, columns, tags and numbers of rows."""
+    """The sources are read the same way: their number, formats, columns, tags and numbers of
+    rows.
+    """
     return _judge_config_keys("sources", members, lambda key: _OF_A_SOURCE.match(key) is not None)
 
 
@@ -243,7 +248,9 @@ IN_ORDER: tuple[Callable[[Members], Agreement], ...] = (
 
 
 BEFORE_A_RESTART = (judge_devices, judge_interfaces, judge_storage, judge_limits)
-"""Checks of what may have changed while ranks ran. File contents and settings were compared at the start."""
+"""Checks of what may have changed while ranks ran. File contents and settings were compared at the
+start.
+"""
 
 
 def compare_again(reports: Sequence[NodeReport]) -> Agreement:
@@ -261,7 +268,9 @@ def compare_nodes(reports: Sequence[NodeReport]) -> Agreement:
 
 
 def _in_order(reports: Sequence[NodeReport]) -> Members:
-    """By node rank; if two have the same, by their whole report, so that the result does not depend on the order of arrival."""
+    """By node rank; if two have the same, by their whole report, so that the result does not depend
+    on the order of arrival.
+    """
     unique = len({report.node_rank for report in reports}) == len(reports)
     ordered = sorted(
         reports, key=lambda report: (report.node_rank, "" if unique else report.model_dump_json())
@@ -330,7 +339,9 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
 
 
 def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
-    """A command line as keys and values, so that a difference has a key: `--lr` → 1e-4, `word 2` → train.py."""
+    """A command line as keys and values, so that a difference has a key: `--lr` → 1e-4, `word 2` →
+    train.py.
+    """
     found: dict[str, str] = {}
     option = ""
     for number, word in enumerate(words):
@@ -375,7 +386,8 @@ def _with_uneven(agreement: Agreement) -> Agreement:
 def compare_launchers(
     reports: Sequence[NodeReport], started: Mapping[int, int], *, uneven: bool
 ) -> Agreement:
-    """The checks of the ranks that the program's own launchers are about to start, e.g. LLaMA-Factory's counts devices itself.
+    """The checks of the ranks that the program's own launchers are about to start, e.g.
+    LLaMA-Factory's counts devices itself.
 
     Args:
         reports: of all nodes.

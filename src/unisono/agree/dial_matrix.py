@@ -1,4 +1,6 @@
-"""Whether every node can reach every other on the ports and with the sizes that training uses: judged from the dial matrix."""
+"""Whether every node can reach every other on the ports and with the sizes that training uses:
+judged from the dial matrix.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,10 +53,12 @@ class Link:
 
 
 def compare_network(reached: Sequence[DialReport], reports: Sequence[NodeReport]) -> Agreement:
-    """The checks of connections between nodes: which are blocked, and where only small messages pass.
+    """The checks of connections between nodes: which are blocked, and where only small messages
+    pass.
 
     Args:
-        reached: results of each node's connection attempts, on one or more ports of each other node.
+        reached: results of each node's connection attempts, on one or more ports of each other
+            node.
         reports: of all nodes.
     """
     nodes = {
@@ -121,7 +125,11 @@ def _good(links: Sequence[Link]) -> str:
 
 
 def _find_culprits(cut: Sequence[Link], links: Sequence[Link]) -> tuple[list[int], bool]:
-    """The nodes that no other reaches, else those that reach no other, else none: then it is the link between two. And whether that is certain."""
+    """The nodes that no other reaches, else those that reach no other, else none: then it is the
+    link between two.
+
+    And whether that is certain.
+    """
     broken = {(link.source, link.target) for link in cut}
     sources: dict[int, list[bool]] = {}
     targets: dict[int, list[bool]] = {}
@@ -202,14 +210,20 @@ def _ports(link: Link) -> str:
     good = sorted({dial.port for dial in link.dials}.difference(bad))
     if not good or not bad:
         return ""
-    return f" (port {enumerate_words([str(p) for p in bad], at_most=3)}; open: {enumerate_words([str(p) for p in good], at_most=3)})"
+    return (
+        f" (port {enumerate_words([str(p) for p in bad], at_most=3)}; open:"
+        f" {enumerate_words([str(p) for p in good], at_most=3)})"
+    )
 
 
 def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
     found = [
         Evidence(
             where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
-            text=f"{_endpoint(link.bad[0])}: {_OUTCOMES[link.bad[0].outcome]}{_ports(link)}{_note(link.bad[0])}",
+            text=(
+                f"{_endpoint(link.bad[0])}:"
+                f" {_OUTCOMES[link.bad[0].outcome]}{_ports(link)}{_note(link.bad[0])}"
+            ),
         )
         for link in cut[:_SHOWN_LINKS]
     ]
@@ -231,7 +245,9 @@ def _note(dial: DialReport) -> str:
 
 
 def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
-    """Commands for the observed failures; ports are chosen at run time, so opening single ones does not help."""
+    """Commands for the observed failures; ports are chosen at run time, so opening single ones does
+    not help.
+    """
     outcomes = {dial.outcome for link in cut for dial in link.bad}
     first = cut[0]
     source, target = nodes[first.source], nodes[first.target]
@@ -241,19 +257,24 @@ def _fixes(cut: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[str]:
     fixes = []
     if "stranger" in outcomes:
         fixes.append(
-            f"on {name_node(first.target, target.host)}: its address {one_line(target.address)} belongs to a different machine; choose the common network: `ip -br addr`, then set --head and GLOO_SOCKET_IFNAME"
+            f"on {name_node(first.target, target.host)}: its address {one_line(target.address)} belongs to a"
+            " different machine; choose the common network: `ip -br addr`, then set --head and"
+            " GLOO_SOCKET_IFNAME"
         )
     if outcomes & {"timed_out", "refused"}:
         fixes.append(
-            f"on {name_node(first.target, target.host)}: `sudo iptables -I INPUT -p tcp -s {callers} -j ACCEPT`; open all ports above 1023 between the nodes, in both directions"
+            f"on {name_node(first.target, target.host)}: `sudo iptables -I INPUT -p tcp -s {callers} -j"
+            " ACCEPT`; open all ports above 1023 between the nodes, in both directions"
         )
     if "unreachable" in outcomes:
         fixes.append(
-            f"on {name_node(first.source, source.host)}: `ip route get {one_line(target.address)}` must return a route"
+            f"on {name_node(first.source, source.host)}: `ip route get {one_line(target.address)}` must"
+            " return a route"
         )
     if len(outcomes & {"timed_out", "refused"}) and _has_other_address(target):
         fixes.append(
-            "or use a different network that both share: `ip -br addr` on each, then set --head and GLOO_SOCKET_IFNAME"
+            "or use a different network that both share: `ip -br addr` on each, then set --head and"
+            " GLOO_SOCKET_IFNAME"
         )
     return fixes
 
@@ -286,8 +307,8 @@ def _judge_sizes(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agre
     lost = min((size for size in first.tried_bytes if size > first.largest_bytes), default=0)
     people = _people(_always_there(stalled, links), nodes)
     summary = (
-        f"{_passes(first.largest_bytes)} from {_name(first.source, nodes)} to {_name(first.target, nodes)}, {lost:,} do not:"
-        " packets are larger than the path MTU and are dropped silently"
+        f"{_passes(first.largest_bytes)} from {_name(first.source, nodes)} to {_name(first.target, nodes)},"
+        f" {lost:,} do not: packets are larger than the path MTU and are dropped silently"
     )
     if len(stalled) > 1:
         summary += f"; and {count(len(stalled) - 1, 'more connection')}"
@@ -295,20 +316,31 @@ def _judge_sizes(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agre
     evidence = [
         Evidence(
             where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
-            text=f"{_endpoint(link.stalled[0])}: the largest that returned has {link.stalled[0].largest_bytes:,} bytes",
+            text=(
+                f"{_endpoint(link.stalled[0])}: the largest that returned has"
+                f" {link.stalled[0].largest_bytes:,} bytes"
+            ),
         )
         for link in stalled[:_SHOWN_LINKS]
     ] + [Evidence(where=name_all([who]), text=_mtu_text(nodes[who.node_rank])) for who in ends[:_SHOWN_LINKS]]
     device = next((name for who in ends if (name := _interface(nodes[who.node_rank])[0])), "IFACE")
     fix = [
-        f"workaround on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch or tunnel with the smaller MTU",
-        f"to reproduce: `ping -M do -s 1472 {one_line(first.address)}` fails while `ping {one_line(first.address)}` works",
+        (
+            f"workaround on {name_all(ends)}: `sudo ip link set dev {device} mtu 1400`; then find the switch"
+            " or tunnel with the smaller MTU"
+        ),
+        (
+            f"to reproduce: `ping -M do -s 1472 {one_line(first.address)}` fails while `ping"
+            f" {one_line(first.address)}` works"
+        ),
     ]
     return violation(rule, summary, stage=_STAGE, people=people, evidence=evidence, fix=fix, where=ends)
 
 
 def _always_there(stalled: Sequence[Link], links: Sequence[Link]) -> list[int]:
-    """The node that is in every stalled link, if several partners report it; a single link blames no node."""
+    """The node that is in every stalled link, if several partners report it; a single link blames
+    no node.
+    """
     partners: dict[int, set[int]] = {}
     for link in stalled:
         partners.setdefault(link.source, set()).add(link.target)

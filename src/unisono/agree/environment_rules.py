@@ -1,4 +1,6 @@
-"""Environment variables: which must be equal on all nodes, and which settings are wrong or suspicious on any node."""
+"""Environment variables: which must be equal on all nodes, and which settings are wrong or
+suspicious on any node.
+"""
 
 import re
 import shlex
@@ -44,7 +46,9 @@ LAUNCH: frozenset[str] = frozenset(
         "TORCHELASTIC_MAX_RESTARTS",
     }
 )
-"""Read by the command line or set for each rank: their effect is compared (nodes, nproc, address), not their value."""
+"""Read by the command line or set for each rank: their effect is compared (nodes, nproc, address),
+not their value.
+"""
 
 ONLY_WARN: dict[str, str] = {
     "PYTHONHASHSEED": "the rows and their order are compared by digest before the first step",
@@ -100,7 +104,9 @@ def compared(name: str) -> bool:
 
 
 def only_warns(name: str) -> bool:
-    """Whether a difference is only a warning: its effect is compared elsewhere, or the variable is unknown."""
+    """Whether a difference is only a warning: its effect is compared elsewhere, or the variable is
+    unknown.
+    """
     return name in ONLY_WARN or find_variable(name) is None
 
 
@@ -159,7 +165,9 @@ def _spelt(settings: NodeSettings, name: str, value: Hashable) -> list[tuple[Nod
 
 
 def _shown(settings: NodeSettings) -> Callable[[str, Hashable], str]:
-    """Displays values as set, with the file if one sets them; the default and an unset variable are equal."""
+    """Displays values as set, with the file if one sets them; the default and an unset variable are
+    equal.
+    """
 
     def shown(name: str, value: Hashable) -> str:
         holders = _spelt(settings, name, value)
@@ -409,7 +417,9 @@ def _unknown(members: Members) -> Agreement:
 
 
 def _same_machine_names(members: Members) -> Agreement:
-    """NCCL_HOSTID defines which ranks share a machine: two machines with the same value would try to share memory."""
+    """NCCL_HOSTID defines which ranks share a machine: two machines with the same value would try
+    to share memory.
+    """
     named = [(who, report) for who, report in members if settings_of(report).get("NCCL_HOSTID")]
     for group in partition((who, settings_of(report)["NCCL_HOSTID"]) for who, report in named):
         hosts = {who.host for who in group.members}

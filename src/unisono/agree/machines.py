@@ -1,4 +1,6 @@
-"""What each node's machine offers: devices, limits of processes, shared memory, cores, memory, clock."""
+"""What each node's machine offers: devices, limits of processes, shared memory, cores, memory,
+clock.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -45,7 +47,8 @@ def _judge_kind(members: Members) -> Agreement:
     if len(groups) == 1:
         return Agreement.noted(rule.id, "pass", f"{groups[0].value} on {count(len(members), 'node')}")
     reports = dict(members)
-    # A node without accelerators falls back to the CPU by itself; no node falls back to an accelerator.
+    # A node without accelerators falls back to the CPU by itself; no node falls back to an
+    # accelerator.
     odd = odd_out(groups, suspect=lambda who: reports[who].device_kind == "cpu")
     ordered = odd_first(groups, odd)
     notes = partition(
@@ -191,7 +194,10 @@ def _judge_free(cuda: Members) -> Agreement:
         return Agreement.noted(rule.id, "pass", "more than half of each device's memory is free")
     who, device = held[0]
     people = sorted({who for who, _ in held})
-    summary = f"{name_all([who])}: only {show_bytes(device.memory_free_bytes)} of {show_bytes(device.memory_bytes)} free on device {_named(device)}"
+    summary = (
+        f"{name_all([who])}: only {show_bytes(device.memory_free_bytes)} of {show_bytes(device.memory_bytes)}"
+        f" free on device {_named(device)}"
+    )
     if len(held) > 1:
         summary += f"; and {count(len(held) - 1, 'more device')}"
     evidence = [
@@ -240,7 +246,9 @@ def judge_limits(members: Members) -> Agreement:
 def _judge(
     rule: Rule, members: Members, problem_of: Callable[[NodeReport], str], good: str, *, fatal: bool = False
 ) -> Agreement:
-    """One check; `problem_of` returns an empty string if there is no problem; a leading `!` marks a fatal one."""
+    """One check; `problem_of` returns an empty string if there is no problem; a leading `!` marks a
+    fatal one.
+    """
     groups = partition((who, problem_of(report)) for who, report in members)
     bad = [group for group in groups if group.value]
     if not bad:
@@ -321,7 +329,10 @@ def _little_locked_memory(report: NodeReport) -> str:
 
 
 def _endless_stack(report: NodeReport) -> str:
-    """NCCL before 2.28 starts threads with the limit as their stack size. None may also mean that it could not be read."""
+    """NCCL before 2.28 starts threads with the limit as their stack size.
+
+    None may also mean that it could not be read.
+    """
     nccl = release_of(report.versions.get("nccl", ""))
     if (
         report.device_kind != "cuda"
@@ -351,7 +362,10 @@ def _small_shm(report: NodeReport) -> str:
     if size < _TINY_SHM:
         return f"{'!' if needed else ''}/dev/shm has {show_bytes(size)}"
     if free is not None and free < _TINY_SHM:
-        return f"{'!' if needed else ''}/dev/shm has {show_bytes(free)} free of {show_bytes(size)}; `ls -l /dev/shm` shows leftovers"
+        return (
+            f"{'!' if needed else ''}/dev/shm has {show_bytes(free)} free of {show_bytes(size)}; `ls -l"
+            " /dev/shm` shows leftovers"
+        )
     return f"/dev/shm has {show_bytes(size)}, 1 GiB is recommended" if size < _SMALL_SHM and needed else ""
 
 
@@ -367,7 +381,10 @@ def _too_few_cores(report: NodeReport) -> str:
 def _too_little_memory(report: NodeReport) -> str:
     kept = report.reserved.get("memory_bytes", 0)
     if report.limits.memory_bytes <= kept:
-        return f"{show_bytes(report.limits.memory_bytes)} of memory, but {show_bytes(kept)} are reserved for the system"
+        return (
+            f"{show_bytes(report.limits.memory_bytes)} of memory, but {show_bytes(kept)} are reserved for the"
+            " system"
+        )
     return ""
 
 
@@ -395,7 +412,9 @@ _SHOWN = 8
 
 
 def judge_clocks(members: Members) -> Agreement:
-    """A warning if two clocks differ by more than two seconds; unisono itself does not compare clocks of machines."""
+    """A warning if two clocks differ by more than two seconds; unisono itself does not compare
+    clocks of machines.
+    """
     rule = NODE_RULES["clock"]
     offsets = {who: _offset(report.clock_offset_s, who) for who, report in members}
     known = {who: offset for who, offset in offsets.items() if offset is not None}

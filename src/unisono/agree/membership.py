@@ -1,4 +1,6 @@
-"""Which nodes take part: their node ranks, their number, the ranks of each; and the verdicts on nodes that are missing, lost or rejected."""
+"""Which nodes take part: their node ranks, their number, the ranks of each; and the verdicts on
+nodes that are missing, lost or rejected.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -78,7 +80,8 @@ def judge_nodes(members: Members) -> Agreement:
         free = [str(number) for number in range(min(wanted, 8)) if number not in present]
         summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: node ranks start at 0"
         fix = [
-            f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes {max(present) + 1}"
+            f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes"
+            f" {max(present) + 1}"
         ]
         return violation(rule, summary, people=outside, fix=fix)
     if len(present) < wanted:
@@ -92,7 +95,8 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
     """The number of ranks of each node: equal, or different and declared on every node.
 
     Args:
-        may_differ: whether different numbers are allowed if all are declared; foreign programs compute the world as nodes × ranks.
+        may_differ: whether different numbers are allowed if all are declared; foreign programs
+            compute the world as nodes × ranks.
     """
     rule = NODE_RULES["nproc"]
     groups = partition((who, report.nproc) for who, report in members)
@@ -114,7 +118,9 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
 
 
 def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, total: int) -> tuple[Member, ...]:
-    """Explicit beats inferred: if there are both, only nodes that inferred a number different from the majority's are blamed."""
+    """Explicit beats inferred: if there are both, only nodes that inferred a number different from
+    the majority's are blamed.
+    """
     if len(inferring) in (0, total):
         return odd_out(groups)
     most = majority(groups)
@@ -234,8 +240,9 @@ def missing_nodes(
         name_all(Member(rank, -1, host) for rank, host in present.items()) if present else "nobody"
     )
     summary = (
-        f"{missing} {'has' if len(absent) == 1 else 'have'} never connected; {present_names} {'is' if len(present) < 2 else 'are'} connected"
-        f" ({len(present):,} of {nodes:,}, waited {waited_s:.0f} s)"
+        f"{missing} {'has' if len(absent) == 1 else 'have'} never connected; {present_names}"
+        f" {'is' if len(present) < 2 else 'are'} connected ({len(present):,} of {nodes:,}, waited"
+        f" {waited_s:.0f} s)"
     )
     calls = sorted(rejected, key=lambda call: (call.claims not in absent, call.address))
     turned_down = [call for call in calls if call.claims in absent]
@@ -259,7 +266,10 @@ def _missing_fix(missing: str, turned_down: Sequence[RejectedCall]) -> list[str]
         first = f"check the terminal of {missing} for an error, or start it"
     return [
         first,
-        "start the same command on every node, with --node-rank 0, 1, 2, …; raise --join-timeout if nodes start slowly",
+        (
+            "start the same command on every node, with --node-rank 0, 1, 2, …; raise --join-timeout if nodes"
+            " start slowly"
+        ),
     ]
 
 
@@ -275,13 +285,18 @@ def _call_evidence(calls: Iterable[RejectedCall]) -> list[Evidence]:
 
 
 def wrong_token(call: RejectedCall) -> Verdict:
-    """The verdict on a caller with a wrong or missing token. Its claims are not authenticated, so no host is blamed."""
+    """The verdict on a caller with a wrong or missing token.
+
+    Its claims are not authenticated, so no host is blamed.
+    """
     claim = "" if call.claims is None else f" (claims to be node {call.claims})"
     return Verdict(
         cause="token_rejected",
         when="before",
         phase=_PHASE,
-        summary=f"a caller from {one_line(call.address, limit=60)}{claim} does not have the token of this job",
+        summary=(
+            f"a caller from {one_line(call.address, limit=60)}{claim} does not have the token of this job"
+        ),
         evidence=tuple(_call_evidence([call])),
         fix=(
             "copy one token to all nodes: --token-file FILE, or UNISONO_TOKEN in the environment",
@@ -295,7 +310,8 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str 
 
     Args:
         why: one line.
-        silent: whether it stopped responding; otherwise its connection was closed, and its own terminal has the cause.
+        silent: whether it stopped responding; otherwise its connection was closed, and its own
+            terminal has the cause.
         moment: before which it was lost.
     """
     who = name_node(node_rank, host)
@@ -305,7 +321,10 @@ def lost_node(node_rank: int, host: str, why: str, *, silent: bool, moment: str 
         when="before",
         phase=_PHASE,
         hosts=(plain_host(host),),
-        summary=f"{who} was connected, and {'stopped responding' if silent else 'left'} before {moment}: {one_line(why, limit=160)}",
+        summary=(
+            f"{who} was connected, and {'stopped responding' if silent else 'left'} before {moment}:"
+            f" {one_line(why, limit=160)}"
+        ),
         fix=(f"check the terminal of {who}",) if not silent else _remedy(cause),
     )
 
@@ -339,9 +358,9 @@ def refused_node(
         hosts=(plain_host(host),),
         summary=first if who in first else f"{who} refused: {first}{more}",
         evidence=(*(verdict.evidence if verdict else ()), *evidence),
-        fix=verdict.fix
-        if verdict and verdict.fix
-        else tuple(dict.fromkeys(fixes)) or _remedy("node_refused"),
+        fix=(
+            verdict.fix if verdict and verdict.fix else tuple(dict.fromkeys(fixes)) or _remedy("node_refused")
+        ),
     )
 
 

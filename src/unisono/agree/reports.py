@@ -1,4 +1,8 @@
-"""What each node and each rank reports for the comparison, as plain values; and these values as text in a verdict. Secrets never enter."""
+"""What each node and each rank reports for the comparison, as plain values; and these values as
+text in a verdict.
+
+Secrets never enter.
+"""
 
 import json
 import math
@@ -43,7 +47,9 @@ def name_node(node_rank: int, host: str) -> str:
 
 
 def name_all(members: Iterable[Member]) -> str:
-    """`node 1 (b)`, `nodes 0 (a) and 2 (c)`, `nodes 0–511 and 513–1023`, `rank 3, node 1 (b)`, `ranks 2 and 3, node 1 (b)`."""
+    """`node 1 (b)`, `nodes 0 (a) and 2 (c)`, `nodes 0–511 and 513–1023`, `rank 3, node 1 (b)`,
+    `ranks 2 and 3, node 1 (b)`.
+    """
     people = sorted(set(members))
     if not people:
         return "nobody"
@@ -174,7 +180,9 @@ def show_float(value: float) -> str:
 
 
 def show_setting(name: str, value: str | None) -> str:
-    """`NCCL_ALGO=Ring`, `NCCL_ALGO not set`; for a variable that may hold a secret only that it is set."""
+    """`NCCL_ALGO=Ring`, `NCCL_ALGO not set`; for a variable that may hold a secret only that it is
+    set.
+    """
     if value is None:
         return f"{name} not set"
     return f"{name} (set)" if holds_secret(name) else f"{name}={show_value(name, value)}"
@@ -208,7 +216,10 @@ def show_bytes(amount: int) -> str:
 
 
 class ReportPart(BaseModel):
-    """A frozen value. Reports are sent between machines, so an unknown field is rejected like any other difference."""
+    """A frozen value.
+
+    Reports are sent between machines, so an unknown field is rejected like any other difference.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -294,16 +305,22 @@ class NodeReport(ReportPart):
     device_note: str = ""
     """Why there are none, or why they could not be listed."""
     variables: dict[str, str]
-    """Environment variables that must be equal, valid or known (causes.variables), with their values."""
+    """Environment variables that must be equal, valid or known (causes.variables), with their
+    values.
+    """
     nccl_files: dict[str, str] = {}
     """Variables set in /etc/nccl.conf and ~/.nccl.conf."""
     versions: dict[str, str]
-    """Versions that results and wire formats depend on: python, torch, cuda, nccl, driver, transformers, peft, unisono, …"""
+    """Versions that results and wire formats depend on: python, torch, cuda, nccl, driver,
+    transformers, peft, unisono, …
+    """
     environment_digest: str
     packages: dict[str, str]
     """All installed distributions."""
     code: dict[str, str]
-    """Digest of each source file of unisono, by module path, and of remote code that the run loads (trust_remote_code)."""
+    """Digest of each source file of unisono, by module path, and of remote code that the run loads
+    (trust_remote_code).
+    """
     config: dict[str, Any]
     """The resolved config without paths, flat: `optim.lr` → 0.0002."""
     data_files: list[FileDigest]
@@ -324,11 +341,15 @@ class NodeReport(ReportPart):
     probe_ports: list[int] = []
     """Ports on `address` that accept connections of the dial matrix; chosen by binding."""
     reserved: dict[str, int] = {}
-    """Resources that the plan reserves for the system on this node: memory_bytes, disk_bytes, shm_bytes, cores."""
+    """Resources that the plan reserves for the system on this node: memory_bytes, disk_bytes,
+    shm_bytes, cores.
+    """
 
 
 def settings_of(report: NodeReport) -> dict[str, str]:
-    """The settings that NCCL, torch and other libraries read: NCCL's files, overridden by the environment."""
+    """The settings that NCCL, torch and other libraries read: NCCL's files, overridden by the
+    environment.
+    """
     return {**report.nccl_files, **report.variables}
 
 
@@ -341,7 +362,9 @@ class DialReport(ReportPart):
     address: str
     port: int
     outcome: Literal["ok", "refused", "timed_out", "unreachable", "stranger", "stalled"]
-    """stranger: a different program answered; stalled: small messages passed, a larger one did not return."""
+    """stranger: a different program answered; stalled: small messages passed, a larger one did not
+    return.
+    """
     largest_bytes: int
     """Size of the largest message that returned complete."""
     tried_bytes: list[int]
@@ -368,7 +391,9 @@ class RankReport(ReportPart):
     rows_digest: str
     """Digest of the row ids in table order."""
     order_digest: str
-    """Digest of the sequence indices of the first steps, before they are distributed over the ranks."""
+    """Digest of the sequence indices of the first steps, before they are distributed over the
+    ranks.
+    """
     first_difference: list[str] = []
     """Row ids of the first sequences in that order, shown if orders differ."""
     total_steps: int

@@ -1,7 +1,8 @@
-"""The table of agreement: what must be equal, what must be unique, what may differ but must be valid, what is free.
+"""The table of agreement: what must be equal, what must be unique, what may differ but must be
+valid, what is free.
 
-Nodes are judged in the order of `NODE_RULES`, ranks in that of `RANK_RULES`: cheap and decisive first, so that the first
-verdict is the cause and those after it may be its consequences.
+Nodes are judged in the order of `NODE_RULES`, ranks in that of `RANK_RULES`: cheap and decisive
+first, so that the first verdict is the cause and those after it may be its consequences.
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ class Rule:
         subject: what is checked, for people.
         need: equal, unique, valid or free.
         violated: what a violation does: `fail` prevents the start, `warn` is only reported.
-        remedy: how to fix it; `{who}` is the node or rank that differs, `{key}` what differs, `{value}` the majority's
-            value, `{choices}` the values to choose from where there is no majority.
+        remedy: how to fix it; `{who}` is the node or rank that differs, `{key}` what differs,
+            `{value}` the majority's value, `{choices}` the values to choose from where there is no
+            majority.
         absent: how to fix it where the majority does not have it.
     """
 

@@ -1,4 +1,6 @@
-"""Whether the nodes prepared the same data and model, and whether all ranks would train the same thing."""
+"""Whether the nodes prepared the same data and model, and whether all ranks would train the same
+thing.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +109,9 @@ def _judge_prepared(
 
 
 def _judge_rows(reported: Prepared) -> Agreement:
-    """The check of the content; if it differs, formats and templates may explain why, though their text may have paths."""
+    """The check of the content; if it differs, formats and templates may explain why, though their
+    text may have paths.
+    """
     same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in reported}) == 1
     rule = PREPARED_RULES["prepared.tokens" if same_rows else "prepared.rows"]
     found = _judge_prepared(rule, reported, _rows)
@@ -252,7 +256,10 @@ def _judge_complete(members: RankMembers, world_size: int, stage: Stage) -> Agre
         text = f"{stage.name(outside)} in a world of {world_size:,}"
     elif missing:
         people = ()
-        text = f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not reported"
+        text = (
+            f"{number_list('rank', missing)} of {world_size:,} {'has' if len(missing) == 1 else 'have'} not"
+            " reported"
+        )
     else:
         return Agreement.noted(rule.id, "pass", f"all {world_size:,}, each once")
     return violation(rule, text, stage=stage, people=people, fix=rule.remedy)
@@ -306,12 +313,18 @@ def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
     ]
     if duplicates:
         people = sorted(who for group in duplicates for who in group.members)
-        text = f"{stage.name(duplicates[0].members)} are bound to the same device {one_line(duplicates[0].value or '')}"
+        text = (
+            f"{stage.name(duplicates[0].members)} are bound to the same device"
+            f" {one_line(duplicates[0].value or '')}"
+        )
         places = dict(members)
         evidence = [
             Evidence(
                 where=stage.name([who]),
-                text=f"local rank {places[who].local_rank}, pid {places[who].pid}, device {one_line(places[who].device_uuid or '')}",
+                text=(
+                    f"local rank {places[who].local_rank}, pid {places[who].pid}, device"
+                    f" {one_line(places[who].device_uuid or '')}"
+                ),
             )
             for who in people[:8]
         ]
@@ -388,14 +401,19 @@ def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
     return [
         Evidence(
             where=stage.name(group.members),
-            text=f"from position {place}: {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}",
+            text=(
+                f"from position {place}:"
+                f" {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}"
+            ),
         )
         for group in groups[:4]
     ]
 
 
 def _differing_tensor(members: RankMembers, stage: Stage) -> tuple[str, list[Evidence]] | None:
-    """The first tensor whose digest is not the same everywhere, among those that all ranks digested."""
+    """The first tensor whose digest is not the same everywhere, among those that all ranks
+    digested.
+    """
     tables = [report.odd_tensors for _, report in members]
     common = set(tables[0]).intersection(*tables[1:])
     for name in (name for name in tables[0] if name in common):

@@ -1,4 +1,6 @@
-"""Versions of packages and code: which must be equal on all nodes, down to which part, and which are known to be bad."""
+"""Versions of packages and code: which must be equal on all nodes, down to which part, and which
+are known to be bad.
+"""
 
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -87,7 +89,9 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def judge_versions(members: Members) -> Agreement:
-    """Versions that results and wire formats depend on are equal; smaller differences are warnings."""
+    """Versions that results and wire formats depend on are equal; smaller differences are
+    warnings.
+    """
     rule = NODE_RULES["versions"]
     measured = [(who, report) for who, report in members if report.versions]
     unknown = unknown_for(rule, [who for who, r in members if not r.versions], "no versions reported")
@@ -172,7 +176,8 @@ class KnownBad:
         before: the first good one; empty: none is known.
         what: the bug, and when it occurs.
         source: where it is reported.
-        concerns: `train` for bugs that affect our own runs, `programs` for those that affect foreign programs under `unisono run`.
+        concerns: `train` for bugs that affect our own runs, `programs` for those that affect
+            foreign programs under `unisono run`.
     """
 
     package: str
@@ -280,7 +285,9 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
 )
 # fmt: on
-"""Only bugs with a source. torchrun's problem with different clocks, in every version so far, is the cause clock_skew."""
+"""Only bugs with a source. torchrun's problem with different clocks, in every version so far, is
+the cause clock_skew.
+"""
 
 
 def judge_known_bad(members: Members) -> Agreement:

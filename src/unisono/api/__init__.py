@@ -1,4 +1,5 @@
-"""The Python interface: `unisono.train` and its neighbours, each through a front that runs as a process of its own.
+"""The Python interface: `unisono.train` and its neighbours, each through a front that runs as a
+process of its own.
 
 `unisono` itself names what is public, and imports it on first use. Here is how a run
 ended; nothing in this room imports torch but `loading`.
@@ -86,7 +87,9 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: one for each step, with `loss`, and one for each evaluation, with `eval_loss`."""
+        """The lines of metrics.jsonl: one for each step, with `loss`, and one for each evaluation,
+        with `eval_loss`.
+        """
         return read_metrics(RunDir(self.output_dir).metrics) if self.record.output_dir else []
 
     @property

@@ -1,6 +1,9 @@
-"""`python -m unisono.api REQUEST.json --report-fd N`: the front of a Python program. It reports on a pipe, and ends with the program.
+"""`python -m unisono.api REQUEST.json --report-fd N`: the front of a Python program.
 
-The commands are those of `unisono train --json` and `unisono doctor --json`, with all messages that the screen gets.
+It reports on a pipe, and ends with the program.
+
+The commands are those of `unisono train --json` and `unisono doctor --json`, with all messages that
+the screen gets.
 """
 
 import argparse
@@ -86,7 +89,9 @@ def _refused(error: Exception, reporter: Reporter) -> int:
 
 
 def _follow_program() -> None:
-    """Turns the program's messages, and its end, into the signals that a terminal or a scheduler would send."""
+    """Turns the program's messages, and its end, into the signals that a terminal or a scheduler
+    would send.
+    """
     fd = sys.stdin.fileno()  # not through the buffer, whose lock Python needs at its exit
     with contextlib.suppress(OSError, ValueError):
         while data := os.read(fd, 4096):

@@ -56,7 +56,8 @@ class Keys(TypedDict, total=False):
 
 
 class Config(RunConfig):
-    """A complete, valid config: frozen, with the keys of a YAML file as attributes, e.g. `config.optim.lr`.
+    """A complete, valid config: frozen, with the keys of a YAML file as attributes, e.g.
+    `config.optim.lr`.
 
     Paths are relative to the working directory at the time of a call.
     """
@@ -64,7 +65,8 @@ class Config(RunConfig):
     _source: tuple[Path, tuple[str, ...]] | None = PrivateAttr(default=None)
 
     def __init__(self, **keys: Unpack[Keys]) -> None:
-        """A config of the keys that a file would have; sections are mappings: `Config(model="builtin:tiny", data={"train": …}, …)`.
+        """A config of the keys that a file would have; sections are mappings:
+        `Config(model="builtin:tiny", data={"train": …}, …)`.
 
         Raises:
             ConfigError: with every problem.
@@ -84,7 +86,8 @@ class Config(RunConfig):
 
         Args:
             path: the file.
-            overrides: values by dotted key, `{"optim.lr": 1e-4}`; or texts as on the command line, `["optim.lr=1e-4"]`.
+            overrides: values by dotted key, `{"optim.lr": 1e-4}`; or texts as on the command line,
+                `["optim.lr=1e-4"]`.
 
         Raises:
             ConfigError: with every problem, each with its line in the file.
@@ -173,10 +176,12 @@ class TrainOptions(JobOptions, total=False):
 
 
 def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Result:
-    """Fine-tunes a model like `unisono train`, and gives how the run ended: also after a failure, with its verdict.
+    """Fine-tunes a model like `unisono train`, and gives how the run ended: also after a failure,
+    with its verdict.
 
-    Ranks are processes of their own: the program needs no `if __name__ == "__main__"`, may be a notebook, and may call this in a thread.
-    Warnings and verdicts go to the logger `unisono`. After Ctrl-C (KeyboardInterrupt) a checkpoint has been saved.
+    Ranks are processes of their own: the program needs no `if __name__ == "__main__"`, may be a
+    notebook, and may call this in a thread. Warnings and verdicts go to the logger `unisono`. After
+    Ctrl-C (KeyboardInterrupt) a checkpoint has been saved.
 
     Args:
         config: a Config, or the path of a config file.
@@ -195,7 +200,9 @@ def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOption
 
 
 def stream(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Stream:
-    """Starts a run, and gives its events; see `train`. The run proceeds whether or not they are read.
+    """Starts a run, and gives its events; see `train`.
+
+    The run proceeds whether or not they are read.
 
     Args:
         config: a Config, or the path of a config file.
@@ -295,7 +302,9 @@ class Diagnosis(Verdict):
 
 
 def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
-    """The cause of a failed run of any tool, from its logs, like `unisono diagnose`. Secrets are redacted.
+    """The cause of a failed run of any tool, from its logs, like `unisono diagnose`.
+
+    Secrets are redacted.
 
     Args:
         paths: logs, directories of logs, or one directory of a run.
@@ -312,7 +321,9 @@ def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
 
 
 def _named(config: RunConfig | str | PathLike[str]) -> tuple[dict[str, Any], str | None]:
-    """The part of a request that names the config, and the text of a file for it where there is none with these values."""
+    """The part of a request that names the config, and the text of a file for it where there is
+    none with these values.
+    """
     if not isinstance(config, RunConfig):
         config = Config.from_file(config)
     elif not isinstance(config, Config):

@@ -1,6 +1,8 @@
-"""The front of a Python program as a process of its own, and the events of the run that it supervises.
+"""The front of a Python program as a process of its own, and the events of the run that it
+supervises.
 
-A notebook keeps the interpreter busy, installs its own signal handlers, or ends a thread: none of this may stall or kill a run.
+A notebook keeps the interpreter busy, installs its own signal handlers, or ends a thread: none of
+this may stall or kill a run.
 """
 
 import asyncio
@@ -34,10 +36,13 @@ _PATIENCE = 3  # Ctrl-C so often: the front is killed
 
 
 class Front:
-    """A front that serves one request of this program. Messages are read by a thread, so that it never waits for the program.
+    """A front that serves one request of this program.
+
+    Messages are read by a thread, so that it never waits for the program.
 
     Attributes:
-        last: its last message: result, report, stopped, start_refused or crashed; None before, or if it was killed.
+        last: its last message: result, report, stopped, start_refused or crashed; None before, or
+            if it was killed.
     """
 
     def __init__(self, request: Mapping[str, Any], *, config: str | None = None) -> None:
@@ -77,7 +82,10 @@ class Front:
         return message
 
     def stop(self) -> None:
-        """Requests a checkpoint and the end, and waits for both. Ctrl-C meanwhile ends it at once."""
+        """Requests a checkpoint and the end, and waits for both.
+
+        Ctrl-C meanwhile ends it at once.
+        """
         self._stops = max(self._stops, 1)
         self.wait()
 
@@ -154,7 +162,8 @@ class Planned(Event):
     """What was decided before a start of the ranks; again after each restart.
 
     Attributes:
-        plan: the object of plan.json: nodes, ranks, devices, batch, steps, resume point, and where each value came from.
+        plan: the object of plan.json: nodes, ranks, devices, batch, steps, resume point, and where
+            each value came from.
         total_steps: optimizer steps of the whole run.
         world_size: number of ranks.
         output_dir: the run's directory.
@@ -171,7 +180,8 @@ class Started(Event):
     """The ranks are ready for their first step.
 
     Attributes:
-        facts: what they have found: parameters, trained parameters, attention, memory, the step to resume from.
+        facts: what they have found: parameters, trained parameters, attention, memory, the step to
+            resume from.
     """
 
     facts: dict[str, Any]
@@ -201,7 +211,8 @@ class Step(Event):
     Attributes:
         step: from 1.
         loss: of the global batch, per loss token; before the update.
-        metrics: all figures of the line: epoch, lr, grad_norm, tokens, tokens_per_second, step_time_s …
+        metrics: all figures of the line: epoch, lr, grad_norm, tokens, tokens_per_second,
+            step_time_s …
     """
 
     step: int
@@ -374,10 +385,12 @@ _MAKERS = {
 
 
 class Stream(Iterator[Event]):
-    """The events of a run, which trains in processes of its own whether or not they are read. Also an asynchronous iterator.
+    """The events of a run, which trains in processes of its own whether or not they are read.
 
-    The run ends with this object: after `close`, at the end of a `with` block, or if the last reference is gone, it has saved a
-    checkpoint. The same call resumes it.
+    Also an asynchronous iterator.
+
+    The run ends with this object: after `close`, at the end of a `with` block, or if the last
+    reference is gone, it has saved a checkpoint. The same call resumes it.
     """
 
     _CLOSED: ClassVar[None] = None
@@ -425,9 +438,11 @@ class Stream(Iterator[Event]):
             self.close()
 
     def cancel(self) -> Result:
-        """Finishes the step, saves a checkpoint, ends the ranks, and gives the result: interrupted, exit code 130.
+        """Finishes the step, saves a checkpoint, ends the ranks, and gives the result: interrupted,
+        exit code 130.
 
-        It may be called from a different thread than the one that reads events; these end with Ended.
+        It may be called from a different thread than the one that reads events; these end with
+        Ended.
 
         Raises:
             UnisonoError: as `result`.
@@ -436,7 +451,10 @@ class Stream(Iterator[Event]):
         return self.result()
 
     def close(self) -> None:
-        """Like `cancel`, for whoever does not need the result. A run that has ended is left as it is."""
+        """Like `cancel`, for whoever does not need the result.
+
+        A run that has ended is left as it is.
+        """
         self._front.stop()
         self._is_over = True
 

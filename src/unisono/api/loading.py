@@ -1,4 +1,7 @@
-"""Loads what a run has trained into this process. The only module of the Python interface that imports torch."""
+"""Loads what a run has trained into this process.
+
+The only module of the Python interface that imports torch.
+"""
 
 import logging
 from os import PathLike
@@ -25,13 +28,16 @@ _log = logging.getLogger("unisono")
 def load(
     result: Result | str | PathLike[str], *, step: int | None = None, device: str | None = None
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
-    """The trained model and its tokenizer: objects of transformers, with an adapter the model of peft; in evaluation mode.
+    """The trained model and its tokenizer: objects of transformers, with an adapter the model of
+    peft; in evaluation mode.
 
-    The chat template is that of the training, and `generation_config` has its stop tokens: with `do_sample=False` its method `generate` gives the answers of `unisono generate`.
-    Files are checked against the digests of their training, as there.
+    The chat template is that of the training, and `generation_config` has its stop tokens: with
+    `do_sample=False` its method `generate` gives the answers of `unisono generate`. Files are
+    checked against the digests of their training, as there.
 
     Args:
-        result: of `train`, or the path of a run, a model or an adapter, or a hub id. Of an unfinished run the newest checkpoint is loaded.
+        result: of `train`, or the path of a run, a model or an adapter, or a hub id. Of an
+            unfinished run the newest checkpoint is loaded.
         step: a checkpoint of the run instead.
         device: e.g. `cuda:1`; None: the first visible accelerator, else the CPU.
 
@@ -68,7 +74,9 @@ def _load(
 
 
 def _set_up_generation(target: Target, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Stop tokens of the training, and the answer of greatest probability, as `unisono generate` has by default."""
+    """Stop tokens of the training, and the answer of greatest probability, as `unisono generate`
+    has by default.
+    """
     template = template_of(target, tokenizer)
     stops = sorted(stops_of(target, tokenizer, template))
     settings = base.generation_config

@@ -1,4 +1,8 @@
-"""The curves of a run in bounded memory, and their thinning: first, last, smallest, largest and NaN of each stretch stay. Pure."""
+"""The curves of a run in bounded memory, and their thinning: first, last, smallest, largest and NaN
+of each stretch stay.
+
+Pure.
+"""
 
 import math
 from array import array
@@ -44,7 +48,9 @@ class Series:
 
 
 def _range_of(steps: Sequence[float], first: float, last: float) -> tuple[int, int]:
-    """The indices of a range of steps, with one point beyond each end, so that lines reach the edge."""
+    """The indices of a range of steps, with one point beyond each end, so that lines reach the
+    edge.
+    """
     if first == -math.inf and last == math.inf:
         return 0, len(steps)
     inside = [index for index, step in enumerate(steps) if first <= step <= last]
@@ -135,7 +141,9 @@ class Curves:
         self._recent.append((step, line))
 
     def since(self, lines: int) -> dict[str, dict[str, list[Any]]] | None:
-        """The points of all lines after the first so many; None if they are no longer known one by one."""
+        """The points of all lines after the first so many; None if they are no longer known one by
+        one.
+        """
         wanted = self.lines - lines
         if wanted < 0 or wanted > len(self._recent):
             return None

@@ -1,4 +1,6 @@
-"""Follows a run's files while they grow: whole new lines only, and whether a file was cut, replaced, or its directory moved."""
+"""Follows a run's files while they grow: whole new lines only, and whether a file was cut,
+replaced, or its directory moved.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ _MOST_READ = 20
 Version = tuple[int, ...]
 
 TRAINER_LOG, TRAINER_STATE = "trainer_log.jsonl", "trainer_state.json"
-"""Of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show curves and status."""
+"""Of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show curves and
+status.
+"""
 
 
 class Outside(OSError):  # noqa: N818 - where it leads
@@ -68,7 +72,9 @@ class Tail:
         self._stamp: Version | None = None
 
     def more(self) -> Iterator[bytes]:
-        """Whole lines, with their ends. A torn last line waits for its end; one above 1 MiB is skipped.
+        """Whole lines, with their ends.
+
+        A torn last line waits for its end; one above 1 MiB is skipped.
 
         Raises:
             OSError: if the file is there and cannot be read.
@@ -118,7 +124,10 @@ class Tail:
 
 @dataclass
 class RankTimes:
-    """What the timeline says of one rank: its latest phases, all its seconds, and what it does now. Times are UTC by the head's clock."""
+    """What the timeline says of one rank: its latest phases, all its seconds, and what it does now.
+
+    Times are UTC by the head's clock.
+    """
 
     spans: "deque[tuple[float, float, str, int]]"
     seconds: dict[str, float]
@@ -404,7 +413,9 @@ def _old_names(root: Path) -> list[Path]:
 
 
 def trainer_state_of(root: Path) -> Path | None:
-    """The newest state of Hugging Face's Trainer in a directory: its own, or that of the last checkpoint."""
+    """The newest state of Hugging Face's Trainer in a directory: its own, or that of the last
+    checkpoint.
+    """
     steps = [
         (int(found[1]), path / TRAINER_STATE)
         for path in root.glob("checkpoint-*")
@@ -435,7 +446,9 @@ def is_run(path: Path) -> bool:
 
 
 def _shows_a_run(path: Path) -> bool:
-    """Whether a directory holds a run, or might: one that cannot be searched is shown with the reason."""
+    """Whether a directory holds a run, or might: one that cannot be searched is shown with the
+    reason.
+    """
     try:
         return path.is_dir() and is_run(path)
     except OSError:

@@ -1,4 +1,6 @@
-"""The page: for the server, which adds nothing to it, and as one file with everything in it. The words are in words.json, in English and Chinese.
+"""The page: for the server, which adds nothing to it, and as one file with everything in it.
+
+The words are in words.json, in English and Chinese.
 
 `unisono board --out` makes the file without the packages of the server, which board.server imports.
 """
@@ -43,7 +45,8 @@ def file_html(data: dict[str, Any]) -> str:
     """The page with its data in one file, which needs no server and asks for nothing.
 
     Args:
-        data: `{"runs": [{"name", "path", "regions": {name: value}}], …}`, with text that is harmless already.
+        data: `{"runs": [{"name", "path", "regions": {name: value}}], …}`, with text that is
+            harmless already.
     """
     styles = [(STATIC / name).read_text(encoding="utf-8") for name in _STYLES]
     scripts = [(STATIC / name).read_text(encoding="utf-8") for name in _SCRIPTS]
@@ -51,8 +54,8 @@ def file_html(data: dict[str, Any]) -> str:
         assert "</style" not in text, "it would end the element"
         assert "</script" not in text, "it would end the element"
     policy = (
-        f"default-src 'none'; script-src {' '.join(map(_hash_of, scripts))}; style-src {' '.join(map(_hash_of, styles))};"
-        " img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {' '.join(map(_hash_of, scripts))}; style-src"
+        f" {' '.join(map(_hash_of, styles))}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' + "".join(
         f"<style>{text}</style>" for text in styles
@@ -81,11 +84,12 @@ def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], s
 def _document(language: str, *, head: str, end: str) -> str:
     word = words()[language]
     return (
-        f'<!doctype html><html lang="{"zh-CN" if language == "zh" else "en"}"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<meta name="generator" content="unisono {html.escape(__version__)}">{NO_ICON}'
-        f"<title>unisono board</title>{head}</head><body>"
-        f'<noscript>{html.escape(word["needs_script"])}</noscript><div id="page"></div>{end}</body></html>'
+        f'<!doctype html><html lang="{"zh-CN" if language == "zh" else "en"}"><head><meta'
+        ' charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><meta'
+        ' name="color-scheme" content="light dark"><meta name="generator" content="unisono'
+        f' {html.escape(__version__)}">{NO_ICON}<title>unisono'
+        f" board</title>{head}</head><body><noscript>{html.escape(word['needs_script'])}</noscript><div"
+        f' id="page"></div>{end}</body></html>'
     )
 
 

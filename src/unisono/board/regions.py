@@ -1,4 +1,8 @@
-"""What each region of the page shows, as JSON values: the same on the page and in `/api/runs/NAME/REGION`. All text is made harmless, and secrets are masked."""
+"""What each region of the page shows, as JSON values: the same on the page and in
+`/api/runs/NAME/REGION`.
+
+All text is made harmless, and secrets are masked.
+"""
 
 import functools
 import math
@@ -40,10 +44,13 @@ Query = dict[str, str]
 
 
 def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b"") -> Region:
-    """One region of a run, as of its last look. A file that cannot be read is a line in `problems`, and the rest is shown.
+    """One region of a run, as of its last look.
+
+    A file that cannot be read is a line in `problems`, and the rest is shown.
 
     Args:
-        query: parameters of the address: `points`, `from`, `to` and `since` of curves, `q` and `rank` of the log.
+        query: parameters of the address: `points`, `from`, `to` and `since` of curves, `q` and
+            `rank` of the log.
         key: the user's key; checkpoints that are not signed with it are foreign.
     """
     problems: list[str] = []
@@ -68,7 +75,10 @@ class _Reader:
         self._problems = problems
 
     def read(self, path: Path) -> dict[str, Any]:
-        """The object in a file; empty without one. An unknown schema is a problem, and shown as far as it is known."""
+        """The object in a file; empty without one.
+
+        An unknown schema is a problem, and shown as far as it is known.
+        """
         try:
             value = self._run.read(path)
         except FileNotFoundError:
@@ -81,7 +91,8 @@ class _Reader:
             return {}
         if value.get("schema", 1) != 1:
             self._problems.append(
-                f"{path.relative_to(self._root)}: its schema is {value['schema']!r}, and this version of unisono knows 1"
+                f"{path.relative_to(self._root)}: its schema is {value['schema']!r}, and this version of"
+                " unisono knows 1"
             )
         return value
 
@@ -95,7 +106,9 @@ def _why(error: Exception) -> str:
 
 
 def harmless(value: Any, depth: int = 0) -> Any:
-    """The same JSON value with text that is safe to show: no control or direction marks, no secrets, a bounded length; NaN is null."""
+    """The same JSON value with text that is safe to show: no control or direction marks, no
+    secrets, a bounded length; NaN is null.
+    """
     if isinstance(value, str):
         cut = value if len(value) <= _MOST_CHARS else f"{value[:_MOST_CHARS]}{_MASK}"
         return redact(
@@ -107,9 +120,11 @@ def harmless(value: Any, depth: int = 0) -> Any:
         return None
     if isinstance(value, dict):
         return {
-            harmless(str(name)): _MASK
-            if names_secret(str(name)) and isinstance(item, str) and item
-            else harmless(item, depth + 1)
+            harmless(str(name)): (
+                _MASK
+                if names_secret(str(name)) and isinstance(item, str) and item
+                else harmless(item, depth + 1)
+            )
             for name, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -353,11 +368,14 @@ def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regio
                 "since": times.since if times else None,
                 "seen": times.seen if times else None,
                 "seconds": {name: round(value, 3) for name, value in times.seconds.items()} if times else {},
-                "spans": [
-                    [round(start, 3), length, phase] for start, length, phase, _ in list(times.spans)[-most:]
-                ]
-                if times
-                else [],
+                "spans": (
+                    [
+                        [round(start, 3), length, phase]
+                        for start, length, phase, _ in list(times.spans)[-most:]
+                    ]
+                    if times
+                    else []
+                ),
             }
         )
     return {"ranks": rows, "now": max((row["seen"] or 0 for row in rows), default=0)}
@@ -531,7 +549,8 @@ def summarize_run(name: str, root: Path, *, now: float) -> Region:
     """A run in one row, from the regions `status` and `verdict` and the end of its metrics.
 
     Args:
-        now: seconds since 1970; `age_s` is the time since the run last wrote a plan, metrics or a result.
+        now: seconds since 1970; `age_s` is the time since the run last wrote a plan, metrics or a
+            result.
     """
     row: Region = {"name": name, "path": str(root), **dict.fromkeys((*_ROW_KEYS, "age_s", "verdict"))}
     try:

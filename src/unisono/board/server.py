@@ -1,4 +1,6 @@
-"""The server of the page: GET and HEAD alone, for whoever has the token, on the address that was asked for; it follows the runs and announces what has changed."""
+"""The server of the page: GET and HEAD alone, for whoever has the token, on the address that was
+asked for; it follows the runs and announces what has changed.
+"""
 
 import asyncio
 import contextlib
@@ -37,8 +39,8 @@ _MOST_NAME = 255  # characters of a file name
 MOST_CONNECTIONS = 64
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; font-src 'self';"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+    " font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -52,7 +54,10 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
 
 
 class Board:
-    """The runs that are shown, and what is known of them. Reading takes place in threads, one at a time."""
+    """The runs that are shown, and what is known of them.
+
+    Reading takes place in threads, one at a time.
+    """
 
     def __init__(self, paths: list[Path], *, key: bytes) -> None:
         self._paths = paths
@@ -65,7 +70,10 @@ class Board:
         self._unannounced: dict[str, dict[str, int]] = {}
 
     def refresh(self) -> None:
-        """Takes in what has changed, unless that was done just now. What is found is announced with the next look."""
+        """Takes in what has changed, unless that was done just now.
+
+        What is found is announced with the next look.
+        """
         with self._lock:
             if time.monotonic() - self._looked_at < LOOK_S:
                 return
@@ -79,7 +87,10 @@ class Board:
         return {name: {**earlier.get(name, {}), **changed.get(name, {})} for name in {**earlier, **changed}}
 
     def look(self) -> dict[str, dict[str, int]]:
-        """Takes in what has changed; the new versions of changed regions, by run. A run that is new has all of them."""
+        """Takes in what has changed; the new versions of changed regions, by run.
+
+        A run that is new has all of them.
+        """
         with self._lock:
             self._looked_at = time.monotonic()
             if self._looks % _RUNS_EVERY == 0:
@@ -221,7 +232,8 @@ class Gate:
 
         Args:
             token: in the printed address.
-            ticket: the value of the cookie. It outlives this server, so that a page finds the next one on the same port by itself.
+            ticket: the value of the cookie. It outlives this server, so that a page finds the next
+                one on the same port by itself.
         """
         self._app = app
         self._token = token
@@ -274,13 +286,16 @@ class Gate:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _exchange(self, request: Request) -> Response | None:
-        """The cookie for the token, on a page that leads to the address without it: a redirect from another site would not carry the cookie."""
+        """The cookie for the token, on a page that leads to the address without it: a redirect from
+        another site would not carry the cookie.
+        """
         if "token" not in request.query_params or not self._has_token(request):
             return None
         language = request.query_params.get("lang", "")
         place = f"/?lang={language}" if language in ("en", "zh") else "/"
         response = _html(
-            f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh" content="0;url={place}"><title>unisono</title>'
+            f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh"'
+            f' content="0;url={place}"><title>unisono</title>'
         )
         response.set_cookie(self._cookie, self._ticket, httponly=True, samesite="strict", path="/")
         return response

@@ -1,4 +1,8 @@
-"""The catalogue of causes: what can be wrong with a job, how it shows, and how it is fixed; and the types of a verdict. Ids are stable; texts are for people."""
+"""The catalogue of causes: what can be wrong with a job, how it shows, and how it is fixed; and the
+types of a verdict.
+
+Ids are stable; texts are for people.
+"""
 
 from collections.abc import Sequence
 
@@ -42,9 +46,17 @@ _OWN_RUN_LINES = frozenset(
 
 _TRAINER = "trainer.train(resume_from_checkpoint=True) resumes from the newest checkpoint in its output_dir"
 _RESUME_HINTS = {
-    "llamafactory": "LLaMA-Factory: set resume_from_checkpoint to the newest checkpoint-N in output_dir, and overwrite_output_dir: false",
-    "axolotl": "Axolotl: set resume_from_checkpoint to the newest checkpoint-N, or auto_resume_from_checkpoints: true",
-    "torchtune": "torchtune: set resume_from_checkpoint=True, and name the checkpoint's files under checkpointer",
+    "llamafactory": (
+        "LLaMA-Factory: set resume_from_checkpoint to the newest checkpoint-N in output_dir, and"
+        " overwrite_output_dir: false"
+    ),
+    "axolotl": (
+        "Axolotl: set resume_from_checkpoint to the newest checkpoint-N, or auto_resume_from_checkpoints:"
+        " true"
+    ),
+    "torchtune": (
+        "torchtune: set resume_from_checkpoint=True, and name the checkpoint's files under checkpointer"
+    ),
     "lightning": 'Lightning: trainer.fit(model, ckpt_path="last") resumes from the last checkpoint',
     "trl": f"TRL: {_TRAINER}",
     "transformers": f"Hugging Face Trainer: {_TRAINER}",
@@ -62,7 +74,8 @@ def resume_hint(framework: str) -> tuple[str, ...]:
 
 
 def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str, ...]:
-    """A remedy for a foreign program: without the lines for `unisono train` alone, and with the way that this program resumes.
+    """A remedy for a foreign program: without the lines for `unisono train` alone, and with the way
+    that this program resumes.
 
     Args:
         fix: the remedy for a run of `unisono train`.

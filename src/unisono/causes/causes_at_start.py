@@ -1,4 +1,6 @@
-"""Causes found before training: nodes or ranks that disagree, and nodes that do not find each other."""
+"""Causes found before training: nodes or ranks that disagree, and nodes that do not find each
+other.
+"""
 
 from unisono.causes.verdict import Cause, OwnRunOnly
 
@@ -7,10 +9,11 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="nproc_mismatch",
         title="nodes would start different numbers of ranks",
         meaning=(
-            "One node counts a different number of processes, most often because it was inferred from the visible devices"
-            " and CUDA_VISIBLE_DEVICES is set only there. The ranks then wait for ranks that are never started, or the code"
-            " assumes that the world size is nodes × ranks, which is wrong. Unequal numbers that were declared on every"
-            " node work with plain data parallelism; inferred unequal numbers do not."
+            "One node counts a different number of processes, most often because it was inferred from the"
+            " visible devices and CUDA_VISIBLE_DEVICES is set only there. The ranks then wait for ranks that"
+            " are never started, or the code assumes that the world size is nodes × ranks, which is wrong."
+            " Unequal numbers that were declared on every node work with plain data parallelism; inferred"
+            " unequal numbers do not."
         ),
         telltales=(
             "`Initializing 8 distributed tasks at: HOST:PORT` on one node, a different number on the next",
@@ -38,8 +41,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="config_mismatch",
         title="nodes were given different configs",
         meaning=(
-            "At least one setting that affects training differs between nodes: a learning rate, a batch size, a dtype."
-            " Each node trains with its own file, so replicas diverge, or their collectives stop matching."
+            "At least one setting that affects training differs between nodes: a learning rate, a batch size,"
+            " a dtype. Each node trains with its own file, so replicas diverge, or their collectives stop"
+            " matching."
         ),
         telltales=(
             "a key with different values on two nodes, e.g. `optim.lr` 1e-4 here and 1e-5 there",
@@ -61,8 +65,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="data_mismatch",
         title="nodes read different training data",
         meaning=(
-            "The data files of one node differ from those of the others, or some are missing: an old copy, a download that"
-            " was cut off, a different row order. Ranks then train on wrong rows, and may end after different numbers of steps."
+            "The data files of one node differ from those of the others, or some are missing: an old copy, a"
+            " download that was cut off, a different row order. Ranks then train on wrong rows, and may end"
+            " after different numbers of steps."
         ),
         telltales=(
             "different row counts or file sizes on two nodes",
@@ -84,9 +89,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="split_mismatch",
         title="ranks have different rows, a different order, or different numbers of steps",
         meaning=(
-            "All ranks read the same files but train on different rows: the split into training and evaluation, the"
-            " shuffle or the filter was drawn separately on every rank. An unseeded train_test_split is the usual cause."
-            " Ranks with fewer batches leave early, and the others wait for them."
+            "All ranks read the same files but train on different rows: the split into training and"
+            " evaluation, the shuffle or the filter was drawn separately on every rank. An unseeded"
+            " train_test_split is the usual cause. Ranks with fewer batches leave early, and the others wait"
+            " for them."
         ),
         telltales=(
             "train_test_split(…) or shuffle(…) without a seed in the program",
@@ -101,7 +107,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ),
         ),
         remedy=(
-            "Give every split and shuffle the same fixed seed on all ranks, or do them once and share the result.",
+            (
+                "Give every split and shuffle the same fixed seed on all ranks, or do them once and share the"
+                " result."
+            ),
             "Compute the number of steps in one place, not from the length of each rank's own data.",
         ),
         exit_code=3,
@@ -112,8 +121,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="tokenizer_files_mismatch",
         title="nodes use different tokenizers or chat templates",
         meaning=(
-            "tokenizer.json, the special tokens or the chat template differ on one node. Nothing fails, but a part of every batch"
-            " has a different content, and the model learns from noise."
+            "tokenizer.json, the special tokens or the chat template differ on one node. Nothing fails, but a"
+            " part of every batch has a different content, and the model learns from noise."
         ),
         telltales=(
             "the same text gives different token ids on two nodes",
@@ -135,9 +144,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="weights_mismatch",
         title="ranks would start from different weights",
         meaning=(
-            "The initial parameters are not the same everywhere: a different revision, a damaged download, or random"
-            " initialization with a different seed. Data parallelism assumes equal starts; gradients of unequal models are averaged"
-            " and fit neither model."
+            "The initial parameters are not the same everywhere: a different revision, a damaged download, or"
+            " random initialization with a different seed. Data parallelism assumes equal starts; gradients"
+            " of unequal models are averaged and fit neither model."
         ),
         telltales=(
             "weight files of the same name with different digests",
@@ -159,8 +168,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="code_mismatch",
         title="nodes run different code",
         meaning=(
-            "The training package or the user's script is not the same on all nodes: an edit on one machine, or a"
-            " checkout of a different commit. Ranks may then call different collectives in the same step."
+            "The training package or the user's script is not the same on all nodes: an edit on one machine,"
+            " or a checkout of a different commit. Ranks may then call different collectives in the same"
+            " step."
         ),
         telltales=(
             "`git status` or `git rev-parse HEAD` differ between nodes",
@@ -179,8 +189,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="version_mismatch",
         title="package versions are incompatible",
         meaning=(
-            "Either nodes have different versions of Python, torch, CUDA, NCCL or a library, or one environment contains versions"
-            " that are incompatible. Between nodes this leads to hangs or truncated messages; within one environment to import errors."
+            "Either nodes have different versions of Python, torch, CUDA, NCCL or a library, or one"
+            " environment contains versions that are incompatible. Between nodes this leads to hangs or"
+            " truncated messages; within one environment to import errors."
         ),
         telltales=(
             "`is required for a normal functioning of this module, but found`",
@@ -195,7 +206,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ("code_mismatch", "the installed packages are equal, but the project's own code differs"),
         ),
         remedy=(
-            "Install the same pinned versions on all nodes: `pip install -c constraints.txt …`, or one container image.",
+            (
+                "Install the same pinned versions on all nodes: `pip install -c constraints.txt …`, or one"
+                " container image."
+            ),
             "If the message names a compiled extension, reinstall it for the installed torch.",
             "For an unknown architecture: `pip install --upgrade transformers`.",
         ),
@@ -207,8 +221,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="env_mismatch",
         title="an environment variable that must be equal differs",
         meaning=(
-            "Some variables are part of the protocol between ranks: algorithm, transport, debugging level, numerics. If one"
-            " rank has a different value, initialization hangs, or results silently differ."
+            "Some variables are part of the protocol between ranks: algorithm, transport, debugging level,"
+            " numerics. If one rank has a different value, initialization hangs, or results silently differ."
             " TORCH_DISTRIBUTED_DEBUG=DETAIL on only one rank makes initialization hang on all of them."
         ),
         telltales=(
@@ -223,7 +237,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ),
         ),
         remedy=(
-            "Set the variable to the same value on all nodes, or unset it on all. `unisono explain VARIABLE` shows whether it may differ.",
+            (
+                "Set the variable to the same value on all nodes, or unset it on all. `unisono explain"
+                " VARIABLE` shows whether it may differ."
+            ),
             "Start all nodes from one script that sets the environment, not from interactive shells.",
         ),
         exit_code=3,
@@ -234,8 +251,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="env_suspicious",
         title="a setting is wrong, misspelled, or left over",
         meaning=(
-            "An environment variable does not have the intended effect, independent of the other nodes: a name that"
-            " no library reads, a workaround that costs speed, a switch that removes a safety net. The run starts anyway."
+            "An environment variable does not have the intended effect, independent of the other nodes: a"
+            " name that no library reads, a workaround that costs speed, a switch that removes a safety net."
+            " The run starts anyway."
         ),
         telltales=(
             "NCCL_TIMEOUT, or any other name that no library reads",
@@ -258,8 +276,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="version_known_bad",
         title="an installed version has a known bug",
         meaning=(
-            "A package is in a range of versions with known hangs, crashes or wrong values. It may work here; if"
-            " it does not, this is the first suspect."
+            "A package is in a range of versions with known hangs, crashes or wrong values. It may work here;"
+            " if it does not, this is the first suspect."
         ),
         telltales=("a hang or crash that goes away with the next patch release",),
         neighbours=(
@@ -278,8 +296,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="device_mismatch",
         title="nodes have different kinds of devices",
         meaning=(
-            "The ranks would train on different hardware: GPU here and CPU there, or devices with different memory or arithmetic than"
-            " the plan assumes. The smallest one fails, or the slowest one sets the pace."
+            "The ranks would train on different hardware: GPU here and CPU there, or devices with different"
+            " memory or arithmetic than the plan assumes. The smallest one fails, or the slowest one sets the"
+            " pace."
         ),
         telltales=(
             "different GPU names or memory sizes in `nvidia-smi -L` on two nodes",
@@ -301,8 +320,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="duplicate_gpu",
         title="two ranks use the same GPU",
         meaning=(
-            "Each rank needs its own device. Two of them chose the same one, usually because the program never called"
-            " torch.cuda.set_device(LOCAL_RANK), or because each node was restricted to a single device but started several ranks."
+            "Each rank needs its own device. Two of them chose the same one, usually because the program"
+            " never called torch.cuda.set_device(LOCAL_RANK), or because each node was restricted to a single"
+            " device but started several ranks."
         ),
         telltales=(
             "`Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000` with ncclInvalidUsage",
@@ -330,8 +350,9 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="plan_mismatch",
         title="nodes made different plans from the same config",
         meaning=(
-            "The configs are equal, but the derived values are not: micro batch, threads, dtype or strategy came out"
-            " differently because the machines differ. A plan must be made once, and be the same everywhere."
+            "The configs are equal, but the derived values are not: micro batch, threads, dtype or strategy"
+            " came out differently because the machines differ. A plan must be made once, and be the same"
+            " everywhere."
         ),
         telltales=("the plans of two nodes have a different micro batch, dtype, or number of steps",),
         neighbours=(
@@ -340,7 +361,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             OwnRunOnly(
-                "Set the value that was left to `auto`: batch.micro, model.dtype, memory.gradient_checkpointing."
+                "Set the value that was left to `auto`: batch.micro, model.dtype,"
+                " memory.gradient_checkpointing."
             ),
             "Use machines of the same kind.",
         ),
@@ -352,8 +374,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="resume_mismatch",
         title="nodes would resume from different checkpoints",
         meaning=(
-            "The latest valid checkpoint is not the same on all nodes, because each uses its own directory or one copy is"
-            " damaged. Ranks would resume from different steps with different weights."
+            "The latest valid checkpoint is not the same on all nodes, because each uses its own directory or"
+            " one copy is damaged. Ranks would resume from different steps with different weights."
         ),
         telltales=(
             "different highest steps in the checkpoint directories of two nodes",
@@ -364,7 +386,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ("corrupt_checkpoint", "the cause, if one copy is damaged"),
         ),
         remedy=(
-            "Put output_dir on storage that all nodes share, or copy the latest valid checkpoint to all of them.",
+            (
+                "Put output_dir on storage that all nodes share, or copy the latest valid checkpoint to all"
+                " of them."
+            ),
             OwnRunOnly(
                 "List the checkpoints: `unisono checkpoint ls RUN` and `unisono checkpoint verify RUN`."
             ),
@@ -377,8 +402,8 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
         id="world_mismatch",
         title="the ranks formed a smaller or larger world than planned",
         meaning=(
-            "The rendezvous completed with a different number of ranks than intended. torchrun's dynamic rendezvous can drop a"
-            " live node whose clock is wrong, and then silently trains with the others."
+            "The rendezvous completed with a different number of ranks than intended. torchrun's dynamic"
+            " rendezvous can drop a live node whose clock is wrong, and then silently trains with the others."
         ),
         telltales=(
             "`rank 0/1` in a job that should have two ranks",
@@ -389,7 +414,10 @@ DISAGREEMENT_CAUSES: tuple[Cause, ...] = (
             ("node_missing", "the others wait for a node; here none waits"),
         ),
         remedy=(
-            "Give an exact number of nodes (`--nnodes 2`, not `1:2`) and check WORLD_SIZE at the start of the program.",
+            (
+                "Give an exact number of nodes (`--nnodes 2`, not `1:2`) and check WORLD_SIZE at the start of"
+                " the program."
+            ),
             "Synchronize the clocks: `chronyc tracking` or `timedatectl` on every node.",
         ),
         exit_code=3,
@@ -404,8 +432,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="node_missing",
         title="a node never connected",
         meaning=(
-            "The job waits for a node that has not been started, has failed before it could report it, or cannot reach the head."
-            " The waiting nodes only know which node is absent."
+            "The job waits for a node that has not been started, has failed before it could report it, or"
+            " cannot reach the head. The waiting nodes only know which node is absent."
         ),
         telltales=(
             "the nodes that are present print nothing and wait",
@@ -431,8 +459,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="node_refused",
         title="a node refused to start",
         meaning=(
-            "A node of the job has refused to start, e.g. because its config is wrong or a file is missing there, or"
-            " because it was stopped. Nothing was trained on any node."
+            "A node of the job has refused to start, e.g. because its config is wrong or a file is missing"
+            " there, or because it was stopped. Nothing was trained on any node."
         ),
         telltales=("`node 1 (b) does not start: …` with that node's own message, on every node",),
         neighbours=(
@@ -448,8 +476,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="node_duplicate",
         title="two nodes use the same node rank",
         meaning=(
-            "The same node rank was given twice, often because one command line was copied to all nodes without changing it, or"
-            " because an earlier start is still running on a node."
+            "The same node rank was given twice, often because one command line was copied to all nodes"
+            " without changing it, or because an earlier start is still running on a node."
         ),
         telltales=(
             "`EADDRINUSE` on one node, silence on the others, with the same NODE_RANK in both commands",
@@ -468,7 +496,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="stale_process",
         title="a process of an earlier start is still running",
         meaning=(
-            "A rank or a launcher that should have ended still holds a port, a lock, or GPU memory, or answers instead of the new one."
+            "A rank or a launcher that should have ended still holds a port, a lock, or GPU memory, or"
+            " answers instead of the new one."
         ),
         telltales=(
             "GPU memory is in use although none of your jobs should run",
@@ -479,7 +508,10 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
             ("node_duplicate", "both were started on purpose, with a duplicate node rank"),
         ),
         remedy=(
-            "Find the process: `ps -ef | grep -E 'torchrun|unisono.worker'`, `nvidia-smi`, `ss -ltnp`; end it by its pid.",
+            (
+                "Find the process: `ps -ef | grep -E 'torchrun|unisono.worker'`, `nvidia-smi`, `ss -ltnp`;"
+                " end it by its pid."
+            ),
             "Then start again.",
         ),
         exit_code=3,
@@ -490,7 +522,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="head_unreachable",
         title="this node cannot reach the head",
         meaning=(
-            "The address or port of the head does not answer: it is not started, it listens elsewhere, or a firewall drops the packets."
+            "The address or port of the head does not answer: it is not started, it listens elsewhere, or a"
+            " firewall drops the packets."
         ),
         telltales=(
             "`has timed out after 60000ms while trying to connect to (HOST, PORT)`",
@@ -502,7 +535,10 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
             ("node_missing", "the same from the head's side"),
         ),
         remedy=(
-            "From this node: `nc -vz HEAD PORT`. Refused: start the head first. No answer: open the firewall.",
+            (
+                "From this node: `nc -vz HEAD PORT`. Refused: start the head first. No answer: open the"
+                " firewall."
+            ),
             "Use an address in a network that both nodes share, not in a management or container network.",
         ),
         exit_code=3,
@@ -512,7 +548,10 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="token_rejected",
         title="a node has a wrong or missing token",
-        meaning="A process connected that could not authenticate: it has a different or an old token, or does not belong to this job.",
+        meaning=(
+            "A process connected that could not authenticate: it has a different or an old token, or does not"
+            " belong to this job."
+        ),
         telltales=("a node is refused at once although it reaches the head",),
         neighbours=(("stale_process", "a process of an earlier start has that start's token"),),
         remedy=("Give the same token to all nodes of the job.", "End processes of earlier starts."),
@@ -524,8 +563,9 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="address_unreachable",
         title="two nodes cannot reach each other directly",
         meaning=(
-            "Both reach the head, but not each other: a firewall that opens only one port, an interface with the same address on"
-            " every host (docker0, virbr0), or a route in one direction. Ranks communicate on ports that are chosen at run time."
+            "Both reach the head, but not each other: a firewall that opens only one port, an interface with"
+            " the same address on every host (docker0, virbr0), or a route in one direction. Ranks"
+            " communicate on ports that are chosen at run time."
         ),
         telltales=(
             "the rendezvous completes, but the first collective hangs",
@@ -549,7 +589,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="mtu_blackhole",
         title="small packets pass between two nodes, large ones are lost",
         meaning=(
-            "The path MTU is smaller than the interface MTU, and no router reports it. Handshakes succeed; the first large tensor never arrives."
+            "The path MTU is smaller than the interface MTU, and no router reports it. Handshakes succeed;"
+            " the first large tensor never arrives."
         ),
         telltales=(
             "connections open and then stall at the first large message",
@@ -557,7 +598,10 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         ),
         neighbours=(("address_unreachable", "nothing passes at all, not even a handshake"),),
         remedy=(
-            "Use the same MTU on all interfaces and switches of the path; as a quick fix: `ip link set dev IFACE mtu 1500`.",
+            (
+                "Use the same MTU on all interfaces and switches of the path; as a quick fix: `ip link set"
+                " dev IFACE mtu 1500`."
+            ),
         ),
         exit_code=3,
         retry_helps=False,
@@ -567,8 +611,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="hostname_loopback",
         title="a node's name resolves to a loopback address",
         meaning=(
-            "The name that peers use for a node resolves to 127.0.0.1 or 127.0.1.1, usually through a line of /etc/hosts that the"
-            " installer wrote. Every node then connects to itself."
+            "The name that peers use for a node resolves to 127.0.0.1 or 127.0.1.1, usually through a line of"
+            " /etc/hosts that the installer wrote. Every node then connects to itself."
         ),
         telltales=(
             "`Unable to resolve hostname to a (local) address. Using the loopback address as fallback`",
@@ -581,7 +625,10 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Set MASTER_ADDR to an address that other nodes can reach.",
-            "Remove or fix the 127.0.1.1 line in /etc/hosts; `getent hosts $(hostname)` must give a real address.",
+            (
+                "Remove or fix the 127.0.1.1 line in /etc/hosts; `getent hosts $(hostname)` must give a real"
+                " address."
+            ),
             "For gloo set the interface: GLOO_SOCKET_IFNAME=eth0.",
         ),
         exit_code=3,
@@ -592,7 +639,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="storage_not_shared",
         title="output_dir is not the same storage on all nodes",
         meaning=(
-            "The same path is on different disks. Each node keeps its own part of what should be one directory, and a checkpoint spread like this cannot be loaded."
+            "The same path is on different disks. Each node keeps its own part of what should be one"
+            " directory, and a checkpoint spread like this cannot be loaded."
         ),
         telltales=(
             "a file that one node writes is not visible on the others",
@@ -614,13 +662,17 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="storage_unfit",
         title="the storage cannot hold what the run will write",
         meaning=(
-            "output_dir is read-only, belongs to a different user, hangs, or has less space than all checkpoints of the run need. Without a check this appears at a save, hours later."
+            "output_dir is read-only, belongs to a different user, hangs, or has less space than all"
+            " checkpoints of the run need. Without a check this appears at a save, hours later."
         ),
         telltales=(
             "`Permission denied`, `Read-only file system`",
             "`df -h PATH` or `df -i PATH` (inodes) is near 100 %",
             "`touch PATH/x` does not return",
-            "`the checkpoints of this run do not fit: up to 5 at the same time need 7.3 GB, and 4.1 GB are available`, after the first of them",
+            (
+                "`the checkpoints of this run do not fit: up to 5 at the same time need 7.3 GB, and 4.1 GB"
+                " are available`, after the first of them"
+            ),
         ),
         neighbours=(
             ("disk_full", "there was space at the start, but it was used up during the run"),
@@ -638,11 +690,14 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="port_in_use",
         title="the port is in use",
         meaning=(
-            "A different program, or an earlier start, listens on the head's port. The head fails at once; other"
-            " nodes may connect to the foreign program and wait for an answer that never comes."
+            "A different program, or an earlier start, listens on the head's port. The head fails at once;"
+            " other nodes may connect to the foreign program and wait for an answer that never comes."
         ),
         telltales=(
-            "`The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use`",
+            (
+                "`The server socket has failed to listen on any local network address. port: 29500, useIpv6:"
+                " false, code: -98, name: EADDRINUSE, message: address already in use`"
+            ),
             "older torch: `(errno: 98 - Address already in use)`",
             "`recvValue failed on SocketImpl(…)` before any rank was started",
         ),
@@ -662,8 +717,9 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="clock_skew",
         title="the clocks of nodes differ",
         meaning=(
-            "unisono does not depend on clocks of different machines, but other tools do: torchrun's dynamic rendezvous treats a node whose"
-            " clock is tens of seconds off as dead, trains without it, or hangs at the end of a job that succeeded."
+            "unisono does not depend on clocks of different machines, but other tools do: torchrun's dynamic"
+            " rendezvous treats a node whose clock is tens of seconds off as dead, trains without it, or"
+            " hangs at the end of a job that succeeded."
         ),
         telltales=(
             "`date` differs by seconds between nodes",
@@ -680,7 +736,8 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="rdzv_timeout",
         title="the ranks did not find each other in time",
         meaning=(
-            "The rendezvous ended without all members, and the log does not show which node was missing or why. An absent node failed first: its own log has the cause."
+            "The rendezvous ended without all members, and the log does not show which node was missing or"
+            " why. An absent node failed first: its own log has the cause."
         ),
         telltales=(
             "`torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError`",
@@ -707,10 +764,14 @@ RENDEZVOUS_CAUSES: tuple[Cause, ...] = (
         id="dns_failure",
         title="a host name has no address",
         meaning=(
-            "At least one node cannot resolve the name of the head. torch tries for a long time; its last line only reports that the client timed out."
+            "At least one node cannot resolve the name of the head. torch tries for a long time; its last"
+            " line only reports that the client timed out."
         ),
         telltales=(
-            "`The IPv4 network addresses of (HOST, PORT) cannot be retrieved (gai error: -2 - Name or service not known)`",
+            (
+                "`The IPv4 network addresses of (HOST, PORT) cannot be retrieved (gai error: -2 - Name or"
+                " service not known)`"
+            ),
             "`gai error: -3 - Temporary failure in name resolution`",
             "`socket.gaierror`",
         ),

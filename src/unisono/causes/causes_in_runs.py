@@ -1,4 +1,6 @@
-"""Causes found while a run trains: a rank that is gone, stuck, late or without progress, and errors of the training program."""
+"""Causes found while a run trains: a rank that is gone, stuck, late or without progress, and errors
+of the training program.
+"""
 
 from unisono.causes.verdict import Cause, OwnRunOnly
 
@@ -7,7 +9,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="rank_killed",
         title="a rank was killed by a signal",
         meaning=(
-            "The process ended by a signal from outside or by a crash of native code, without a Python exception. Its own log stops abruptly."
+            "The process ended by a signal from outside or by a crash of native code, without a Python"
+            " exception. Its own log stops abruptly."
         ),
         telltales=(
             "exit status -9 (SIGKILL), -11 (SIGSEGV), -6 (SIGABRT), -7 (SIGBUS)",
@@ -20,7 +23,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Find the sender: `dmesg -T | tail`, the scheduler's log, an administrator.",
-            "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS often means a full /dev/shm.",
+            (
+                "For SIGSEGV, SIGBUS or SIGABRT: run with PYTHONFAULTHANDLER=1 and read the stack; SIGBUS"
+                " often means a full /dev/shm."
+            ),
             OwnRunOnly("Start again: the run resumes from its last checkpoint."),
         ),
         exit_code=5,
@@ -31,7 +37,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="rank_died_first",
         title="a rank ended, and the log does not show why",
         meaning=(
-            "Several ranks report a lost peer, and one log simply stops: that rank ended first. Without its exit status, dmesg or a core dump the cause remains unknown."
+            "Several ranks report a lost peer, and one log simply stops: that rank ended first. Without its"
+            " exit status, dmesg or a core dump the cause remains unknown."
         ),
         telltales=(
             "torchrun: `exitcode  : -11` (or -6, -9) and `traceback : To enable traceback see …`",
@@ -55,8 +62,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="rank_stalled",
         title="a rank stopped making progress, and the log does not show why",
         meaning=(
-            "The others wait in a collective until their timeout, and one rank never arrived. It is alive: tokenizing, downloading,"
-            " waiting for a lock, or looping. Ranks that timed out are victims."
+            "The others wait in a collective until their timeout, and one rank never arrived. It is alive:"
+            " tokenizing, downloading, waiting for a lock, or looping. Ranks that timed out are victims."
         ),
         telltales=(
             "gloo: `Timed out waiting 1800000ms for recv operation to complete`",
@@ -72,7 +79,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
         remedy=(
             "On the rank that is not waiting: `py-spy dump --pid PID` shows where it is.",
             "Do slow preparation once, before the group exists, and let the other ranks read the result.",
-            "If the work is expected to be slow, raise the group's timeout (torch: timeout=…, transformers: ddp_timeout).",
+            (
+                "If the work is expected to be slow, raise the group's timeout (torch: timeout=…,"
+                " transformers: ddp_timeout)."
+            ),
         ),
         exit_code=4,
         retry_helps=True,
@@ -82,7 +92,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="rank_stopped",
         title="a rank is suspended",
         meaning=(
-            "The process is in state T: it got SIGSTOP, is in a debugger, was suspended by its terminal, or its cgroup is frozen. It does nothing until it is continued."
+            "The process is in state T: it got SIGSTOP, is in a debugger, was suspended by its terminal, or"
+            " its cgroup is frozen. It does nothing until it is continued."
         ),
         telltales=(
             "`ps -o stat= -p PID` shows T",
@@ -104,7 +115,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="gil_held",
         title="native code holds the GIL",
         meaning=(
-            "A rank is inside a C extension that does not release the interpreter lock. None of its Python threads can run: no heartbeat, no logging, no signal handler."
+            "A rank is inside a C extension that does not release the interpreter lock. None of its Python"
+            " threads can run: no heartbeat, no logging, no signal handler."
         ),
         telltales=(
             "no thread of the process advances although it is not suspended",
@@ -116,7 +128,11 @@ RUN_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "The stack shows file and line of the call: limit its work, or move it to a separate process.",
-            "At the very end of a program on gloo it may be the process group, which waits for its own thread (pytorch#56297): put time.sleep(0.1) between the last collective and the code that drops the group or the DDP model.",
+            (
+                "At the very end of a program on gloo it may be the process group, which waits for its own"
+                " thread (pytorch#56297): put time.sleep(0.1) between the last collective and the code that"
+                " drops the group or the DDP model."
+            ),
             "Upgrade the package that contains the call.",
         ),
         exit_code=4,
@@ -127,7 +143,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="user_code_stuck",
         title="a rank's Python code does not return",
         meaning=(
-            "The rank sleeps, waits for a lock, or loops in Python outside any collective. Its peers wait for it. Custom data functions, callbacks and metrics are common places."
+            "The rank sleeps, waits for a lock, or loops in Python outside any collective. Its peers wait for"
+            " it. Custom data functions, callbacks and metrics are common places."
         ),
         telltales=(
             "`py-spy dump --pid PID` shows the same frame for minutes",
@@ -141,7 +158,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Fix the code that the stack shows; give network calls in training code a timeout.",
-            "If the rank waits for its GPU, run with CUDA_LAUNCH_BLOCKING=1: the stack then shows the call that started the kernel.",
+            (
+                "If the rank waits for its GPU, run with CUDA_LAUNCH_BLOCKING=1: the stack then shows the"
+                " call that started the kernel."
+            ),
             "Do not call code on only one rank that all ranks must call.",
         ),
         exit_code=4,
@@ -152,7 +172,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="io_blocked",
         title="a rank waits for storage that does not answer",
         meaning=(
-            "The process is in state D, inside the kernel: a network file system or a disk does not reply. Not even SIGKILL ends it until the storage answers or is unmounted."
+            "The process is in state D, inside the kernel: a network file system or a disk does not reply."
+            " Not even SIGKILL ends it until the storage answers or is unmounted."
         ),
         telltales=(
             "`ps -o stat=,wchan= -p PID` shows D and nfs_…, rpc_…, or io_schedule",
@@ -175,7 +196,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="data_starved",
         title="a rank waits for its own data",
         meaning=(
-            "The training loop is ready, but the next batch is not: a data worker died or is slow, a stream stalls, a remote store throttles."
+            "The training loop is ready, but the next batch is not: a data worker died or is slow, a stream"
+            " stalls, a remote store throttles."
         ),
         telltales=(
             "data_time_s is most of step_time_s in metrics.jsonl",
@@ -198,7 +220,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="waits_for_input",
         title="a rank waits for input",
         meaning=(
-            "The program reads from a terminal or from stdin: a prompt, a debugger, a library that asks for a login or for permission. Nobody answers, and the other ranks wait."
+            "The program reads from a terminal or from stdin: a prompt, a debugger, a library that asks for a"
+            " login or for permission. Nobody answers, and the other ranks wait."
         ),
         telltales=(
             "the last line of a log is a question",
@@ -210,7 +233,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
             ("io_blocked", "the process waits for a disk, in state D"),
         ),
         remedy=(
-            "Answer by a setting instead of a prompt: a flag such as --yes, a token in the environment, WANDB_MODE=offline, HF_TOKEN.",
+            (
+                "Answer by a setting instead of a prompt: a flag such as --yes, a token in the environment,"
+                " WANDB_MODE=offline, HF_TOKEN."
+            ),
             "Remove breakpoint() and pdb from code that runs on several ranks.",
             "Start the program with `</dev/null`: then a prompt fails at once, with its line.",
         ),
@@ -222,14 +248,21 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="unequal_steps",
         title="ranks make different numbers of steps",
         meaning=(
-            "One rank has run out of batches and continued with evaluation, saving or the end, while the others are still in training"
-            " collectives. They wait for a peer that will not arrive, or meet it in a different operation."
+            "One rank has run out of batches and continued with evaluation, saving or the end, while the"
+            " others are still in training collectives. They wait for a peer that will not arrive, or meet it"
+            " in a different operation."
         ),
         telltales=(
-            "the watchdog's timeout comes at the end of an epoch, with `_ALLGATHER_BASE` on some ranks and `ALLREDUCE` on others",
+            (
+                "the watchdog's timeout comes at the end of an epoch, with `_ALLGATHER_BASE` on some ranks"
+                " and `ALLREDUCE` on others"
+            ),
             "`last enqueued work` differs between ranks by a few",
             "the ranks print different lengths of their data",
-            "gloo: `Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?`",
+            (
+                "gloo: `Received data size doesn't match expected size. Is there a distributed collective"
+                " mismatch in your code?`"
+            ),
         ),
         neighbours=(
             ("collective_mismatch", "the lengths are equal, and the hang is in the middle of an epoch"),
@@ -248,10 +281,14 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="collective_mismatch",
         title="ranks called different collectives",
         meaning=(
-            "At the same point one rank called a different operation, or the same with a different size or type. Usually a collective is inside a branch that depends on the rank or on the data."
+            "At the same point one rank called a different operation, or the same with a different size or"
+            " type. Usually a collective is inside a branch that depends on the rank or on the data."
         ),
         telltales=(
-            "`Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint(`",
+            (
+                "`Detected mismatch between collectives on ranks. Rank 0 is running collective:"
+                " CollectiveFingerPrint(`"
+            ),
             "equal SeqNum on all ranks, and one rank with a different OpType or NumelIn",
             "gloo: `op.preamble.length <= op.nbytes` or the size mismatch, and an abort",
         ),
@@ -271,7 +308,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="node_unreachable",
         title="a node can no longer be reached",
         meaning=(
-            "A node of the job no longer answers: it is down, rebooting, or cut off from the network. Processes on it may still run."
+            "A node of the job no longer answers: it is down, rebooting, or cut off from the network."
+            " Processes on it may still run."
         ),
         telltales=(
             "ranks of one host fall silent at the same moment",
@@ -282,7 +320,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
             ("ib_unreachable", "the node answers over Ethernet, but the InfiniBand link is dead"),
         ),
         remedy=(
-            "`ping` and `ssh` the node; check its console, its switch port, and the cloud's maintenance notices.",
+            (
+                "`ping` and `ssh` the node; check its console, its switch port, and the cloud's maintenance"
+                " notices."
+            ),
             "Start again without it, or when it is back.",
         ),
         exit_code=4,
@@ -296,7 +337,8 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="straggler",
         title="one rank is slower than the rest",
         meaning=(
-            "The run continues at the pace of its slowest rank: a hot or throttled device, other work on the node, slow storage, longer batches. This is a warning and does not end the run."
+            "The run continues at the pace of its slowest rank: a hot or throttled device, other work on the"
+            " node, slow storage, longer batches. This is a warning and does not end the run."
         ),
         telltales=(
             "one rank spends its time computing while all others wait for it, step after step",
@@ -307,7 +349,10 @@ RUN_CAUSES: tuple[Cause, ...] = (
             ("data_starved", "the rank spends the time waiting for data"),
         ),
         remedy=(
-            "Check the node: other processes (`top`), clocks and temperatures (`nvidia-smi -q`), a link at lower speed.",
+            (
+                "Check the node: other processes (`top`), clocks and temperatures (`nvidia-smi -q`), a link"
+                " at lower speed."
+            ),
             "Distribute batches by tokens, not by rows.",
         ),
         exit_code=0,
@@ -321,7 +366,9 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="replicas_diverged",
         title="replicas that must be equal differ",
         meaning=(
-            "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronized parameter or a random choice per rank has changed one of them; without this check the difference is silent."
+            "Ranks that hold the same parameters hold different values. A faulty device, an unsynchronized"
+            " parameter or a random choice per rank has changed one of them; without this check the"
+            " difference is silent."
         ),
         telltales=(
             "digests of the same parameter differ between ranks",
@@ -344,7 +391,9 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="nan_loss",
         title="the loss or its gradient is NaN or infinite",
         meaning=(
-            "A step gave NaN or infinity. A single one may be chance and is skipped; several in a row mean that training has diverged, and more steps do not help. If it happens from step 1, before any update, the weights themselves are NaN or overflow in their dtype."
+            "A step gave NaN or infinity. A single one may be chance and is skipped; several in a row mean"
+            " that training has diverged, and more steps do not help. If it happens from step 1, before any"
+            " update, the weights themselves are NaN or overflow in their dtype."
         ),
         telltales=(
             "`'loss': 'nan'`, or loss 0.0 with `grad_norm: nan`",
@@ -357,13 +406,17 @@ RUN_CAUSES: tuple[Cause, ...] = (
             ("healthy", "a few `OVERFLOW! Skipping step` at the start of float16 training are normal"),
         ),
         remedy=(
-            "From step 1 on: the weights of the model are damaged, or too large for the dtype. Download them again, or set model.dtype: float32.",
+            (
+                "From step 1 on: the weights of the model are damaged, or too large for the dtype. Download"
+                " them again, or set model.dtype: float32."
+            ),
             "Check the rows of the reported batch: empty, extremely long, or binary data.",
             "Lower the learning rate, optim.lr, by a factor of 3 to 10, and lengthen optim.warmup.",
             "Use bfloat16 (bf16) or float32 instead of float16: model.dtype.",
             "Clip gradients: keep optim.max_grad_norm at 1.0 or lower.",
             OwnRunOnly(
-                "With `objective: FILE.py:CLASS`, check the loss in that file first; `objective: sft` trains without it."
+                "With `objective: FILE.py:CLASS`, check the loss in that file first; `objective: sft` trains"
+                " without it."
             ),
         ),
         exit_code=4,
@@ -374,7 +427,9 @@ RUN_CAUSES: tuple[Cause, ...] = (
         id="preempted_sigterm",
         title="the scheduler asked the run to end",
         meaning=(
-            "SIGTERM or SIGUSR1 came from outside: a time limit, a higher priority, a spot machine that is reclaimed. Nothing is wrong with the run. unisono finishes the step, saves a checkpoint and exits with code 75."
+            "SIGTERM or SIGUSR1 came from outside: a time limit, a higher priority, a spot machine that is"
+            " reclaimed. Nothing is wrong with the run. unisono finishes the step, saves a checkpoint and"
+            " exits with code 75."
         ),
         telltales=(
             "Slurm: `CANCELLED AT … DUE TO PREEMPTION`, `DUE TO TIME LIMIT`",
@@ -401,12 +456,17 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="user_code_error",
         title="a rank raised an exception",
         meaning=(
-            "Python code on one rank failed, and no other entry of this catalogue matches the message. The other ranks report a lost peer; that is a consequence."
+            "Python code on one rank failed, and no other entry of this catalogue matches the message. The"
+            " other ranks report a lost peer; that is a consequence."
         ),
         telltales=(
             "`Traceback (most recent call last):` in one rank's log, and only lost connections in the others",
             "torchrun: `exitcode  : 1` for that rank, `Root Cause (first observed failure)`",
-            "`KeyError: 'labels'`, `IndexError: list index out of range`, `TypeError`, `ValueError`, `AttributeError`, `AssertionError`: data without the columns that the code reads, or an API that has changed",
+            (
+                "`KeyError: 'labels'`, `IndexError: list index out of range`, `TypeError`, `ValueError`,"
+                " `AttributeError`, `AssertionError`: data without the columns that the code reads, or an API"
+                " that has changed"
+            ),
         ),
         neighbours=(
             ("rank_died_first", "no traceback anywhere"),
@@ -425,7 +485,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="unused_parameters_ddp",
         title="parameters got no gradient under DistributedDataParallel",
         meaning=(
-            "DDP waits for a gradient of every parameter. Some did not contribute to the loss, or contributed twice through re-entrant checkpointing. All ranks raise the error; none is the culprit."
+            "DDP waits for a gradient of every parameter. Some did not contribute to the loss, or contributed"
+            " twice through re-entrant checkpointing. All ranks raise the error; none is the culprit."
         ),
         telltales=(
             "`Expected to have finished reduction in the prior iteration before starting a new one`",
@@ -446,7 +507,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="process_group_destroyed_twice",
         title="the process group was destroyed twice",
         meaning=(
-            "Training is complete; during cleanup, two parts of the program destroyed the process group, and the second found none. The results are complete."
+            "Training is complete; during cleanup, two parts of the program destroyed the process group, and"
+            " the second found none. The results are complete."
         ),
         telltales=(
             "`AssertionError: Process group cannot be None` below destroy_process_group",
@@ -458,7 +520,10 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
             ("user_code_error", "it happens before training is complete"),
         ),
         remedy=(
-            "Guard the call: `if dist.is_initialized(): dist.destroy_process_group()`; call it in only one place.",
+            (
+                "Guard the call: `if dist.is_initialized(): dist.destroy_process_group()`; call it in only"
+                " one place."
+            ),
             "With Ray Train: upgrade ray, which now has this guard.",
             "The results may be used as they are.",
         ),
@@ -470,7 +535,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="teardown_crash",
         title="the program crashed after its work was done",
         meaning=(
-            "All steps were made and saved, and then a process aborted while exiting: a thread that was not joined, a process group that was not destroyed. The results are complete."
+            "All steps were made and saved, and then a process aborted while exiting: a thread that was not"
+            " joined, a process group that was not destroyed. The results are complete."
         ),
         telltales=(
             "all ranks report the end, then `terminate called without an active exception` and exit code -6",
@@ -483,7 +549,10 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         remedy=(
             "Check that the final weights exist, and use them.",
             "Destroy the process group and close loggers before the interpreter ends.",
-            "With gloo its own threads may come too late (pytorch#190489): put time.sleep(0.1) after the last collective, or start the program with `unisono run`, which handles this.",
+            (
+                "With gloo its own threads may come too late (pytorch#190489): put time.sleep(0.1) after the"
+                " last collective, or start the program with `unisono run`, which handles this."
+            ),
         ),
         exit_code=0,
         retry_helps=False,
@@ -493,11 +562,15 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="tokenizer_mismatch",
         title="token ids are beyond the model's vocabulary",
         meaning=(
-            "The tokenizer has more tokens than the embedding has rows: it belongs to a different model, or tokens were added but the embedding was not resized."
+            "The tokenizer has more tokens than the embedding has rows: it belongs to a different model, or"
+            " tokens were added but the embedding was not resized."
         ),
         telltales=(
             "CPU: `IndexError: index out of range in self` below embedding",
-            "CUDA: an assertion in indexSelectLargeIndex or vectorized_gather_kernel, then `device-side assert triggered`",
+            (
+                "CUDA: an assertion in indexSelectLargeIndex or vectorized_gather_kernel, then `device-side"
+                " assert triggered`"
+            ),
         ),
         neighbours=(
             ("user_code_error", "`Target N is out of bounds`: the labels are wrong, not the inputs"),
@@ -515,11 +588,16 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="device_unbound_barrier",
         title="a barrier ran before the ranks had bound their devices",
         meaning=(
-            "NCCL had to guess which device belongs to which rank, and guessed wrong, so that two ranks used one device or waited for each other. The warning alone is harmless; together with a hang in the first collective it is the cause."
+            "NCCL had to guess which device belongs to which rank, and guessed wrong, so that two ranks used"
+            " one device or waited for each other. The warning alone is harmless; together with a hang in the"
+            " first collective it is the cause."
         ),
         telltales=(
             "`using GPU 0 to perform barrier as devices used by this process are currently unknown`",
-            "`Guessing device ID based on global rank. This can cause a hang if rank to GPU mapping is heterogeneous`",
+            (
+                "`Guessing device ID based on global rank. This can cause a hang if rank to GPU mapping is"
+                " heterogeneous`"
+            ),
             "no step is ever logged",
         ),
         neighbours=(
@@ -528,9 +606,15 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
             ("duplicate_gpu", "NCCL detected it and refused"),
         ),
         remedy=(
-            "torch.cuda.set_device(local_rank) first, then init_process_group(device_id=torch.device('cuda', local_rank)).",
+            (
+                "torch.cuda.set_device(local_rank) first, then"
+                " init_process_group(device_id=torch.device('cuda', local_rank))."
+            ),
             "Pass device_ids=[local_rank] to barrier().",
-            "If it still hangs, try one at a time: NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1, NCCL_SOCKET_IFNAME=…",
+            (
+                "If it still hangs, try one at a time: NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1,"
+                " NCCL_SOCKET_IFNAME=…"
+            ),
         ),
         exit_code=4,
         retry_helps=False,
@@ -540,10 +624,15 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="single_device_nccl",
         title="a process group was created for a single device",
         meaning=(
-            "One process on one device needs no communication. A distributed strategy was selected anyway, and the setup of NCCL failed. unisono makes no process group for one device, whatever the environment contains."
+            "One process on one device needs no communication. A distributed strategy was selected anyway,"
+            " and the setup of NCCL failed. unisono makes no process group for one device, whatever the"
+            " environment contains."
         ),
         telltales=(
-            "Lightning: `GLOBAL_RANK: 0, MEMBER: 1/1`, `Starting with 1 processes`, then `unhandled system error`",
+            (
+                "Lightning: `GLOBAL_RANK: 0, MEMBER: 1/1`, `Starting with 1 processes`, then `unhandled"
+                " system error`"
+            ),
             "`ncclSystemError` with WORLD_SIZE=1",
         ),
         neighbours=(
@@ -563,7 +652,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="invalid_device_ordinal",
         title="a rank requests a device that does not exist",
         meaning=(
-            "LOCAL_RANK is not smaller than the number of visible devices: a node started more ranks than it has visible GPUs, or a fixed device number is outside a restricted list."
+            "LOCAL_RANK is not smaller than the number of visible devices: a node started more ranks than it"
+            " has visible GPUs, or a fixed device number is outside a restricted list."
         ),
         telltales=(
             "`CUDA error: invalid device ordinal` (RuntimeError; torch.AcceleratorError in newer torch)",
@@ -584,7 +674,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="ray_worker_died",
         title="a Ray worker process died",
         meaning=(
-            "Ray lost the process that ran a training worker. Ray's message names the actor; the cause is in that worker's own log."
+            "Ray lost the process that ran a training worker. Ray's message names the actor; the cause is in"
+            " that worker's own log."
         ),
         telltales=(
             "`Worker exit type: SYSTEM_ERROR`",
@@ -608,7 +699,8 @@ PROGRAM_CAUSES: tuple[Cause, ...] = (
         id="ray_resources_unsatisfiable",
         title="the Ray cluster does not have the requested resources",
         meaning=(
-            "The request for workers, CPUs or GPUs exceeds any node, or the free resources. Ray waits for nodes that will not be added."
+            "The request for workers, CPUs or GPUs exceeds any node, or the free resources. Ray waits for"
+            " nodes that will not be added."
         ),
         telltales=(
             "`No available node types can fulfill resource request {'GPU': 1.0}`",

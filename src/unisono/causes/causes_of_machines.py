@@ -1,4 +1,6 @@
-"""Causes on a machine or in files: devices, memory, limits and networks of one node; configs, data, models and checkpoints."""
+"""Causes on a machine or in files: devices, memory, limits and networks of one node; configs, data,
+models and checkpoints.
+"""
 
 from unisono.causes.verdict import Cause, OwnRunOnly
 
@@ -7,7 +9,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="cuda_oom",
         title="the accelerator ran out of memory",
         meaning=(
-            "Weights, optimizer state and activations together need more memory than is free on the device. The longest batch decides, not the average one."
+            "Weights, optimizer state and activations together need more memory than is free on the device."
+            " The longest batch decides, not the average one."
         ),
         telltales=(
             "`CUDA out of memory. Tried to allocate 2.00 GiB`",
@@ -35,11 +38,15 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="host_oom_killed",
         title="the machine ran out of memory, and the kernel killed a process",
         meaning=(
-            "The host's RAM, or the limit of the container, was used up, and the kernel killed a process. Its own log shows nothing."
+            "The host's RAM, or the limit of the container, was used up, and the kernel killed a process. Its"
+            " own log shows nothing."
         ),
         telltales=(
             "dmesg: `oom-kill:` and `Killed process 1234 (python)`",
-            "`Reason: OOMKilled` (Kubernetes), `oom_kill events` (Slurm), oom_kill in the cgroup's memory.events",
+            (
+                "`Reason: OOMKilled` (Kubernetes), `oom_kill events` (Slurm), oom_kill in the cgroup's"
+                " memory.events"
+            ),
             "`DefaultCPUAllocator: can't allocate memory`",
             "`DataLoader worker (pid 1234) is killed by signal: Killed`",
         ),
@@ -61,7 +68,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="disk_full",
         title="no space is left on a disk",
         meaning=(
-            "A file could not be written: the disk, a quota, or the number of inodes is used up. Usually checkpoints fill it."
+            "A file could not be written: the disk, a quota, or the number of inodes is used up. Usually"
+            " checkpoints fill it."
         ),
         telltales=(
             "`[Errno 28] No space left on device`",
@@ -86,7 +94,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="gpu_fell_off",
         title="a GPU has fallen off the bus",
         meaning=(
-            "The driver lost contact with the device: power, heat, a riser, or the device itself. Software cannot restore it without a reset."
+            "The driver lost contact with the device: power, heat, a riser, or the device itself. Software"
+            " cannot restore it without a reset."
         ),
         telltales=(
             "dmesg: `NVRM: Xid (PCI:0000:3b:00): 79, … GPU has fallen off the bus`",
@@ -108,7 +117,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="ecc_error",
         title="a GPU has uncorrectable ECC errors",
         meaning=(
-            "The device found more flipped bits than its error correction can fix. Results computed with them cannot be trusted."
+            "The device found more flipped bits than its error correction can fix. Results computed with them"
+            " cannot be trusted."
         ),
         telltales=(
             "`CUDA error: uncorrectable ECC error encountered`",
@@ -153,7 +163,10 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="cuda_arch_unsupported",
         title="this torch has no code for this GPU's generation",
-        meaning="The build of torch, or of an extension, does not contain kernels for the device, because the device is too new or too old.",
+        meaning=(
+            "The build of torch, or of an extension, does not contain kernels for the device, because the"
+            " device is too new or too old."
+        ),
         telltales=(
             "`CUDA error: no kernel image is available for execution on the device`",
             "`with CUDA capability sm_120 is not compatible with the current PyTorch installation`",
@@ -171,7 +184,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="no_cuda_build",
         title="this torch was built without CUDA, or the device is not visible",
         meaning=(
-            "A program needs CUDA or NCCL, but the installed torch is the CPU build, or the container was started without access to the devices."
+            "A program needs CUDA or NCCL, but the installed torch is the CPU build, or the container was"
+            " started without access to the devices."
         ),
         telltales=(
             "`Torch not compiled with CUDA enabled`",
@@ -196,20 +210,27 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="shm_too_small",
         title="shared memory is too small",
         meaning=(
-            "The file system /dev/shm is full. Containers get 64 MB of it by default; NCCL and data loaders need more."
+            "The file system /dev/shm is full. Containers get 64 MB of it by default; NCCL and data loaders"
+            " need more."
         ),
         telltales=(
             "`Error while creating shared memory segment /dev/shm/nccl-AbCdEf`",
             "`failed to extend /dev/shm/nccl-…`",
             "`unable to allocate shared memory(shm) for file </torch_…>: No space left on device (28)`",
-            "`DataLoader worker … is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory`",
+            (
+                "`DataLoader worker … is killed by signal: Bus error. It is possible that dataloader's"
+                " workers are out of shared memory`"
+            ),
         ),
         neighbours=(
             ("disk_full", "the path is not below /dev/shm"),
             ("ulimit", "`Too many open files` is part of the same message"),
         ),
         remedy=(
-            "`docker run --shm-size=8g …` or `--ipc=host`; in Kubernetes mount an emptyDir with medium Memory at /dev/shm.",
+            (
+                "`docker run --shm-size=8g …` or `--ipc=host`; in Kubernetes mount an emptyDir with medium"
+                " Memory at /dev/shm."
+            ),
             "Look for leftovers of dead processes: `ls -l /dev/shm`.",
         ),
         exit_code=6,
@@ -219,7 +240,10 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="ulimit",
         title="a limit of the operating system was reached",
-        meaning="The process cannot open more files, write a larger file, lock more memory, or start more threads.",
+        meaning=(
+            "The process cannot open more files, write a larger file, lock more memory, or start more"
+            " threads."
+        ),
         telltales=(
             "`OSError: [Errno 24] Too many open files`, also inside `unable to open shared memory object`",
             "`OSError: [Errno 27] File too large`, or a program killed by SIGXFSZ: `ulimit -f`",
@@ -229,7 +253,10 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         neighbours=(("shm_too_small", "space, not the number of files"),),
         remedy=(
             "`ulimit -n 65536` before the start, or LimitNOFILE= in the service, nofile in limits.conf.",
-            "`ulimit -f unlimited` before the start, or LimitFSIZE=infinity in the service, fsize in limits.conf.",
+            (
+                "`ulimit -f unlimited` before the start, or LimitFSIZE=infinity in the service, fsize in"
+                " limits.conf."
+            ),
             "torch.multiprocessing.set_sharing_strategy('file_system') where loaders share many tensors.",
         ),
         exit_code=6,
@@ -240,12 +267,16 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="nccl_socket_iface",
         title="NCCL uses a network interface that does not lead to the other nodes",
         meaning=(
-            "NCCL found no interface, or used one that exists on every host but does not connect them: docker0, virbr0, lo, a veth."
+            "NCCL found no interface, or used one that exists on every host but does not connect them:"
+            " docker0, virbr0, lo, a veth."
         ),
         telltales=(
             "`Bootstrap : no socket interface found`",
             "`connecting to address  with family 0 is neither AF_INET(2) nor AF_INET6(10)`",
-            "`Bootstrap : Using docker0:172.17.0.1` (NCCL_DEBUG=INFO), and a different interface on the next node",
+            (
+                "`Bootstrap : Using docker0:172.17.0.1` (NCCL_DEBUG=INFO), and a different interface on the"
+                " next node"
+            ),
         ),
         neighbours=(
             ("single_device_nccl", "the world has only one member"),
@@ -264,7 +295,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="ib_unreachable",
         title="the InfiniBand or RoCE path does not work",
         meaning=(
-            "NCCL uses the RDMA adapter, but packets do not arrive: a port that is down, a wrong GID index, a different subnet, or a limit on locked memory."
+            "NCCL uses the RDMA adapter, but packets do not arrive: a port that is down, a wrong GID index, a"
+            " different subnet, or a limit on locked memory."
         ),
         telltales=(
             "`NET/IB : Got completion from peer … with status=12 … vendor err 129`",
@@ -289,7 +321,8 @@ MACHINE_CAUSES: tuple[Cause, ...] = (
         id="p2p_blocked",
         title="GPUs of one machine cannot reach each other's memory",
         meaning=(
-            "The topology promises peer-to-peer transfers, but the IOMMU, ACS or the virtual machine blocks them. NCCL sets them up and then hangs, or gets an error."
+            "The topology promises peer-to-peer transfers, but the IOMMU, ACS or the virtual machine blocks"
+            " them. NCCL sets them up and then hangs, or gets an error."
         ),
         telltales=(
             "`peer access is not supported between these two devices`",
@@ -315,7 +348,8 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="corrupt_checkpoint",
         title="a checkpoint is damaged",
         meaning=(
-            "A file of the checkpoint is missing, too short, or differs from what was written. torch.load, safetensors and DCP silently load a flipped bit; unisono compares every file with its digest."
+            "A file of the checkpoint is missing, too short, or differs from what was written. torch.load,"
+            " safetensors and DCP silently load a flipped bit; unisono compares every file with its digest."
         ),
         telltales=(
             "`Error while deserializing header: incomplete metadata, file not fully covered`",
@@ -329,7 +363,8 @@ FILE_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             OwnRunOnly(
-                "Check them: `unisono checkpoint verify RUN`. A resume automatically uses the latest valid one."
+                "Check them: `unisono checkpoint verify RUN`. A resume automatically uses the latest valid"
+                " one."
             ),
             OwnRunOnly("If none is valid, start from scratch with `--fresh`, or from a copy."),
             "Repeated damage means a bad disk, bad memory, or two writers.",
@@ -342,7 +377,8 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="checkpoint_mismatch",
         title="a checkpoint belongs to a different model or world size",
         meaning=(
-            "The files are complete, but their shapes, names or number of parts do not fit: a different base model, adapter rank, vocabulary, or number of ranks."
+            "The files are complete, but their shapes, names or number of parts do not fit: a different base"
+            " model, adapter rank, vocabulary, or number of ranks."
         ),
         telltales=(
             "`size mismatch for model.embed_tokens.weight`",
@@ -357,7 +393,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
         remedy=(
             "Use the original config of the run: config.yaml in its directory.",
             "Convert the checkpoint if the number of ranks must change (DeepSpeed: universal checkpoint).",
-            "Do not continue with ignore_mismatched_sizes: the affected layer would start from random values.",
+            (
+                "Do not continue with ignore_mismatched_sizes: the affected layer would start from random"
+                " values."
+            ),
         ),
         exit_code=2,
         retry_helps=False,
@@ -367,7 +406,8 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="checkpoint_not_shared",
         title="parts of a checkpoint are on other nodes' disks",
         meaning=(
-            "output_dir is a local path. One node wrote or renamed files that a different node needs, and each has only a part."
+            "output_dir is a local path. One node wrote or renamed files that a different node needs, and"
+            " each has only a part."
         ),
         telltales=(
             "on other nodes only: `FileNotFoundError: … tmp-checkpoint-100 -> checkpoint-100`",
@@ -391,8 +431,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="output_removed",
         title="the run's directory was removed, renamed or replaced during the run",
         meaning=(
-            "output_dir, its checkpoints/ or its run.lock was removed or renamed during the run, or the file system below it was unmounted. The run recreates what it can and continues; what was saved before is gone,"
-            " or where it was moved to. If a different directory or a different run is at the path, the run ends and writes nothing there."
+            "output_dir, its checkpoints/ or its run.lock was removed or renamed during the run, or the file"
+            " system below it was unmounted. The run recreates what it can and continues; what was saved"
+            " before is gone, or where it was moved to. If a different directory or a different run is at the"
+            " path, the run ends and writes nothing there."
         ),
         telltales=(
             "the warning `was removed after step N, while its run is active: it is created again`",
@@ -416,7 +458,8 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="dataset_cache_race",
         title="ranks built the same data cache at the same time",
         meaning=(
-            "Several processes wrote or replaced the same cache files, and one read a file that was just moved or not yet complete. unisono prepares the data once, before any rank starts."
+            "Several processes wrote or replaced the same cache files, and one read a file that was just"
+            " moved or not yet complete. unisono prepares the data once, before any rank starts."
         ),
         telltales=(
             "`FileNotFoundError` on `cache-….arrow` on one rank",
@@ -439,7 +482,9 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="missing_dependency",
         title="a Python package is missing",
-        meaning="The environment of the program lacks a package; with several nodes perhaps only on one of them.",
+        meaning=(
+            "The environment of the program lacks a package; with several nodes perhaps only on one of them."
+        ),
         telltales=(
             "`ModuleNotFoundError: No module named 'sentencepiece'`",
             "`requires the following packages that were not found`",
@@ -459,9 +504,15 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="flash_attn_missing",
         title="FlashAttention was requested but is not installed",
-        meaning="The program or the model's config requests flash-attn's kernels, which need a separate package and a supported GPU.",
+        meaning=(
+            "The program or the model's config requests flash-attn's kernels, which need a separate package"
+            " and a supported GPU."
+        ),
         telltales=(
-            "`FlashAttention2 has been toggled on, but it cannot be used due to the following error: the package flash_attn seems to be not installed`",
+            (
+                "`FlashAttention2 has been toggled on, but it cannot be used due to the following error: the"
+                " package flash_attn seems to be not installed`"
+            ),
         ),
         neighbours=(
             ("missing_dependency", "a different package is missing"),
@@ -478,7 +529,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="bnb_no_gpu",
         title="bitsandbytes cannot use this machine",
-        meaning="Quantized loading or an 8-bit optimizer was requested, and bitsandbytes finds no supported device, or not its own library.",
+        meaning=(
+            "Quantized loading or an 8-bit optimizer was requested, and bitsandbytes finds no supported"
+            " device, or not its own library."
+        ),
         telltales=(
             "`CUDA Setup failed despite GPU being available`",
             "`Using `bitsandbytes` 4-bit quantization requires` the latest version of bitsandbytes",
@@ -499,7 +553,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="hub_unreachable",
         title="the model hub cannot be reached",
-        meaning="Files must be downloaded, but the hub does not answer from this machine: no internet access, a proxy, an outage, a rate limit.",
+        meaning=(
+            "Files must be downloaded, but the hub does not answer from this machine: no internet access, a"
+            " proxy, an outage, a rate limit."
+        ),
         telltales=(
             "`We couldn't connect to 'https://huggingface.co' to load the files`",
             "`Max retries exceeded with url`",
@@ -510,7 +567,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
             ("model_path_missing", "it was intended to be a local directory"),
         ),
         remedy=(
-            "Download on a machine with internet access, `hf download NAME --local-dir DIR`, and set model.path to DIR.",
+            (
+                "Download on a machine with internet access, `hf download NAME --local-dir DIR`, and set"
+                " model.path to DIR."
+            ),
             "Set HF_ENDPOINT to a mirror, or HTTPS_PROXY.",
             "If everything is in the cache already: HF_HUB_OFFLINE=1.",
         ),
@@ -521,7 +581,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="gated_model",
         title="access to the model was refused",
-        meaning="The model requires acceptance of its terms, or is private, and the request had no token with that permission.",
+        meaning=(
+            "The model requires acceptance of its terms, or is private, and the request had no token with"
+            " that permission."
+        ),
         telltales=(
             "`Cannot access gated repo for url`",
             "`401 Client Error`, `403 Client Error`",
@@ -536,7 +599,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Accept the terms on the model's page, with the account of your token.",
-            "Set the token on every node: `hf auth login`, or HF_TOKEN in the environment, never in a config.",
+            (
+                "Set the token on every node: `hf auth login`, or HF_TOKEN in the environment, never in a"
+                " config."
+            ),
         ),
         exit_code=2,
         retry_helps=False,
@@ -545,7 +611,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="model_path_missing",
         title="the model's directory or its files are missing",
-        meaning="The path does not exist on this node and is interpreted as a hub id; or the directory lacks a file that the model needs.",
+        meaning=(
+            "The path does not exist on this node and is interpreted as a hub id; or the directory lacks a"
+            " file that the model needs."
+        ),
         telltales=(
             "`Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/data/models/x'`",
             "`does not appear to have a file named config.json`",
@@ -557,7 +626,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
         ),
         remedy=(
             "Check on every node: `ls PATH`, and the spelling of model.path.",
-            "Copy the complete directory: config.json, the safetensors files and their index, the tokenizer's files.",
+            (
+                "Copy the complete directory: config.json, the safetensors files and their index, the"
+                " tokenizer's files."
+            ),
         ),
         exit_code=2,
         retry_helps=False,
@@ -568,7 +640,10 @@ FILE_CAUSES: tuple[Cause, ...] = (
         title="nothing is wrong",
         meaning="The run has finished, or is running normally. A healthy log can contain alarming warnings.",
         telltales=(
-            "a final line after the last error: `train_runtime`, `max_epochs=N reached`, `worker group successfully finished`",
+            (
+                "a final line after the last error: `train_runtime`, `max_epochs=N reached`, `worker group"
+                " successfully finished`"
+            ),
             "a launcher that restarted after a failure and succeeded",
         ),
         neighbours=(
@@ -583,17 +658,29 @@ FILE_CAUSES: tuple[Cause, ...] = (
     Cause(
         id="undetermined",
         title="the cause cannot be determined from the logs",
-        meaning="Only consequences are visible: lost connections, timeouts, aborted communicators. The log of the rank that failed first is missing, or contains no cause.",
+        meaning=(
+            "Only consequences are visible: lost connections, timeouts, aborted communicators. The log of the"
+            " rank that failed first is missing, or contains no cause."
+        ),
         telltales=(
-            "`Connection closed by peer`, `recvValue failed`, `failed to recv, got 0 bytes`, `NCCL communicator was aborted`, and nothing else",
+            (
+                "`Connection closed by peer`, `recvValue failed`, `failed to recv, got 0 bytes`, `NCCL"
+                " communicator was aborted`, and nothing else"
+            ),
         ),
         neighbours=(
             ("rank_died_first", "one log stops earlier than the others"),
             ("rank_stalled", "the others timed out, and one log shows that work continues"),
         ),
         remedy=(
-            "Collect the missing information: the logs of all ranks and nodes, `dmesg -T`, the scheduler's messages.",
-            "For the next time: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1, PYTHONFAULTHANDLER=1.",
+            (
+                "Collect the missing information: the logs of all ranks and nodes, `dmesg -T`, the"
+                " scheduler's messages."
+            ),
+            (
+                "For the next time: TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1,"
+                " PYTHONFAULTHANDLER=1."
+            ),
         ),
         exit_code=5,
         retry_helps=True,

@@ -1,6 +1,8 @@
-"""Known log lines and what they indicate, for the logs of running ranks and for `unisono diagnose`.
+"""Known log lines and what they indicate, for the logs of running ranks and for `unisono
+diagnose`.
 
-The tables are ordered by the program that prints the lines. They judge nothing: the caller weighs the matches of all logs.
+The tables are ordered by the program that prints the lines. They judge nothing: the caller weighs
+the matches of all logs.
 """
 
 import functools
@@ -16,15 +18,20 @@ Kind = Literal["warning", "error", "consequence", "progress", "finished", "death
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A kind of log line. It is a hint and never a verdict: the same words occur in healthy logs, and in logs of affected ranks.
+    """A kind of log line.
+
+    It is a hint and never a verdict: the same words occur in healthy logs, and in logs of affected
+    ranks.
 
     Attributes:
         id: the stable name.
-        hints: the line must contain at least one of these strings; checked first, since that is fast.
-        pattern: a regular expression to search in the line. Every repetition is bounded and none is nested, so that its time is
-            bounded, too.
-        kind: warning: possibly harmless; error: something failed here; consequence: a different rank failed, and this rank noticed or
-            timed out; progress: work continues; finished: the work is done; death: how a process ended, reported by its launcher.
+        hints: the line must contain at least one of these strings; checked first, since that is
+            fast.
+        pattern: a regular expression to search in the line. Every repetition is bounded and none is
+            nested, so that its time is bounded, too.
+        kind: warning: possibly harmless; error: something failed here; consequence: a different
+            rank failed, and this rank noticed or timed out; progress: work continues; finished: the
+            work is done; death: how a process ended, reported by its launcher.
         cause: the id of the cause that it indicates; None: none in particular.
         source: the program with its version, or a link.
         example: a line that it must match.
@@ -843,7 +850,9 @@ ELSEWHERE_SIGNATURES: tuple[Signature, ...] = (
 
 
 LINE_LIMIT = 2048
-"""Only this many characters of a line are searched: the message is at the beginning, and a line may be a megabyte of numbers."""
+"""Only this many characters of a line are searched: the message is at the beginning, and a line may
+be a megabyte of numbers.
+"""
 
 ALL_SIGNATURES: tuple[Signature, ...] = (
     *LAUNCH_SIGNATURES,
@@ -894,7 +903,9 @@ SEEN_WITH: dict[str, tuple[str, ...]] = {
     "healthy": ("group_not_destroyed", "barrier_guesses_device", "trainer_finished", "lightning_finished"),
     "undetermined": ("watchdog_timeout", "watchdog_follows", "peer_closed", "torchrun_ended"),
 }
-"""For each cause, the ids of log lines that are seen with it and do not prove it, since they have other causes, too."""
+"""For each cause, the ids of log lines that are seen with it and do not prove it, since they have
+other causes, too.
+"""
 
 _BY_HINT: dict[str, list[int]] = {}
 """The numbers of the signatures with a hint.
@@ -925,7 +936,9 @@ def _matching(line: str) -> tuple[Signature, ...]:
 
 
 def match_hints(line: str, hints: Iterable[str]) -> tuple[Signature, ...]:
-    """The signatures that match a line, in table order, where it is known which hints the line holds; others do not count."""
+    """The signatures that match a line, in table order, where it is known which hints the line
+    holds; others do not count.
+    """
     numbers = {number for hint in hints for number in _BY_HINT.get(hint, ())}
     return tuple(
         ALL_SIGNATURES[number]

@@ -1,4 +1,6 @@
-"""The environment variables that affect how ranks find each other and communicate: when they are suspicious, which values they take, what they cost."""
+"""The environment variables that affect how ranks find each other and communicate: when they are
+suspicious, which values they take, what they cost.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -225,7 +227,9 @@ KNOWN_TO_LIBRARIES = frozenset((
     "PYTORCH_NO_MPS_MEMORY_CACHING", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "CUDA_COREDUMP_PIPE",
     "CUDA_MODULE_DATA_LOADING",
 ))
-"""Valid names without a description here. Nodes on which they differ are compared as for unknown names."""
+"""Valid names without a description here. Nodes on which they differ are compared as for unknown
+names.
+"""
 
 
 _ENV = "env_mismatch"

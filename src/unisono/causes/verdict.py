@@ -1,4 +1,6 @@
-"""The types of this room: Cause, an entry of the catalogue, and Verdict, a finding before, during or after a run; and the exit codes."""
+"""The types of this room: Cause, an entry of the catalogue, and Verdict, a finding before, during
+or after a run; and the exit codes.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -9,7 +11,9 @@ from unisono.text import one_line, plain
 
 
 class OwnRunOnly(str):
-    """A line of a remedy that applies only to `unisono train`, e.g. because it names a config key."""
+    """A line of a remedy that applies only to `unisono train`, e.g. because it names a config
+    key.
+    """
 
     __slots__ = ()
 
@@ -24,7 +28,8 @@ class Cause:
         meaning: an explanation in two or three sentences.
         telltales: symptoms: exact log lines, or observations.
         neighbours: similar causes, each with the difference: (id, difference).
-        remedy: how to fix it, in order, with exact commands and keys. Lines for `unisono train` alone are `OwnRunOnly`.
+        remedy: how to fix it, in order, with exact commands and keys. Lines for `unisono train`
+            alone are `OwnRunOnly`.
         exit_code: the exit code of a run that ends with it, 0 for a warning.
         retry_helps: whether a restart from the last checkpoint can help.
         when: when it can be detected: before, during, after.
@@ -49,7 +54,10 @@ EXIT_CODES: dict[int, str] = {
     4: "stopped by unisono: a hang, or a NaN loss",
     5: "a rank exited by itself: an exception, a signal, out of memory",
     6: "the machine is not fit for the run, or storage failed",
-    7: "damage was found, the written result is not the trained model, or no valid checkpoint exists where one is needed",
+    7: (
+        "damage was found, the written result is not the trained model, or no valid checkpoint exists where"
+        " one is needed"
+    ),
     75: "preempted (SIGTERM, SIGUSR1) with a valid checkpoint: run the same command again",
     130: "interrupted from the keyboard, with a valid checkpoint",
 }
@@ -104,7 +112,10 @@ class Verdict(BaseModel):
         return cls.model_validate({k: v for k, v in value.items() if k != "schema"})
 
     def lines(self) -> list[str]:
-        """The verdict in plain lines: WHAT, WHO, DETECTED, EVIDENCE, FIX. No colour, no wrapping."""
+        """The verdict in plain lines: WHAT, WHO, DETECTED, EVIDENCE, FIX.
+
+        No colour, no wrapping.
+        """
         who = [f"rank {rank}" for rank in self.ranks] + [f"host {plain(host)}" for host in self.hosts]
         lines = [f"WHAT      {self.summary}  [{self.cause}]"]
         if who:
@@ -116,7 +127,9 @@ class Verdict(BaseModel):
         return lines
 
     def _detected(self) -> str:
-        """After how many seconds and where, e.g. `after 3.3 s (phase compute, step 48)`; empty if neither is known."""
+        """After how many seconds and where, e.g. `after 3.3 s (phase compute, step 48)`; empty if
+        neither is known.
+        """
         parts = [f"phase {self.phase}"] if self.phase else []
         parts += [f"step {self.step}"] if self.step is not None else []
         place = ", ".join(parts)

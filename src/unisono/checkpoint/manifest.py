@@ -1,7 +1,8 @@
 """The manifest of one checkpoint, and the user's key that signs it.
 
-A manifest protects itself twice. `checksum` detects damage: a flipped bit, an edit by hand. `mac` detects strangers: it
-is an HMAC with the user's own key, and a checkpoint without a valid one is *foreign*, though not damaged.
+A manifest protects itself twice. `checksum` detects damage: a flipped bit, an edit by hand. `mac`
+detects strangers: it is an HMAC with the user's own key, and a checkpoint without a valid one is
+*foreign*, though not damaged.
 """
 
 import hashlib
@@ -37,7 +38,9 @@ class FileEntry(BaseModel):
     bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
     host: str = ""
-    """The host whose rank wrote it, if different from the manifest's holder. The file itself is on the holder's disk in either case."""
+    """The host whose rank wrote it, if different from the manifest's holder. The file itself is on
+    the holder's disk in either case.
+    """
     tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]] = {}
     """The XXH3-64 digest of each tensor's bytes, so that damage can be reported by tensor."""
 
@@ -110,7 +113,9 @@ class Manifest(Vouched):
     world_size: int = Field(ge=1)
     threads: int = Field(ge=1)
     holder: str
-    """The head's host. All files are in its output_dir; without a shared disk, other nodes send theirs over the channel."""
+    """The head's host. All files are in its output_dir; without a shared disk, other nodes send
+    theirs over the channel.
+    """
     mac: str = ""
 
     @field_validator("files")
@@ -191,7 +196,9 @@ def _read_key(path: Path) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Writes a new key to a temporary file and links it into place; the first of several processes wins."""
+    """Writes a new key to a temporary file and links it into place; the first of several processes
+    wins.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -219,7 +226,9 @@ def _key_failure(path: Path, error: OSError) -> UnfitError:
 
 
 def manifest_digest(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's manifest, which has the digests of all files; empty where it cannot be read."""
+    """SHA-256 of a checkpoint's manifest, which has the digests of all files; empty where it cannot
+    be read.
+    """
     try:
         return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
     except OSError:

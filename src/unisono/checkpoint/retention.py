@@ -1,9 +1,11 @@
-"""Which checkpoints stay and which are deleted (pure), how much disk space they need, and what is known of them without reading them again.
+"""Which checkpoints stay and which are deleted (pure), how much disk space they need, and what is
+known of them without reading them again.
 
-The run's store, `checkpoint prune` and remote storage share the rules. The newest intact ones stay, the best stays, and those at the
-multiples of a period stay forever. One that is damaged, or not yet verified, never counts as kept: nothing is deleted before as many as
-are wanted are known to be intact. What was only written may not be what the disk returns, so the newest one that was found intact by
-reading stays, too, until a newer one was.
+The run's store, `checkpoint prune` and remote storage share the rules. The newest intact ones stay,
+the best stays, and those at the multiples of a period stay forever. One that is damaged, or not yet
+verified, never counts as kept: nothing is deleted before as many as are wanted are known to be
+intact. What was only written may not be what the disk returns, so the newest one that was found
+intact by reading stays, too, until a newer one was.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ class Candidate:
         step: optimizer steps done when it was saved.
         intact: whether it is intact; None: unknown.
         foreign: not signed by this user: never deleted, and never relied on.
-        read_back: whether it was read through since it was written, and found intact; None: unknown.
+        read_back: whether it was read through since it was written, and found intact; None:
+            unknown.
     """
 
     step: int
@@ -70,9 +73,12 @@ class Decision:
 
     Attributes:
         go: the steps to delete, oldest first.
-        ask: the step whose state is needed before anything can be decided, by reading it if necessary; nothing is deleted until then.
-        recall: the step for which `read_back` is needed; it need not be read for that. Nothing is deleted until then.
-        oldest_kept: the oldest of the newest that stay; damaged ones that were renamed before it can be deleted. None if there are too few.
+        ask: the step whose state is needed before anything can be decided, by reading it if
+            necessary; nothing is deleted until then.
+        recall: the step for which `read_back` is needed; it need not be read for that. Nothing is
+            deleted until then.
+        oldest_kept: the oldest of the newest that stay; damaged ones that were renamed before it
+            can be deleted. None if there are too few.
     """
 
     go: tuple[int, ...] = ()
@@ -114,7 +120,9 @@ def decide(candidates: Iterable[Candidate], rules: Rules) -> Decision:
 
 
 def _last_read_back(newest_first: Iterable[Candidate], *, since: int) -> Candidate | None:
-    """The newest one that was read back, or may have been; None if there is none from that step on."""
+    """The newest one that was read back, or may have been; None if there is none from that step
+    on.
+    """
     return next((one for one in newest_first if one.step >= since and one.read_back is not False), None)
 
 
@@ -126,7 +134,8 @@ class DiskSpace:
     """Disk usage of a directory of checkpoints, and free space.
 
     Attributes:
-        own_bytes: of the run's own checkpoints: published, being written, being deleted. Foreign ones are not counted, since they stay.
+        own_bytes: of the run's own checkpoints: published, being written, being deleted. Foreign
+            ones are not counted, since they stay.
         steps: of the published ones, oldest first.
     """
 
@@ -152,7 +161,8 @@ def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
     before = _own_bytes(root, key)
     free = free_bytes(root)
     after = _own_bytes(root, key)
-    # A checkpoint that is deleted meanwhile is in the first sum and already free: the smaller sum is right.
+    # A checkpoint that is deleted meanwhile is in the first sum and already free: the smaller sum
+    # is right.
     own = min(sum(before.values()), sum(after.values()))
     steps = [int(found["step"]) for name in after if (found := _OWN_NAME.fullmatch(name)) and found["step"]]
     return DiskSpace(free, own, tuple(sorted(steps)))
@@ -180,7 +190,8 @@ def _directory_bytes(directory: Path) -> int:
 
 
 def max_on_disk(there: Sequence[int], due: Sequence[int], rules: Rules, *, best: bool) -> int:
-    """The largest number of checkpoints on disk at the same time: when the last one is written, before others are deleted.
+    """The largest number of checkpoints on disk at the same time: when the last one is written,
+    before others are deleted.
 
     Args:
         there: the steps of existing ones, oldest first.
@@ -196,7 +207,8 @@ def max_on_disk(there: Sequence[int], due: Sequence[int], rules: Rules, *, best:
 def max_without_permanent(keep: int, *, best: bool) -> int:
     """The same without those that stay forever, for a run that makes more than enough of them.
 
-    These are: the ones that are kept, the one that is written, the last one that was read back if no newer one was yet, and the best.
+    These are: the ones that are kept, the one that is written, the last one that was read back if
+    no newer one was yet, and the best.
     """
     return keep + 2 + best
 
@@ -209,7 +221,8 @@ class Verified:
     """The last verification of a checkpoint: when (UTC, ISO 8601), and whether it was intact.
 
     Attributes:
-        read_again: whether it was read since it was written; otherwise the time is that of its writing.
+        read_again: whether it was read since it was written; otherwise the time is that of its
+            writing.
     """
 
     at: str
@@ -247,7 +260,9 @@ def last_verified(root: Path, name: str, manifest: Manifest | None) -> Verified 
 
 
 def recorded_state(path: Path, manifest: Manifest) -> bool | None:
-    """Whether the checkpoint was intact when it was last read; None if it was never read in its present state."""
+    """Whether the checkpoint was intact when it was last read; None if it was never read in its
+    present state.
+    """
     entry = _entry_of(path.parent, path.name, manifest)
     if entry is None or not isinstance(entry.get("intact"), bool):
         return None
@@ -290,14 +305,19 @@ def _locked(root: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A checkpoint as this process last saw it: its stamp, and whether it was read through or only written."""
+    """A checkpoint as this process last saw it: its stamp, and whether it was read through or only
+    written.
+    """
 
     stamp: Stamp | None
     was_read: bool
 
 
 class KnownStates:
-    """The states of checkpoints that this process knows. A checkpoint that has changed since is unknown again."""
+    """The states of checkpoints that this process knows.
+
+    A checkpoint that has changed since is unknown again.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -334,7 +354,9 @@ class KnownStates:
 
 
 def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and read_again (since it was written)."""
+    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and
+    read_again (since it was written).
+    """
     manifest, findings = inspect(path, key=key, contents=False)
     verified = last_verified(path.parent, path.name, manifest)
     complete = not any(finding.is_fatal for finding in findings)

@@ -1,4 +1,6 @@
-"""The newest steps of a rank in shared memory that outlives it: layout, writing and reading. Torch-free.
+"""The newest steps of a rank in shared memory that outlives it: layout, writing and reading.
+
+Torch-free.
 
 Two slots are written alternately, so that at least one of them is complete whenever the rank dies.
 
@@ -8,8 +10,8 @@ Two slots are written alternately, so that at least one of them is complete when
     tensors  as in a checkpoint file
     text     JSON: the plain values of the step, and its lines in metrics.jsonl
 
-The head is cleared before a slot is written, and written last. So an incomplete slot has no head; a slot whose digest does not match
-its head is damaged, and is refused.
+The head is cleared before a slot is written, and written last. So an incomplete slot has no head; a
+slot whose digest does not match its head is damaged, and is refused.
 """
 
 import json

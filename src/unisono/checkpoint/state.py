@@ -1,7 +1,10 @@
-"""Reads the tensors and optimizers of a checkpoint, and writes them; bit-exact both ways. The only module here that needs torch.
+"""Reads the tensors and optimizers of a checkpoint, and writes them; bit-exact both ways.
 
-A group of tensors is a file `GROUP.safetensors`, or one per rank that wrote a part of it; everything else is in `state.json`. Nothing is
-pickled: reading a checkpoint runs no code. It does not look for damage: have CheckpointStore read the directory through first.
+The only module here that needs torch.
+
+A group of tensors is a file `GROUP.safetensors`, or one per rank that wrote a part of it;
+everything else is in `state.json`. Nothing is pickled: reading a checkpoint runs no code. It does
+not look for damage: have CheckpointStore read the directory through first.
 """
 
 import json
@@ -75,7 +78,8 @@ class CheckpointReader:
         groups: the outlines of the tensors, by group and name.
 
     Raises:
-        IntegrityError: if the files are not in the format that unisono writes, or parts are missing.
+        IntegrityError: if the files are not in the format that unisono writes, or parts are
+            missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -108,7 +112,10 @@ class CheckpointReader:
         return whole
 
     def group(self, group: str) -> Tensors:
-        """All tensors of a group. Tensors that shared memory when they were saved share it again."""
+        """All tensors of a group.
+
+        Tensors that shared memory when they were saved share it again.
+        """
         found: Tensors = {}
         for name, places in self._places[group].items():
             first = next((other for other in found if self._places[group][other] is places), None)
@@ -138,7 +145,9 @@ class CheckpointReader:
         self._places[group].setdefault(name, []).append(_Place(file, name, shape, offsets))
 
     def _check_cover(self, group: str) -> None:
-        """Checks that the parts of a tensor cover it: within bounds, without overlap, and with the right number of values."""
+        """Checks that the parts of a tensor cover it: within bounds, without overlap, and with the
+        right number of values.
+        """
         for name, outline in self.groups[group].items():
             places = self._places[group][name]
             held = sum(torch.Size(place.shape).numel() for place in places)
@@ -167,7 +176,8 @@ def _unreadable(directory: Path, why: str) -> IntegrityError:
 def save_state(
     directory: Path, *, tensors: dict[str, Tensors], state: dict[str, Any]
 ) -> dict[str, FileEntry]:
-    """Writes groups of tensors and a state of plain values into an empty directory; returns the files.
+    """Writes groups of tensors and a state of plain values into an empty directory; returns the
+    files.
 
     Tensors that share memory (tied weights) are written once, and share memory again after reading.
 
@@ -223,7 +233,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
         names: of its parameters, in the order of its groups.
 
     Returns:
-        Tensors under `PARAMETER::KEY`, and values for the JSON state: hyperparameters by group, and non-tensor state.
+        Tensors under `PARAMETER::KEY`, and values for the JSON state: hyperparameters by group, and
+        non-tensor state.
     """
     tensors: Tensors = {}
     values: dict[str, Any] = {}
@@ -245,7 +256,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
 def load_optimizer(
     optimizer: torch.optim.Optimizer, names: list[str], tensors: Tensors, state: dict[str, Any]
 ) -> None:
-    """Restores what optimizer_tensors returned, bit-exactly (load_state_dict would cast to the parameter's dtype).
+    """Restores what optimizer_tensors returned, bit-exactly (load_state_dict would cast to the
+    parameter's dtype).
 
     Raises:
         IntegrityError: if the parameters or their groups differ.
@@ -293,14 +305,19 @@ def _misfit(why: str) -> IntegrityError:
 
 
 def _device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.device:
-    """The device of a tensor of the state: a step count is on the CPU unless the kernel reads it on the device."""
+    """The device of a tensor of the state: a step count is on the CPU unless the kernel reads it on
+    the device.
+    """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
 
 
 def _once(members: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """The distinct tensors, and further names of each. A view of a part of a different tensor is copied."""
+    """The distinct tensors, and further names of each.
+
+    A view of a part of a different tensor is copied.
+    """
     first: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     kept: Tensors = {}

@@ -1,4 +1,5 @@
-"""A run's checkpoints on disk: published atomically, verified before they are read, pruned by the retention policy.
+"""A run's checkpoints on disk: published atomically, verified before they are read, pruned by the
+retention policy.
 
 step-00000100/               published: complete when it was renamed to this name
 step-00000200.tmp-NONCE/     being written; locked by its writer, so that leftovers of a dead writer can be recognized and removed
@@ -53,14 +54,19 @@ class IntactCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. There is one writer at a time (the run's lock ensures it) and any number of readers."""
+    """The checkpoints of one run.
+
+    There is one writer at a time (the run's lock ensures it) and any number of readers.
+    """
 
     def __init__(self, root: Path, *, key: bytes) -> None:
         self.root = root
         self._key = key
         self._known = KnownStates()
         self._partial: set[Path] = set()
-        """Directories of failed saves that were not removed completely: another rank was still writing there."""
+        """Directories of failed saves that were not removed completely: another rank was still
+        writing there.
+        """
 
     def path(self, step: int) -> Path:
         """The path of a step's checkpoint, whether it exists or not."""
@@ -88,8 +94,8 @@ class CheckpointStore:
     ) -> Path:
         """Publishes a directory that `write` fills; returns its path.
 
-        An intact checkpoint of this step and run is never overwritten. The digests that `write` returns are used as they are; those files
-        are not read again.
+        An intact checkpoint of this step and run is never overwritten. The digests that `write`
+        returns are used as they are; those files are not read again.
 
         Raises:
             StorageFull: if there is not enough space; existing checkpoints are untouched.
@@ -127,12 +133,14 @@ class CheckpointStore:
         temporary: str | None = None,
         known: Mapping[str, FileEntry] | None = None,
     ) -> Iterator[Path]:
-        """Yields an empty directory; it is then digested, synced, signed and published, or removed on an error.
+        """Yields an empty directory; it is then digested, synced, signed and published, or removed
+        on an error.
 
         Args:
             threads: of each rank.
             holder: the host whose output_dir has all files.
-            temporary: the directory's name until then, if other processes write into it, too; see `temporary_name`.
+            temporary: the directory's name until then, if other processes write into it, too; see
+                `temporary_name`.
             known: files that are already synced, and their digests; read at the end.
 
         Raises:
@@ -143,7 +151,8 @@ class CheckpointStore:
         directory = self.root / (temporary or temporary_name(step, secrets.token_hex(4)))
         lock: int | None = None
         try:
-            # Not its parents: if the run's directory was removed, the front restores it together with the plan.
+            # Not its parents: if the run's directory was removed, the front restores it together
+            # with the plan.
             self.root.mkdir(mode=0o700, exist_ok=True)
             directory.mkdir(mode=0o700, exist_ok=temporary is not None)
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -176,7 +185,8 @@ class CheckpointStore:
         """Publishes files that were copied here, under their own manifest and its signature.
 
         Args:
-            directory: beside the checkpoints; its files are already synced and compared with the manifest.
+            directory: beside the checkpoints; its files are already synced and compared with the
+                manifest.
         """
         self._publish(directory, self.path(manifest.step), manifest)
         return self.path(manifest.step)
@@ -231,7 +241,9 @@ class CheckpointStore:
         )
 
     def prune(self, keep: int, protect: Collection[int] = (), *, every: int | None = None) -> Paths:
-        """Deletes old checkpoints; returns the deleted ones, oldest first. Foreign ones and the last one that was read back stay.
+        """Deletes old checkpoints; returns the deleted ones, oldest first.
+
+        Foreign ones and the last one that was read back stay.
 
         Args:
             keep: how many of the newest intact ones stay.
@@ -259,7 +271,10 @@ class CheckpointStore:
         self._partial = {directory for directory in self._partial if os.path.lexists(directory)}
 
     def sweep(self) -> Paths:
-        """Removes leftovers of dead writers: partially written and partially deleted directories. Returns what it removed."""
+        """Removes leftovers of dead writers: partially written and partially deleted directories.
+
+        Returns what it removed.
+        """
         try:
             leftovers = [
                 self.root / entry.name for entry in os.scandir(self.root) if _LEFTOVER.fullmatch(entry.name)
@@ -314,7 +329,11 @@ class CheckpointStore:
         return self._known.of(path, step=step_of(path.name), key=self._key)
 
     def _look_at(self, path: Path) -> Candidate:
-        """The state of a checkpoint. It is read through unless it is unchanged since this process, or one that recorded it, read it."""
+        """The state of a checkpoint.
+
+        It is read through unless it is unchanged since this process, or one that recorded it, read
+        it.
+        """
         found = self._recall(path)
         if found.intact is not None or found.foreign:
             return found
@@ -329,7 +348,9 @@ class CheckpointStore:
         return not manifest.is_signed_by(self._key)
 
     def _delete(self, path: Path) -> None:
-        """Renames before deleting, so that a crash in between leaves no published directory with missing files."""
+        """Renames before deleting, so that a crash in between leaves no published directory with
+        missing files.
+        """
         trash = self.root / f".trash-{step_of(path.name):08d}-{secrets.token_hex(4)}"
         path.rename(trash)
         fsync_dir(self.root)
@@ -397,7 +418,10 @@ def _digest_and_sync(directory: Path, known: Mapping[str, FileEntry]) -> dict[st
 
 
 def _writer_is_dead(path: Path) -> bool:
-    """Whether the lock on the directory is free. Without working locks the answer is yes: the run's lock already excludes other writers."""
+    """Whether the lock on the directory is free.
+
+    Without working locks the answer is yes: the run's lock already excludes other writers.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

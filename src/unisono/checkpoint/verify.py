@@ -1,8 +1,11 @@
-"""Reads a checkpoint or a final directory through and lists what is damaged, down to the tensor. Torch-free.
+"""Reads a checkpoint or a final directory through and lists what is damaged, down to the tensor.
 
-The manifest of a final directory (adapter/ or model/ of a run, or an export) has every file with its digest and those of its tensors. It is
-stored in the directory itself, so that a copy of the directory can be verified, too. transformers, peft and vLLM ignore it. Unlike a
-checkpoint's manifest it has no mac: nothing in such a directory is executed, and it is made to be shared.
+Torch-free.
+
+The manifest of a final directory (adapter/ or model/ of a run, or an export) has every file with
+its digest and those of its tensors. It is stored in the directory itself, so that a copy of the
+directory can be verified, too. transformers, peft and vLLM ignore it. Unlike a checkpoint's
+manifest it has no mac: nothing in such a directory is executed, and it is made to be shared.
 """
 
 import contextlib
@@ -38,7 +41,8 @@ Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign
 MODEL_MANIFEST = "unisono_manifest.json"
 _ADAPTER_SETTINGS = "adapter_config.json"
 _BASE = "base_model_name_or_path"
-# Files that users edit in a finished model; a change in any other file changes the weights or the tokenization.
+# Files that users edit in a finished model; a change in any other file changes the weights or the
+# tokenization.
 _FREE_TO_EDIT = ("README.md", "generation_config.json")
 
 Read = Callable[[Path], tuple[int, str]]
@@ -61,7 +65,10 @@ class Damage:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether the checkpoint must not be read. A foreign one may be if it is trusted; an extra file is never read."""
+        """Whether the checkpoint must not be read.
+
+        A foreign one may be if it is trusted; an extra file is never read.
+        """
         return self.kind not in ("foreign", "extra", "edited")
 
     def __str__(self) -> str:
@@ -70,7 +77,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Stamp:
-    """The state of a checkpoint when it was read through: its manifest, and size, time and inode of every file."""
+    """The state of a checkpoint when it was read through: its manifest, and size, time and inode of
+    every file.
+    """
 
     manifest: Manifest
     files: tuple[tuple[int, int, int], ...]
@@ -183,7 +192,9 @@ def inspect(
 
 
 def _names(path: Path) -> list[str]:
-    """The names in the directory; none if the run pruned it in the meantime, and its files are reported missing anyway."""
+    """The names in the directory; none if the run pruned it in the meantime, and its files are
+    reported missing anyway.
+    """
     try:
         return sorted(entry.name for entry in os.scandir(path))
     except FileNotFoundError:
@@ -219,7 +230,8 @@ def _inspect_file(
             if not contents:
                 return None
         elif not _has_size_elsewhere(path, name, found.st_size):
-            # Its size alone says that it is damaged, and a digest would find it nowhere else: a file of many gigabytes is not read for that.
+            # Its size alone says that it is damaged, and a digest would find it nowhere else: a
+            # file of many gigabytes is not read for that.
             return explain_damage(path, name, entry, FileEntry(bytes=found.st_size, xxh3_128=_UNREAD))
         size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
     except OSError as error:
@@ -237,7 +249,9 @@ def _has_size_elsewhere(path: Path, name: str, size: int) -> bool:
 
 
 def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:
-    """Like digest_file, but from the disk: pages of the file are dropped from the page cache before and after."""
+    """Like digest_file, but from the disk: pages of the file are dropped from the page cache before
+    and after.
+    """
     for_all = (0, 0, os.POSIX_FADV_DONTNEED)
     with contextlib.suppress(OSError):  # a file system without fadvise
         os.posix_fadvise(fd, *for_all)
@@ -303,7 +317,8 @@ class _Place:
 
 
 def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
-    """The tensors whose bytes differ from what was written, in file order; [HEADER] if the header is damaged.
+    """The tensors whose bytes differ from what was written, in file order; [HEADER] if the header
+    is damaged.
 
     Args:
         fd: the damaged file, open for reading.
@@ -328,7 +343,9 @@ def show_tensors(tensors: Sequence[str]) -> str:
 
 
 def _places(fd: int, entry: FileEntry) -> list[_Place] | None:
-    """The position of each tensor according to the header; None if the header cannot be the one that was written."""
+    """The position of each tensor according to the header; None if the header cannot be the one
+    that was written.
+    """
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if length > min(_HEADER_LIMIT_BYTES, entry.bytes):
         return None
@@ -368,7 +385,9 @@ class ModelManifest(Vouched):
     """All files of a final directory, by relative path."""
 
     adapter_settings: str = ""
-    """The digest of adapter_config.json without `base_model_name_or_path`, which differs between machines."""
+    """The digest of adapter_config.json without `base_model_name_or_path`, which differs between
+    machines.
+    """
 
     @field_validator("files")
     @classmethod
@@ -405,7 +424,8 @@ class ModelCheck:
                     f"{self.path.name}/{finding}",
                     str(self.path / finding.file),
                     f"{MODEL_MANIFEST} in this directory has the digest of every file as written",
-                    f"{restore}; if the change is intended, delete {self.path / MODEL_MANIFEST}: the files are then not verified",
+                    f"{restore}; if the change is intended, delete {self.path / MODEL_MANIFEST}: the files"
+                    " are then not verified",
                 )
                 for finding in self.findings
                 if finding.is_fatal
@@ -455,14 +475,17 @@ def read_digest(file: Path) -> tuple[int, str]:
     """The size of a file in bytes, and the XXH3-128 of its content, read now.
 
     Raises:
-        OSError: if it is missing, unreadable, or not a regular file (a named pipe would wait for a writer).
+        OSError: if it is missing, unreadable, or not a regular file (a named pipe would wait for a
+            writer).
     """
     with open_plain(file) as stream:
         return digest_file(stream.fileno())
 
 
 def listed_files(directory: Path) -> list[Path]:
-    """The files that `check_model` reads: those in the manifest that exist; none without a readable manifest."""
+    """The files that `check_model` reads: those in the manifest that exist; none without a readable
+    manifest.
+    """
     try:
         manifest = read_model_manifest(directory)
     except (OSError, ManifestError):
@@ -515,7 +538,9 @@ def _compare(directory: Path, name: str, manifest: ModelManifest, read: Read) ->
 
 
 def _settings_digest(file: Path) -> str:
-    """Of the values in adapter_config.json without the path of the base model; empty if it is not a JSON object."""
+    """Of the values in adapter_config.json without the path of the base model; empty if it is not a
+    JSON object.
+    """
     try:
         value = parse_json(read_bytes(file))
     except (OSError, ValueError):

@@ -1,7 +1,11 @@
-"""Writes the files of a checkpoint: tensors as safetensors, plain values as state.json; and what a failed write means. Torch-free.
+"""Writes the files of a checkpoint: tensors as safetensors, plain values as state.json; and what a
+failed write means.
 
-A file may hold parts of tensors: the shards of several ranks. Then its metadata has, for each part, its place in the whole tensor.
-Digests are of the bytes that were meant, not of what a second reading finds: damage on the way to the disk is found by `verify`.
+Torch-free.
+
+A file may hold parts of tensors: the shards of several ranks. Then its metadata has, for each part,
+its place in the whole tensor. Digests are of the bytes that were meant, not of what a second
+reading finds: damage on the way to the disk is found by `verify`.
 """
 
 import contextlib
@@ -32,7 +36,9 @@ from unisono.errors import (
 from unisono.text import show_bytes
 
 PARTS = "unisono.parts"
-"""Key in the header's metadata: for each part, the full shape of its tensor and the part's offsets, as JSON."""
+"""Key in the header's metadata: for each part, the full shape of its tensor and the part's offsets,
+as JSON.
+"""
 ALIASES = "unisono.aliases"
 """Key in the header's metadata: further names of tensors that share memory, as JSON."""
 STATE = "state.json"
@@ -68,7 +74,8 @@ class TensorPart:
     Attributes:
         dtype: safetensors' name for it, e.g. F32 or BF16.
         shape: the shape of this part.
-        read: returns its bytes, contiguous; called when they are written, so they may be made only then.
+        read: returns its bytes, contiguous; called when they are written, so they may be made only
+            then.
         whole: the shape of the full tensor; None if this part is all of it.
         offsets: where the part begins in the full tensor, per dimension.
     """
@@ -87,7 +94,9 @@ class TensorPart:
 
 
 def file_order(parts: Iterable[TensorPart]) -> list[TensorPart]:
-    """The order of parts in a file: wide types first, so that each part is aligned to its type; then as given."""
+    """The order of parts in a file: wide types first, so that each part is aligned to its type;
+    then as given.
+    """
     return sorted(parts, key=lambda part: -ITEM_BYTES[part.dtype])
 
 
@@ -186,7 +195,8 @@ def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> 
 
     Args:
         groups: names of tensor groups, each in its own files.
-        state: dicts with string keys, lists, tuples, str, int, float, bool, None. Tuples stay tuples, floats stay bit-exact.
+        state: dicts with string keys, lists, tuples, str, int, float, bool, None. Tuples stay
+            tuples, floats stay bit-exact.
         shards: number of files per group.
 
     Raises:
@@ -324,7 +334,9 @@ class StorageFull(StorageFailed):
 
 
 def disk_full(problem: Problem, *, phase: str) -> Verdict:
-    """The verdict on a full disk, from the problem that reports it; the caller adds the node, if known."""
+    """The verdict on a full disk, from the problem that reports it; the caller adds the node, if
+    known.
+    """
     known = find_cause("disk_full")
     return Verdict(
         cause="disk_full",
@@ -342,7 +354,11 @@ def free_bytes(directory: Path) -> int:
 
 
 def write_failure(error: BaseException, target: Path, temporary: Path) -> StorageFailed | None:
-    """The error for the user after an exception during a write; None if the storage is not the cause. Removes what was written."""
+    """The error for the user after an exception during a write; None if the storage is not the
+    cause.
+
+    Removes what was written.
+    """
     if isinstance(error, StorageFailed):
         error.path = target
         return None

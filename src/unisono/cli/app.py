@@ -1,4 +1,6 @@
-"""The program `unisono`: its commands, global flags, options that several commands share, and the presentation of errors."""
+"""The program `unisono`: its commands, global flags, options that several commands share, and the
+presentation of errors.
+"""
 
 import functools
 import importlib
@@ -31,10 +33,12 @@ from unisono.cli.output import (
 from unisono.text import columns, wrapped
 
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[1]
-"""What the parser of command lines raises: the UsageError of click, or of the click inside typer."""
+"""What the parser of command lines raises: the UsageError of click, or of the click inside
+typer.
+"""
 
-# Command: its module in this room, its function (a group: its Typer), its line in `unisono --help` (at most 62 characters, one line in
-# 80 columns), and a command that can be pasted.
+# Command: its module in this room, its function (a group: its Typer), its line in `unisono --help`
+# (at most 62 characters, one line in 80 columns), and a command that can be pasted.
 _COMMANDS: dict[str, tuple[str, str, str, str]] = {
     "init": (
         "init",
@@ -150,7 +154,9 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
 
 
 class _WithGlobalFlags:
-    """Help that lists the flags of every command; `split_globals` takes them before the parser sees them."""
+    """Help that lists the flags of every command; `split_globals` takes them before the parser sees
+    them.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)  # type: ignore[misc]
@@ -177,7 +183,10 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="unisono",
         cls=_Group,
-        help="Fine-tune language models. Runs show their plan before they start, and report the cause when they fail.",
+        help=(
+            "Fine-tune language models. Runs show their plan before they start, and report the cause when"
+            " they fail."
+        ),
         epilog="For example: unisono train train.yaml",
         add_completion=False,
         no_args_is_help=True,
@@ -322,7 +331,9 @@ def _help_lines(translator: Any, text: str, width: int) -> list[str]:
 
 
 def _refuse_without_directory(words: list[str]) -> None:
-    """Refuses to run without a usable working directory, which paths and child processes depend on. Help needs none.
+    """Refuses to run without a usable working directory, which paths and child processes depend on.
+
+    Help needs none.
 
     Raises:
         UsageError: if it is gone.
@@ -343,7 +354,10 @@ def _refuse_without_directory(words: list[str]) -> None:
 
 
 def _with_lost_output(code: int, words: list[str]) -> int:
-    """The exit code; 6 if the results of a command could not be written. The outcome of a run stands: its directory has it."""
+    """The exit code; 6 if the results of a command could not be written.
+
+    The outcome of a run stands: its directory has it.
+    """
     lost = lost_output()
     if lost is None:
         return code
@@ -354,7 +368,9 @@ def _with_lost_output(code: int, words: list[str]) -> int:
 
 
 def _show(error: Exception, words: list[str]) -> int:
-    """Shows an error for the user in plain lines, and a bug with its traceback; returns the exit code."""
+    """Shows an error for the user in plain lines, and a bug with its traceback; returns the exit
+    code.
+    """
     from unisono.errors import UnisonoError, storage_failure, unusable_path
 
     printer, command = output(), words[0] if words else ""
@@ -514,7 +530,9 @@ def _range_of(param: Any, message: str) -> str:
 
 
 def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
-    """Emits the error as JSON: `train` and `run` emit lines that end with a result, other commands a single object."""
+    """Emits the error as JSON: `train` and `run` emit lines that end with a result, other commands
+    a single object.
+    """
     if command not in ("train", "run"):
         output().emit({"kind": "refused", "schema": 1, **body})
         return

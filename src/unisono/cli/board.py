@@ -1,4 +1,6 @@
-"""The commands `unisono board`: runs in a browser, live or as one file; and `unisono runs`: a list of them."""
+"""The commands `unisono board`: runs in a browser, live or as one file; and `unisono runs`: a list
+of them.
+"""
 
 import sys
 import time
@@ -46,12 +48,16 @@ def board(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help="Address to listen on; others than this machine's own can be reached by others, unencrypted.",
+            help=(
+                "Address to listen on; others than this machine's own can be reached by others, unencrypted."
+            ),
         ),
     ] = "127.0.0.1",
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
 ) -> None:
-    """Show runs in a browser while they are active or afterwards: status, verdict, curves, ranks, data, checkpoints, samples, config and log."""
+    """Show runs in a browser while they are active or afterwards: status, verdict, curves, ranks,
+    data, checkpoints, samples, config and log.
+    """
     runs = runs or _DEFAULT
     _refuse_other_paths(runs, "unisono board runs/demo")
     if out is not None:
@@ -68,7 +74,9 @@ def list_(
         ),
     ] = None,
 ) -> None:
-    """List the runs in a directory, the last written first: state, step, loss, age and the newest verdict."""
+    """List the runs in a directory, the last written first: state, step, loss, age and the newest
+    verdict.
+    """
     from unisono.board.follow import find_runs
     from unisono.board.regions import summarize_run
 
@@ -173,7 +181,8 @@ def _write_file(runs: list[Path], out: Path) -> None:
         printer.emit({"kind": "board", "schema": 1, "runs": found})
     else:
         printer.result(
-            f"{out}: {len(found)} run{'s' * (len(found) != 1)}, {show_bytes(len(text.encode()))}; open it in a browser"
+            f"{out}: {len(found)} run{'s' * (len(found) != 1)}, {show_bytes(len(text.encode()))}; open it in"
+            " a browser"
         )
 
 
@@ -202,7 +211,8 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
             printer.result(url)
         if host not in _LOOPBACK:
             printer.warn(
-                f"warning: others can reach {host}, and the line is not encrypted; on the same machine, and through an SSH tunnel, --host is not needed"
+                f"warning: others can reach {host}, and the line is not encrypted; on the same machine, and"
+                " through an SSH tunnel, --host is not needed"
             )
         if is_opened:
             _open_browser(url)
@@ -224,7 +234,8 @@ def refuse_without_extra(command: str, *, why: str) -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise UsageError.of(
-            f"`{command}` needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed",
+            f"`{command}` needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not"
+            " installed",
             where=command,
             why=why,
             fix="pip install 'unisono[board]'",
@@ -232,7 +243,9 @@ def refuse_without_extra(command: str, *, why: str) -> None:
 
 
 def _open_browser(url: str) -> None:
-    """Opens a browser where there is a screen; never a text browser, which would take the terminal."""
+    """Opens a browser where there is a screen; never a text browser, which would take the
+    terminal.
+    """
     import threading
     import webbrowser
 

@@ -36,7 +36,9 @@ _HELP = (
     ("Ctrl-C", "end the answer"),
 )
 _ENDS = ("/exit", "/quit", "/bye", "exit", "quit")
-"""Lines that end a conversation; those of ollama, llama.cpp and of a Python shell are among them."""
+"""Lines that end a conversation; those of ollama, llama.cpp and of a Python shell are among
+them.
+"""
 
 
 def chat(
@@ -52,7 +54,10 @@ def chat(
     seed: Seed = 0,
     step: Step = None,
 ) -> None:
-    """Chat with a model. Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Chat with a model.
+
+    Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation.
+    """
     from unisono.cli.llamafactory_file import read_inference_request
     from unisono.cli.terminal import Progress
     from unisono.supervise.task_process import TaskProcess

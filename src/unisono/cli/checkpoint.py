@@ -1,4 +1,6 @@
-"""The commands `unisono checkpoint ls`, `verify` and `prune`, and `unisono export`: the saved states of a run."""
+"""The commands `unisono checkpoint ls`, `verify` and `prune`, and `unisono export`: the saved
+states of a run.
+"""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,7 +44,10 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="gguf for llama.cpp and Ollama; of the LoRA of an image model: diffusers, or kohya for A1111 and ComfyUI.",
+            help=(
+                "gguf for llama.cpp and Ollama; of the LoRA of an image model: diffusers, or kohya for A1111"
+                " and ComfyUI."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -61,7 +66,9 @@ def export(
         bool, typer.Option("--no-read-back", help="Do not load what was written again; GGUF always is.")
     ] = False,
 ) -> None:
-    """Write the adapter, or the whole model, with tokenizer, chat template and generation_config."""
+    """Write the adapter, or the whole model, with tokenizer, chat template and
+    generation_config.
+    """
     from unisono.cli.llamafactory_file import read_inference_file, split_prompt
     from unisono.cli.terminal import Progress
     from unisono.errors import UsageError, require_writable
@@ -138,7 +145,10 @@ def _gguf_request(quantize: str | None, *, adapter: bool, is_gguf: bool) -> dict
                 f"{kind} needs llama-quantize of llama.cpp, which is not on the PATH",
                 where="--quantize",
                 why="without it f16, bf16 and f32 can be written",
-                fix=f"export with --quantize f16, and on a machine with llama.cpp type: llama-quantize OUT/model-f16.gguf model-{kind}.gguf {kind.upper()}",
+                fix=(
+                    "export with --quantize f16, and on a machine with llama.cpp type: llama-quantize"
+                    f" OUT/model-f16.gguf model-{kind}.gguf {kind.upper()}"
+                ),
             )
     return {"quantize": kind, "adapter": adapter, "tool": tool}
 
@@ -147,13 +157,15 @@ def _gguf_lines(result: dict[str, Any]) -> list[str]:
     from unisono.text import one_line, show_bytes
 
     lines = [
-        f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}), {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+        f"{result['out']}: {result['what']} ({result['architecture']}, {result['dtype']}),"
+        f" {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
     ]
     differs = f"its tensors differ by at most {result['differs_by']:.1e} of their size"
     lines.append(f"  read again, tensor by tensor: {differs if result['differs_by'] else 'equal'}")
     if (back := result["read_back"]) is not None:
         lines.append(
-            f"  loaded in llama.cpp: its logits differ by {back['differs_by']:.1e} of their spread from those of the model that was written"
+            f"  loaded in llama.cpp: its logits differ by {back['differs_by']:.1e} of their spread from those"
+            " of the model that was written"
             if back["compared"] == "logits"
             else f"  not loaded in llama.cpp, as {back['why']}"
         )
@@ -171,7 +183,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
     from unisono.text import one_line, show_bytes
 
     lines = [
-        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of {one_line(result['description'])}"
+        f"{result['out']}: {result['what']}, {show_bytes(result['bytes'])}, of"
+        f" {one_line(result['description'])}"
     ]
     if result.get("pictures"):
         file = next(f"{result['out']}/{name}" for name in result["files"] if name.endswith(".safetensors"))
@@ -182,18 +195,20 @@ def _lines(result: dict[str, Any]) -> list[str]:
     if result["merged"]:
         difference = result["logits_differ_by"]
         lines.append(
-            f"  its logits differ from base plus adapter by {difference:.1e} of their spread ({result['dtype']})"
+            f"  its logits differ from base plus adapter by {difference:.1e} of their spread"
+            f" ({result['dtype']})"
         )
         if result["dequantized"]:
             lines.append(
-                f"  the base weights were quantized in training; they are written as they were computed with, rounded to {result['dtype']}:"
-                " quantized again, they give other values"
+                "  the base weights were quantized in training; they are written as they were computed with,"
+                f" rounded to {result['dtype']}: quantized again, they give other values"
             )
     lines += _read_back(result)
     kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
     if result["what"] == "adapter":
         lines.append(
-            f"  its base model is {result['base']}; load both with peft.AutoPeftModelFor{kind}.from_pretrained({result['out']!r}{more})"
+            f"  its base model is {result['base']}; load both with"
+            f" peft.AutoPeftModelFor{kind}.from_pretrained({result['out']!r}{more})"
         )
     else:
         lines.append(f"  transformers.AutoModelFor{kind}.from_pretrained({result['out']!r}) loads it")
@@ -208,8 +223,8 @@ def _read_back(result: dict[str, Any]) -> list[str]:
     if back["compared"] == "digests":
         return [f"  read back: names, shapes and digests only, as {back['why']}"]
     return [
-        f"  read back: its {'logits' if back['compared'] == 'logits' else 'predictions'} differ by {back['differs_by']:.1e} of their spread"
-        " from those of the model that was written"
+        f"  read back: its {'logits' if back['compared'] == 'logits' else 'predictions'} differ by"
+        f" {back['differs_by']:.1e} of their spread from those of the model that was written"
     ]
 
 
@@ -233,7 +248,10 @@ def verify(
         typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
     ] = False,
 ) -> None:
-    """Read the checkpoints of a run, and its final adapter or model, completely, and report damage. The exit code is 7 if anything is damaged."""
+    """Read the checkpoints of a run, and its final adapter or model, completely, and report damage.
+
+    The exit code is 7 if anything is damaged.
+    """
     from unisono.errors import IntegrityError
 
     final = _check_final(run) if step is None else None
@@ -360,7 +378,10 @@ def _problems(readings: "list[Reading]") -> "list[Problem]":
 
     good = [_step(reading.path) for reading in readings if reading.intact]
     if good:
-        fix = f"nothing, if step {max(good)} is recent enough: the run resumes from it; otherwise restore the file from a copy"
+        fix = (
+            f"nothing, if step {max(good)} is recent enough: the run resumes from it; otherwise restore the"
+            " file from a copy"
+        )
     else:
         fix = "restore the file from a copy, or start from scratch with `unisono train … --fresh`"
     return [
@@ -460,7 +481,10 @@ def _age(moment: str | None, now: datetime) -> str:
 
 @app.command("ls", epilog="For example: unisono checkpoint ls runs/demo")
 def list_(run: Run) -> None:
-    """List the checkpoints of a run, oldest first. Only manifests and sizes are read, not the tensors."""
+    """List the checkpoints of a run, oldest first.
+
+    Only manifests and sizes are read, not the tensors.
+    """
     from unisono.checkpoint.retention import Rules, row_of
     from unisono.rundir import RunDir
 
@@ -493,7 +517,10 @@ def prune(
         ),
     ] = None,
 ) -> None:
-    """Delete old checkpoints and partial files of killed writers. The latest valid checkpoints, the last one read back, the best, and permanent ones are kept."""
+    """Delete old checkpoints and partial files of killed writers.
+
+    The latest valid checkpoints, the last one read back, the best, and permanent ones are kept.
+    """
     from unisono.errors import UsageError
     from unisono.rundir import RunDir
     from unisono.rundir.lock import read_holder
@@ -537,7 +564,9 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
 
 
 def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
-    """The section `checkpoint` of the run's config, empty if unreadable; and `keep_every` in steps."""
+    """The section `checkpoint` of the run's config, empty if unreadable; and `keep_every` in
+    steps.
+    """
     from unisono.files import read_object
 
     plan = read_object(files.plan)
@@ -548,7 +577,9 @@ def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
 
 
 def _refuse_damaged_plan(files: "RunDir") -> None:
-    """Refuses to prune with an unreadable plan, which says what is kept forever, and whether the best is kept."""
+    """Refuses to prune with an unreadable plan, which says what is kept forever, and whether the
+    best is kept.
+    """
     from unisono.errors import UsageError
     from unisono.files import read_json
     from unisono.text import why_unreadable

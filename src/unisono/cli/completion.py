@@ -1,4 +1,6 @@
-"""The command `unisono completion`: scripts for bash, zsh and fish, and the words that they offer for a command line."""
+"""The command `unisono completion`: scripts for bash, zsh and fish, and the words that they offer
+for a command line.
+"""
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +12,9 @@ import typer
 from unisono.cli.output import GLOBAL_FLAGS, output
 
 Word = tuple[str, str]
-"""A word to offer, and its description. A word that ends with `=`, `.` or `/` is to be continued."""
+"""A word to offer, and its description. A word that ends with `=`, `.` or `/` is to be
+continued.
+"""
 
 _BASH = """\
 _unisono() {
@@ -62,7 +66,9 @@ def completion(
     line: Annotated[str | None, typer.Option("--line", hidden=True)] = None,
     breaks: Annotated[str, typer.Option("--breaks", hidden=True)] = "",
 ) -> None:
-    """Print the script that makes the Tab key complete commands, options, config keys, runs and files."""
+    """Print the script that makes the Tab key complete commands, options, config keys, runs and
+    files.
+    """
     from unisono.errors import UsageError
 
     if shell not in _SCRIPTS:
@@ -78,7 +84,9 @@ def completion(
 
 
 def shown(found: Iterable[Word], line: str, *, shell: str, breaks: str) -> Iterator[Word]:
-    """The words as a shell takes them: bash replaces only what follows the last of its `breaks`, e.g. `=`."""
+    """The words as a shell takes them: bash replaces only what follows the last of its `breaks`,
+    e.g. `=`.
+    """
     current = split(line)[1]
     cut = 1 + max((current.rfind(mark) for mark in breaks if mark in "=:"), default=-1)
     for word, text in found:

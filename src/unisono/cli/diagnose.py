@@ -1,4 +1,6 @@
-"""The commands `unisono diagnose`: what ended a run, from its logs; `unisono logs`: the output of its ranks; and `unisono explain`: the meaning of a cause or an environment variable."""
+"""The commands `unisono diagnose`: what ended a run, from its logs; `unisono logs`: the output of
+its ranks; and `unisono explain`: the meaning of a cause or an environment variable.
+"""
 
 import sys
 import time
@@ -34,7 +36,9 @@ def diagnose(
         bool, typer.Option("--ask", help="Ask questions that distinguish the possible causes, one at a time.")
     ] = False,
 ) -> None:
-    """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit, the evidence and the fix."""
+    """Read the logs of a failed run of any tool, or a bug report, and show the cause, the culprit,
+    the evidence and the fix.
+    """
     from unisono.cli.terminal import ReadingLine
     from unisono.diagnose.reading import diagnose_paths
 
@@ -83,14 +87,19 @@ _QUOTED_CHARS = 90
 
 
 def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
-    """The hypotheses with what speaks for them, and the questions that would tell them apart, for people."""
+    """The hypotheses with what speaks for them, and the questions that would tell them apart, for
+    people.
+    """
     from unisono.text import one_line
 
     for number, one in enumerate(ranking.hypotheses, 1):
         seen = dict.fromkeys(
             f'{item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"' for item in one.because
         )
-        yield f"  {number}  {one.cause:<26} {one.likelihood:<9} {'; '.join(list(seen)[:_SHOWN]) or 'it is frequent'}"
+        yield (
+            f"  {number}  {one.cause:<26} {one.likelihood:<9}"
+            f" {'; '.join(list(seen)[:_SHOWN]) or 'it is frequent'}"
+        )
         for item in one.against[:1]:
             yield f'     against: {item.where} "{one_line(item.text, limit=_QUOTED_CHARS)}"'
         if one.check:
@@ -277,7 +286,10 @@ def _explain_symptom(text: str, name: str | None) -> None:
         raise UsageError.of(
             "nothing in these words is recognized",
             where=text,
-            fix='describe what happens and when, in English or Chinese, e.g. "hangs after the model is loaded, 2 nodes"',
+            fix=(
+                'describe what happens and when, in English or Chinese, e.g. "hangs after the model is'
+                ' loaded, 2 nodes"'
+            ),
         )
     ranking = rank(features, is_failure=True)
     body: dict[str, object] = {
@@ -307,7 +319,10 @@ def cause_lines(cause: "Cause") -> list[str]:
     retry = "can help" if cause.retry_helps else "does not help by itself"
     lines += [
         "",
-        f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). A retry {retry}. Found {' and '.join(cause.when)} a run.",
+        (
+            f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). A retry {retry}. Found"
+            f" {' and '.join(cause.when)} a run."
+        ),
     ]
     drills = _drills(cause)
     if drills:
@@ -383,8 +398,8 @@ _SUGGESTED, _MISSPELLED = 3, 0.8
 def nearest_entries(name: str) -> list[str]:
     """Up to three causes and variables that a name may mean.
 
-    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or a word of their
-    titles; else it is only a little like a name.
+    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or
+    a word of their titles; else it is only a little like a name.
     """
     from unisono.causes import CATALOGUE
     from unisono.causes.variables import VARIABLES

@@ -1,4 +1,6 @@
-"""The commands `unisono doctor`: checks of machines and nodes before a run; and `unisono drill`: fault injection on this machine."""
+"""The commands `unisono doctor`: checks of machines and nodes before a run; and `unisono drill`:
+fault injection on this machine.
+"""
 
 import contextlib
 import signal
@@ -80,7 +82,10 @@ def doctor(
         bool, typer.Option("--end-orphans", help="End your ranks left over from earlier runs.")
     ] = False,
 ) -> None:
-    """Check this machine before a run, or with --nodes, --hosts or --launcher all nodes of a job. The exit code is 6 if a check fails."""
+    """Check this machine before a run, or with --nodes, --hosts or --launcher all nodes of a job.
+
+    The exit code is 6 if a check fails.
+    """
     from unisono.cli.screen import Screen
     from unisono.doctor.check import DoctorRequest
     from unisono.doctor.cluster_doctor import examine_with_launcher
@@ -149,7 +154,11 @@ def drill(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the faults; start nothing.")] = False,
 ) -> None:
-    """Inject each fault into a tiny run on this machine, and show the detected cause, the time, and what is left behind. The exit code is 6 if a result is wrong."""
+    """Inject each fault into a tiny run on this machine, and show the detected cause, the time, and
+    what is left behind.
+
+    The exit code is 6 if a result is wrong.
+    """
     from unisono.drill.drills import choose, drills_table, results_table
 
     printer = output()

@@ -1,4 +1,6 @@
-"""The commands `unisono generate` and `unisono eval`: answers of a trained model to prompts, and its scores on a data file."""
+"""The commands `unisono generate` and `unisono eval`: answers of a trained model to prompts, and
+its scores on a data file.
+"""
 
 import sys
 from pathlib import Path
@@ -66,7 +68,10 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Overrides of keys of a LLaMA-Factory file; or model.tokenizer=DIR for an image model in one file.",
+            help=(
+                "Overrides of keys of a LLaMA-Factory file; or model.tokenizer=DIR for an image model in one"
+                " file."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -84,7 +89,10 @@ def generate(
         typer.Option(
             "--out",
             metavar="FILE|DIR",
-            help="Write the answers to this file, one JSON object per line; or the pictures of an image model into this directory.",
+            help=(
+                "Write the answers to this file, one JSON object per line; or the pictures of an image model"
+                " into this directory."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -132,7 +140,10 @@ def generate(
         str | None, typer.Option(help="Image model: what pictures should not show.", show_default=False)
     ] = None,
 ) -> None:
-    """Answer one prompt, or each prompt of a file; with an image model, draw pictures. Answers go to stdout, everything else to stderr."""
+    """Answer one prompt, or each prompt of a file; with an image model, draw pictures.
+
+    Answers go to stdout, everything else to stderr.
+    """
     from unisono.cli.llamafactory_file import read_inference_request, split_prompt
     from unisono.errors import UsageError
     from unisono.rundir.records import is_image_model
@@ -192,7 +203,10 @@ def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
             raise UsageError.of(
                 f"{word!r} is not expected",
                 where="command line",
-                why="an image model takes only model.tokenizer=DIR and diffusion.prediction=epsilon|v_prediction, for a whole model in one file",
+                why=(
+                    "an image model takes only model.tokenizer=DIR and"
+                    " diffusion.prediction=epsilon|v_prediction, for a whole model in one file"
+                ),
                 fix="remove it; `--help` lists the options",
             )
         if key == "diffusion.prediction" and value not in ("auto", "epsilon", "v_prediction"):
@@ -343,17 +357,23 @@ def evaluate(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Write each answer (for a preference run, the rewards of each row) to this file, one JSON object per line.",
+            help=(
+                "Write each answer (for a preference run, the rewards of each row) to this file, one JSON"
+                " object per line."
+            ),
             show_default=False,
         ),
     ] = None,
     step: Step = None,
 ) -> None:
-    """Measure loss and perplexity over the loss tokens, and exact match, ROUGE-L and BLEU of greedy answers.
+    """Measure loss and perplexity over the loss tokens, and exact match, ROUGE-L and BLEU of greedy
+    answers.
 
-    For a reward model, or a run with another preference objective: the loss, and the rewards of chosen and rejected answers.
+    For a reward model, or a run with another preference objective: the loss, and the rewards of
+    chosen and rejected answers.
 
-    A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers are written to its output_dir.
+    A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers
+    are written to its output_dir.
     """
     import json
 
@@ -419,7 +439,8 @@ def _predict(request: dict[str, Any]) -> None:
     printer.result(f"  in {result['out']}: {', '.join(result['files'])}")
     if result["rouge"] == "ours":
         printer.notify(
-            "ROUGE is of words by a rule; `pip install 'unisono[llamafactory]'` installs what LLaMA-Factory finds them with"
+            "ROUGE is of words by a rule; `pip install 'unisono[llamafactory]'` installs what LLaMA-Factory"
+            " finds them with"
         )
 
 
@@ -451,7 +472,9 @@ def table(result: dict[str, Any], data: str) -> list[str]:
 
 
 class AnswerWriter:
-    """Writes an answer piece by piece to stdout; a terminal gets whole words, with escapes for control characters."""
+    """Writes an answer piece by piece to stdout; a terminal gets whole words, with escapes for
+    control characters.
+    """
 
     def __init__(self) -> None:
         self._width, self._is_terminal = terminal_width(sys.stdout), sys.stdout.isatty()

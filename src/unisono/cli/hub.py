@@ -1,4 +1,6 @@
-"""The commands `unisono download`: a model or dataset of the hub into its cache; and `unisono push`: the result of a run to the hub."""
+"""The commands `unisono download`: a model or dataset of the hub into its cache; and `unisono
+push`: the result of a run to the hub.
+"""
 
 import tempfile
 from pathlib import Path
@@ -38,7 +40,10 @@ def download(
         ),
     ] = False,
 ) -> None:
-    """Download a model or dataset into the cache of the Hugging Face hub, and verify every file. Files that are there are kept."""
+    """Download a model or dataset into the cache of the Hugging Face hub, and verify every file.
+
+    Files that are there are kept.
+    """
     from unisono.cli.terminal import ReadingLine
     from unisono.hub import download as hub
 
@@ -116,7 +121,9 @@ def push(
         bool, typer.Option("--dry-run", help="Show the model card and the files; upload nothing.")
     ] = False,
 ) -> None:
-    """Upload the adapter or model of a run to the Hugging Face hub, with a model card made from the run."""
+    """Upload the adapter or model of a run to the Hugging Face hub, with a model card made from the
+    run.
+    """
     from unisono.cli.terminal import Progress
     from unisono.hub import publish
     from unisono.text import show_bytes
@@ -139,7 +146,8 @@ def push(
         printer.emit({"schema": 1, "repo": repo, "commit": commit, "files": _rows(made)})
     else:
         printer.result(
-            f"{repo}@{commit[:12]}: {made.what}, {len(made.files)} files, {show_bytes(made.bytes)}, compared with the hub's digests"
+            f"{repo}@{commit[:12]}: {made.what}, {len(made.files)} files, {show_bytes(made.bytes)}, compared"
+            " with the hub's digests"
         )
 
 

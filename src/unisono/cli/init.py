@@ -1,4 +1,6 @@
-"""The commands before training: `unisono init`, a commented config to start from, and `unisono data preview`, the rows as the model sees them."""
+"""The commands before training: `unisono init`, a commented config to start from, and `unisono data
+preview`, the rows as the model sees them.
+"""
 
 from dataclasses import asdict
 from importlib import resources
@@ -63,9 +65,11 @@ def init(
         text, found = for_rows(name, text, data)
     printer = output()
     if out is None:
-        printer.emit(
-            {"schema": 1, "template": name, "text": text, **found}
-        ) if printer.json else printer.verbatim(text.rstrip("\n"))
+        (
+            printer.emit({"schema": 1, "template": name, "text": text, **found})
+            if printer.json
+            else printer.verbatim(text.rstrip("\n"))
+        )
         return
     _write_new(out, text)
     if printer.json:
@@ -129,15 +133,18 @@ def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
 
     printer = output()
     printer.notify(
-        f"{rows['rows']:,} rows, {rows['format']}: {one_line(rows['why'])}; the longest has about {rows['longest']:,} tokens"
+        f"{rows['rows']:,} rows, {rows['format']}: {one_line(rows['why'])}; the longest has about"
+        f" {rows['longest']:,} tokens"
     )
     if rows["bad"]:
         printer.warn(
-            f"warning: {rows['bad']:,} rows cannot be used, the first at {one_line(rows['first_bad'])} (fix them, or set data.on_bad_row: skip)"
+            f"warning: {rows['bad']:,} rows cannot be used, the first at {one_line(rows['first_bad'])} (fix"
+            " them, or set data.on_bad_row: skip)"
         )
     printer.notify(
-        f"about {rows['sequences']:,} sequence{'' if rows['sequences'] == 1 else 's'} of up to {rows['max_length']:,} tokens, {extent.global_batch} a step: about {extent.steps:,} optimizer steps in"
-        f" {extent.epochs} epoch{'' if extent.epochs == 1 else 's'}"
+        f"about {rows['sequences']:,} sequence{'' if rows['sequences'] == 1 else 's'} of up to"
+        f" {rows['max_length']:,} tokens, {extent.global_batch} a step: about {extent.steps:,} optimizer"
+        f" steps in {extent.epochs} epoch{'' if extent.epochs == 1 else 's'}"
     )
 
 
@@ -192,7 +199,9 @@ _COMMENTS_OF_TEMPLATES_AT = 35  # their column
 
 
 def _filled(text: str, values: dict[str, tuple[str, str]]) -> str:
-    """The text of a template with values and comments in place of its own; a section's new key `objective` stands before `data`."""
+    """The text of a template with values and comments in place of its own; a section's new key
+    `objective` stands before `data`.
+    """
     lines, section = [], ""
     for line in text.splitlines():
         key, colon, _ = line.partition(":")
@@ -282,7 +291,9 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
 
 
 def _list_refused_keys(translation: "Translation", error: "UnisonoError") -> None:
-    """Emits the keys also where there is no config; a file of a different verb has none, and yet its keys may all be fine."""
+    """Emits the keys also where there is no config; a file of a different verb has none, and yet
+    its keys may all be fine.
+    """
     for line in error.lines():
         output().warn(line)
     output().emit({"schema": 1, **translation.to_json(), "problems": error.to_json()["problems"]})
@@ -316,7 +327,9 @@ _COMMENT_AT = 48  # the column of comments
 
 
 def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
-    """YAML in our keys, and only those; a comment names the key of the file, or LLaMA-Factory's default."""
+    """YAML in our keys, and only those; a comment names the key of the file, or LLaMA-Factory's
+    default.
+    """
     assert loaded.translation is translation
     ignored = [key.key for key in translation.keys if key.fate == "ignored"]
     lines = [f"# Translated from {translation.name}, a file of LLaMA-Factory."]
@@ -370,7 +383,9 @@ def preview(
         typer.Option("--ids", help="With --json: add the token ids, and which of them count in the loss."),
     ] = False,
 ) -> None:
-    """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of rows."""
+    """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of
+    rows.
+    """
     from unisono.cli.output import output
     from unisono.config import load_config
     from unisono.errors import UsageError
@@ -400,7 +415,9 @@ def preview(
 
 
 def _show(found: dict[str, Any]) -> None:
-    """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens elsewhere."""
+    """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens
+    elsewhere.
+    """
     import sys
 
     from rich.console import Console
@@ -434,7 +451,9 @@ _STYLES: dict[Kind, str] = {"": "", "loss": "bold green", "lost": "strike"}
 
 
 def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
-    """The lines of a preview, without control characters; bars fit a terminal of `width` columns if not 0."""
+    """The lines of a preview, without control characters; bars fit a terminal of `width` columns if
+    not 0.
+    """
     lines: list[Line] = []
     for row in found["rows"]:
         for part in _parts(row):
@@ -469,7 +488,10 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
 
     share = row["loss_tokens"] / max(1, row["tokens"])
     spans = " + ".join(f"{run['tokens']}{_counts(run)}" for run in row["runs"])
-    head = f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) = {spans}"
+    head = (
+        f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) ="
+        f" {spans}"
+    )
     lines: list[Line] = [[(head, "")], []]
     for run in row["runs"]:
         kind: Kind = "loss" if run["loss"] else ""
@@ -510,8 +532,9 @@ def _figure_lines(data: dict[str, Any]) -> list[str]:
         part = data[split]
         if part:
             lines.append(
-                f"{split:<9} {part['rows']:,} rows in {part['sequences']:,} sequences, {part['tokens']:,} tokens, "
-                f"{part['loss_tokens'] / part['tokens']:.1%} in the loss; longest row {part['longest_row']:,}"
+                f"{split:<9} {part['rows']:,} rows in {part['sequences']:,} sequences, {part['tokens']:,}"
+                f" tokens, {part['loss_tokens'] / part['tokens']:.1%} in the loss; longest row"
+                f" {part['longest_row']:,}"
             )
     return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
 
@@ -532,9 +555,10 @@ def _ledger_lines(found: dict[str, Any]) -> list[str]:
     for source in found["ledger"]["sources"]:
         dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
         lines.append(
-            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,} used{dropped}, {source['bad']:,} bad; "
-            f"of the used {source['cut']:,} cut ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,} with parts not rendered, "
-            f"{source['eval']:,} for evaluation"
+            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
+            f" used{dropped}, {source['bad']:,} bad; of the used {source['cut']:,} cut"
+            f" ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,}"
+            f" with parts not rendered, {source['eval']:,} for evaluation"
         )
     lines += _note_lines(found)
     rest = sum(

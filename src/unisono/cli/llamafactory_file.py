@@ -1,4 +1,6 @@
-"""What a file of LLaMA-Factory means where a command takes RUN|MODEL: a model with an adapter, a template, and how to generate."""
+"""What a file of LLaMA-Factory means where a command takes RUN|MODEL: a model with an adapter, a
+template, and how to generate.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,11 @@ class InferenceFile:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The fields of a task's request that say what to load: target, base, merged, template, thinking, default_system.
+        """The fields of a task's request that say what to load: target, base, merged, template,
+        thinking, default_system.
 
-        A file for training means the run that it trains. All adapters but the last are merged into the model, as in LLaMA-Factory.
+        A file for training means the run that it trains. All adapters but the last are merged into
+        the model, as in LLaMA-Factory.
         """
         found = self.translation
         if found.verb == "train":
@@ -41,7 +45,9 @@ class InferenceFile:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """max_tokens, and how tokens are chosen; LLaMA-Factory's defaults where the file is silent."""
+        """max_tokens, and how tokens are chosen; LLaMA-Factory's defaults where the file is
+        silent.
+        """
         return self.translation.generation | {"seed": self.translation.values["seed"]}
 
     def export(self, *, merge: bool) -> dict[str, Any]:
@@ -88,7 +94,9 @@ class InferenceFile:
 def read_inference_request(
     context: typer.Context, target: str, overrides: list[str] | None, sampling: dict[str, Any]
 ) -> dict[str, Any]:
-    """What to load and how to generate, for `generate` and `chat`. Options on the command line win over the file's keys.
+    """What to load and how to generate, for `generate` and `chat`.
+
+    Options on the command line win over the file's keys.
 
     Args:
         context: of the command, which knows the options that were given.
@@ -163,7 +171,9 @@ def read_inference_file(target: str, overrides: list[str]) -> InferenceFile | No
 
 
 def split_prompt(prompt: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """PROMPT and the overrides behind a file of LLaMA-Factory, whose first may stand where a prompt would."""
+    """PROMPT and the overrides behind a file of LLaMA-Factory, whose first may stand where a prompt
+    would.
+    """
     words = list(overrides or ())
     if prompt is None or "=" not in prompt:
         return prompt, words

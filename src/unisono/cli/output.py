@@ -1,9 +1,10 @@
-"""Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on stdout.
+"""Output of the command line: results to stdout, messages to stderr; with `--json` only JSON on
+stdout.
 
-Names, logs and answers of others are in what is printed, and control characters in them would command the terminal. So
-all that is written loses them, here and in the streams of the program. Only what `styled` writes keeps its colours and
-cursor movements: they are our own, and the text between them has been made plain before. A model's answer is kept, too,
-where no terminal reads it.
+Names, logs and answers of others are in what is printed, and control characters in them would
+command the terminal. So all that is written loses them, here and in the streams of the program.
+Only what `styled` writes keeps its colours and cursor movements: they are our own, and the text
+between them has been made plain before. A model's answer is kept, too, where no terminal reads it.
 """
 
 import errno
@@ -82,7 +83,10 @@ class _Styled:
 
 
 def styled(stream: TextIO) -> TextIO:
-    """stdout or stderr for text with our own colours and cursor movements. Words of others in it must be `plain`."""
+    """stdout or stderr for text with our own colours and cursor movements.
+
+    Words of others in it must be `plain`.
+    """
     # while a line is redrawn in place, rich has its own stream in place of ours
     return cast("TextIO", _Styled(getattr(stream, "rich_proxied_file", stream)))
 
@@ -90,8 +94,8 @@ def styled(stream: TextIO) -> TextIO:
 def open_streams() -> None:
     """Makes stdin, stdout and stderr of this process usable, however it was started.
 
-    Daemons start programs with closed streams (`>&-`). The next opened files would get their numbers: a lock, or the connection to a
-    node, which child processes would then write into.
+    Daemons start programs with closed streams (`>&-`). The next opened files would get their
+    numbers: a lock, or the connection to a node, which child processes would then write into.
     """
     for fd, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
@@ -112,7 +116,9 @@ def _stream(fd: int, given: TextIO | None, errors: str) -> _Stream:
 
 
 def lost_output() -> OSError | None:
-    """The error if results could not be written to stdout; None if they were, or the reader was gone."""
+    """The error if results could not be written to stdout; None if they were, or the reader was
+    gone.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return sys.stdout.lost if isinstance(sys.stdout, _Stream) else None
@@ -145,12 +151,16 @@ class Output:
         _say(sys.stderr if self.json else sys.stdout, text)
 
     def quote(self, text: str) -> None:
-        """Like `result`, for the words of others, e.g. a model's answer or a log: they stay in their language."""
+        """Like `result`, for the words of others, e.g. a model's answer or a log: they stay in
+        their language.
+        """
         stream = sys.stderr if self.json else sys.stdout
         _write(stream, wrapped(plain(text), terminal_width(stream)))
 
     def answer(self, text: str) -> None:
-        """Writes a model's words to stdout: as they are, or for a terminal wrapped, with escapes for control characters."""
+        """Writes a model's words to stdout: as they are, or for a terminal wrapped, with escapes
+        for control characters.
+        """
         text = wrapped(escape_controls(text), terminal_width(sys.stdout)) if sys.stdout.isatty() else text
         _write(styled(sys.stdout), text)
 
@@ -159,11 +169,16 @@ class Output:
         _write(sys.stderr if self.json else sys.stdout, text)
 
     def drawing(self, text: str) -> None:
-        """Like `verbatim`, for a line with our own colours, in which the words of others are `plain`."""
+        """Like `verbatim`, for a line with our own colours, in which the words of others are
+        `plain`.
+        """
         _write(styled(sys.stderr if self.json else sys.stdout), text)
 
     def emit(self, value: Any) -> None:
-        """Writes a JSON value as a line to stdout. NaN and infinities become null, since JSON cannot represent them."""
+        """Writes a JSON value as a line to stdout.
+
+        NaN and infinities become null, since JSON cannot represent them.
+        """
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except ValueError:
@@ -204,7 +219,8 @@ def choose_language(asked: str | None, variables: Mapping[str, str]) -> str:
     """The language, from `--lang`, else UNISONO_LANG, else the locale as gettext reads it.
 
     Raises:
-        ValueError: with the given name, if one of the first two is not known. A locale of a different language gives English.
+        ValueError: with the given name, if one of the first two is not known. A locale of a
+            different language gives English.
     """
     given = variables.get("UNISONO_LANG", "") if asked is None else asked
     if given or asked is not None:
@@ -227,7 +243,10 @@ def can_show(text: str) -> bool:
 
 
 def split_globals(arguments: list[str]) -> tuple[list[str], set[str], str | None]:
-    """The arguments without global options, the flags, and the language if it is given. `--` ends the search."""
+    """The arguments without global options, the flags, and the language if it is given.
+
+    `--` ends the search.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags, words, language = set[str](), list[str](), None
     given = iter(arguments[:end])
@@ -274,7 +293,9 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def until_unread(show: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`show` for the messages of a run: if they cannot be written, output goes to /dev/null and the run continues."""
+    """`show` for the messages of a run: if they cannot be written, output goes to /dev/null and the
+    run continues.
+    """
 
     def shown(message: Any) -> None:
         try:
@@ -295,7 +316,9 @@ def silence(stream: TextIO) -> None:
 
 
 def terminal_width(stream: TextIO) -> int:
-    """The columns of the terminal that `stream` writes to; 0 without a terminal, or if its size is unknown."""
+    """The columns of the terminal that `stream` writes to; 0 without a terminal, or if its size is
+    unknown.
+    """
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except (OSError, ValueError):  # ValueError: closed

@@ -1,4 +1,6 @@
-"""Terminal output of a run: the screen and the JSON lines of `unisono train`, and the lines of `unisono run`."""
+"""Terminal output of a run: the screen and the JSON lines of `unisono train`, and the lines of
+`unisono run`.
+"""
 
 import shlex
 import sys
@@ -77,7 +79,9 @@ class PlainLine:
 
 
 class Pace:
-    """Steps per second over the last steps, without the first step of a start, which includes warmup."""
+    """Steps per second over the last steps, without the first step of a start, which includes
+    warmup.
+    """
 
     _KEPT = 50
 
@@ -86,7 +90,9 @@ class Pace:
         self._seen: list[tuple[float, int]] = []
 
     def note(self, step: int, at: float | None = None) -> None:
-        """Records a completed step; `at`: when, in seconds, where its line came later, as from a job that is followed."""
+        """Records a completed step; `at`: when, in seconds, where its line came later, as from a
+        job that is followed.
+        """
         self._seen = [*self._seen[-self._KEPT :], (self._clock() if at is None else at, step)]
 
     def rate(self) -> float | None:
@@ -260,7 +266,9 @@ class JsonLines:
 
 
 def _speed(tokens_per_second: float, plan: RunPlan | None) -> str:
-    """In pictures for an image model, by their mean number of latent positions, which are its tokens."""
+    """In pictures for an image model, by their mean number of latent positions, which are its
+    tokens.
+    """
     if plan is None or not plan.model.is_picture_model:
         return f"{show_count(tokens_per_second)} tokens/s"
     train = plan.data.train
@@ -269,7 +277,8 @@ def _speed(tokens_per_second: float, plan: RunPlan | None) -> str:
 
 
 def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[str]:
-    """The last lines: the outcome, the path of the result, and the next command; paths relative to `cwd`.
+    """The last lines: the outcome, the path of the result, and the next command; paths relative to
+    `cwd`.
 
     Args:
         result: the message.
@@ -320,7 +329,9 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
 
 
 def _read_back(about: dict[str, Any] | None) -> list[str]:
-    """How the written files compare with the trained model; nothing where they were not loaded again."""
+    """How the written files compare with the trained model; nothing where they were not loaded
+    again.
+    """
     if not about:
         return []
     took = show_seconds(float(about["seconds"]))
@@ -328,7 +339,8 @@ def _read_back(about: dict[str, Any] | None) -> list[str]:
         return [f"read back in {took}: names, shapes and digests only, as {about['why']}"]
     what = "logits" if about["compared"] == "logits" else "predictions"
     return [
-        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the trained model"
+        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the"
+        " trained model"
     ]
 
 
@@ -376,7 +388,9 @@ _FOR_PROGRAMS = ("verdict", "result")
 
 
 class RunOutput:
-    """Shows messages as lines with the prefix `unisono:`, to tell them apart from the program's output."""
+    """Shows messages as lines with the prefix `unisono:`, to tell them apart from the program's
+    output.
+    """
 
     def __init__(self, printer: Output) -> None:
         self._printer = printer

@@ -39,7 +39,9 @@ def serve(
     ] = 25.0,
     step: Step = None,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models."""
+    """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions,
+    /v1/models.
+    """
     from unisono.cli.board import refuse_without_extra
     from unisono.cli.llamafactory_file import read_inference_file
     from unisono.cli.terminal import Progress

@@ -1,4 +1,6 @@
-"""What a terminal shows of a command: a line of progress, redrawn in place; and the first screen, the plan of a run in at most twelve lines, before it starts."""
+"""What a terminal shows of a command: a line of progress, redrawn in place; and the first screen,
+the plan of a run in at most twelve lines, before it starts.
+"""
 
 import contextlib
 import math
@@ -29,8 +31,8 @@ _REDRAWN_EVERY_S = 0.1
 class LiveLine:
     """One line with a bar at the bottom of the terminal; permanent lines are printed above it.
 
-    It is drawn when there is news, by nobody but the caller: no thread takes time from the rank. A terminal that is
-    gone is written to no more.
+    It is drawn when there is news, by nobody but the caller: no thread takes time from the rank. A
+    terminal that is gone is written to no more.
     """
 
     def __init__(self) -> None:
@@ -218,7 +220,10 @@ def _without_shared_output(plan: RunPlan) -> str:
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     does, parts = ("do", "their parts are") if len(names) > 1 else ("does", "its part is")
     how = f"; {parts} sent over the control channel" if plan.strategy == "fsdp" else ""
-    return f"{shown} {does} not see this output_dir: the complete checkpoints are here, on {plan.nodes[0].host}{how}"
+    return (
+        f"{shown} {does} not see this output_dir: the complete checkpoints are here, on"
+        f" {plan.nodes[0].host}{how}"
+    )
 
 
 def _copies(plan: RunPlan) -> str:
@@ -281,7 +286,10 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     how = _how(plan.config)
     trainable, parameters = facts.get("trainable"), facts.get("parameters")
     if isinstance(trainable, int) and isinstance(parameters, int) and parameters:
-        how += f" · {show_count(trainable)} of {show_count(parameters)} parameters ({trainable / parameters:.2%})"
+        how += (
+            f" · {show_count(trainable)} of {show_count(parameters)} parameters"
+            f" ({trainable / parameters:.2%})"
+        )
     layout = facts.get("layout")
     if plan.model.quantized and "quick" in facts:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
@@ -315,7 +323,8 @@ _OF_ROWS = {"eval": "for evaluation", "not_rendered": "with parts not rendered"}
 def _data(plan: RunPlan) -> str:
     ledger, train = plan.data.ledger, plan.data.train
     rows = [
-        f"{show_count(ledger.get('rows', train.rows))} {'pictures' if plan.model.is_picture_model else 'rows'}:"
+        f"{show_count(ledger.get('rows', train.rows))}"
+        f" {'pictures' if plan.model.is_picture_model else 'rows'}:"
         f" {show_count(ledger.get('used', train.rows))} used"
     ]
     rows += [
@@ -345,7 +354,10 @@ def _batch(plan: RunPlan) -> str:
         cut = f"{micro_steps} × {plan.micro_batch}"
     else:
         each = f"{share} or {share + 1}" if rest else str(share)
-        cut = f"{plan.world_size} ranks × {each}, in {micro_steps} × {min(plan.micro_batch, share + bool(rest))}"
+        cut = (
+            f"{plan.world_size} ranks × {each}, in {micro_steps} ×"
+            f" {min(plan.micro_batch, share + bool(rest))}"
+        )
     return (
         f"{plan.global_batch} {packed} per step = {cut} · "
         f"at most {plan.micro_batch} × {longest:,} {unit} at once"
@@ -381,7 +393,10 @@ def _price_of_a_death(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         return f"a rank's death costs at most {plan.checkpoint_every} steps"
     if every == 1:
         return "a rank's death costs no finished step: each step is kept in memory"
-    return f"a rank's death costs at most {every - 1} finished step{'s' if every > 2 else ''}: one step in {every} is kept in memory"
+    return (
+        f"a rank's death costs at most {every - 1} finished step{'s' if every > 2 else ''}: one step in"
+        f" {every} is kept in memory"
+    )
 
 
 def _memory(plan: RunPlan, facts: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""The commands `unisono train`: fine-tune a model; and `unisono run`: an existing program, supervised like a run of `unisono train`."""
+"""The commands `unisono train`: fine-tune a model; and `unisono run`: an existing program,
+supervised like a run of `unisono train`.
+"""
 
 import json
 from pathlib import Path
@@ -119,7 +121,9 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes, --hosts)."""
+    """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes,
+    --hosts).
+    """
     from unisono.supervise.fork_server import ForkServer
 
     fork_server = None
@@ -316,7 +320,9 @@ def run(
     ] = 1800.0,
     debug_comm: DebugComm = False,
 ) -> None:
-    """Run an existing, unchanged training script: compare the nodes before it starts, watch its ranks, and report the cause of a failure."""
+    """Run an existing, unchanged training script: compare the nodes before it starts, watch its
+    ranks, and report the cause of a failure.
+    """
     from unisono.cli.screen import RunOutput
     from unisono.guard.head_program import GuardedRun
     from unisono.guard.program_request import RunRequest

@@ -1,4 +1,6 @@
-"""The launchers of a job's fronts (`--launcher`): this front alone (local), the user or SSH (nodes), Ray, Slurm."""
+"""The launchers of a job's fronts (`--launcher`): this front alone (local), the user or SSH
+(nodes), Ray, Slurm.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any

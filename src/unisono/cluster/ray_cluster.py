@@ -1,4 +1,8 @@
-"""The Ray cluster: the connection to it, its nodes' resources, and the reservation of nodes for a job. Only the driver calls this."""
+"""The Ray cluster: the connection to it, its nodes' resources, and the reservation of nodes for a
+job.
+
+Only the driver calls this.
+"""
 
 import contextlib
 import secrets
@@ -107,13 +111,17 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _leave_signals_to_the_front() -> None:
-    """Ignores signals here: terminals and `ray job stop` signal all processes of a command, and Ray's drivers exit on SIGTERM, but files are saved through this one."""
+    """Ignores signals here: terminals and `ray job stop` signal all processes of a command, and
+    Ray's drivers exit on SIGTERM, but files are saved through this one.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _bounded(work: Callable[[], object]) -> None:
-    """Runs a clean-up call for a few seconds at most: without its head Ray would wait, and what the call ends also ends with the cluster."""
+    """Runs a clean-up call for a few seconds at most: without its head Ray would wait, and what the
+    call ends also ends with the cluster.
+    """
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_END_S)
@@ -351,7 +359,9 @@ def _not_connected(address: str, text: str) -> UsageError:
 
 
 def resources_for(nproc: int, device: str, nodes: list[RayNode]) -> ResourceRequest:
-    """The resources for each node: one accelerator for each rank, if the config allows it and the cluster has any."""
+    """The resources for each node: one accelerator for each rank, if the config allows it and the
+    cluster has any.
+    """
     has_any = any(node.total.get("GPU", 0) for node in nodes)
     return ResourceRequest(nproc, nproc if device == "cuda" or (device == "auto" and has_any) else 0)
 

@@ -1,4 +1,6 @@
-"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m unisono.cluster.ray_driver driver|look REQUEST.json`, a child of the user's command."""
+"""The Ray driver of a job, or of `unisono doctor` on its nodes: `python -m
+unisono.cluster.ray_driver driver|look REQUEST.json`, a child of the user's command.
+"""
 
 import contextlib
 import json
@@ -44,7 +46,8 @@ _TOKEN_SIGN = b"InvalidAuthToken"
 
 
 def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
-    """The outcome of a job, run to its end: `last`, the head's last message (or None), and `lost`, the verdict on a lost head node.
+    """The outcome of a job, run to its end: `last`, the head's last message (or None), and `lost`,
+    the verdict on a lost head node.
 
     Raises:
         UnisonoError: if the job is refused before anything starts, or files cannot be copied here.
@@ -135,7 +138,8 @@ class _Driver:
             nodes = identify_nodes(actors, cluster=self.request.address)
             refuse_different_install(nodes)
             self._detect_shared(nodes)
-            # In each attempt: the head may run on a different node, which sees the directory although the last one did not.
+            # In each attempt: the head may run on a different node, which sees the directory
+            # although the last one did not.
             self.front.go.clear()
             self.reporter.send("placed", shared=nodes[0].shares, hosts=[node.host for node in nodes])
             self.front.go.wait()
@@ -163,7 +167,9 @@ class _Driver:
 
 
 def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
-    """Ends this process if the cluster rejects its token: Ray retries for 20 s and then only reports a failed connection; the reason is in its stderr."""
+    """Ends this process if the cluster rejects its token: Ray retries for 20 s and then only
+    reports a failed connection; the reason is in its stderr.
+    """
     read = 0
     while not connected_.wait(0.2):
         text = os.pread(sys.stderr.fileno(), 1 << 16, read)
@@ -173,7 +179,10 @@ def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
                 "the Ray cluster refuses this driver: its token is missing or different",
                 where="RAY_AUTH_TOKEN, RAY_AUTH_MODE",
                 why="Ray reports InvalidAuthToken: the cluster was started with RAY_AUTH_MODE=token",
-                fix="export RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH), here and on its nodes",
+                fix=(
+                    "export RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH),"
+                    " here and on its nodes"
+                ),
             )
             reporter.send("refused", **error.to_json())
             os._exit(error.exit_code)
@@ -209,10 +218,12 @@ class InspectionRequest:
 
 
 def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
-    """The result of `unisono doctor` on the nodes: `lines` (output of node 0), `code` (its exit code), `said` (the end of its stderr) and `hosts`.
+    """The result of `unisono doctor` on the nodes: `lines` (output of node 0), `code` (its exit
+    code), `said` (the end of its stderr) and `hosts`.
 
     Raises:
-        UnisonoError: if the cluster cannot provide the nodes, their installation differs, or one is lost.
+        UnisonoError: if the cluster cannot provide the nodes, their installation differs, or one is
+            lost.
     """
     request = InspectionRequest(**body)
     connecting = threading.Event()

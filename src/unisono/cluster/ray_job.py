@@ -1,4 +1,6 @@
-"""`unisono train --launcher ray`, in the front of the user's command: config, lock, the driver's process, and the outcome."""
+"""`unisono train --launcher ray`, in the front of the user's command: config, lock, the driver's
+process, and the outcome.
+"""
 
 import contextlib
 import secrets
@@ -76,7 +78,10 @@ class _Session:
         return RunDir(Path(self.loaded.config.output_dir))
 
     def run(self) -> dict[str, Any]:
-        """The job's result. The run's directory stays claimed until the nodes turn out to share it."""
+        """The job's result.
+
+        The run's directory stays claimed until the nodes turn out to share it.
+        """
         config, request = self.loaded.config, self.request
         with contextlib.ExitStack() as stack:
             claimed = stack.enter_context(
@@ -134,7 +139,8 @@ class _Session:
             time.sleep(_POLL_S)
 
     def _without_driver(self, error: RankDied) -> Message:
-        """The result in place of a driver that exited without one: Ray ends it at once if the cluster's head is gone.
+        """The result in place of a driver that exited without one: Ray ends it at once if the
+        cluster's head is gone.
 
         Raises:
             RankDied: if the head still answers.
@@ -172,7 +178,10 @@ class _Session:
         return result
 
     def _lost(self, verdict: Verdict, step: int, restarts: list[dict[str, Any]]) -> dict[str, Any]:
-        """The result if the head's node is lost and no restart is left. Its saved files are here."""
+        """The result if the head's node is lost and no restart is left.
+
+        Its saved files are here.
+        """
         known = find_cause(verdict.cause)
         fields = read_progress(self.run_dir)
         fields["step"] = max(step, fields["step"])
@@ -258,13 +267,18 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
 
 
 def _driver_died(error: RankDied, address: str) -> RankDied:
-    """The error for a dead driver: Ray calls abort() if the cluster's head or the local raylet is gone; others may signal it."""
+    """The error for a dead driver: Ray calls abort() if the cluster's head or the local raylet is
+    gone; others may signal it.
+    """
     problem = error.problems[0]
     return RankDied.of(
         problem.what.replace("the task driver", "the process that is connected to Ray"),
         where=f"Ray cluster {address}",
         why=problem.why,
-        fix="`ray status` shows whether the cluster is still up; the same command resumes from the latest checkpoint here",
+        fix=(
+            "`ray status` shows whether the cluster is still up; the same command resumes from the latest"
+            " checkpoint here"
+        ),
     )
 
 

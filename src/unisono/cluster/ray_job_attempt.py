@@ -1,4 +1,7 @@
-"""One attempt of a job on its nodes: the fronts, the mirrored directory, and the outcome. Runs in the driver's process."""
+"""One attempt of a job on its nodes: the fronts, the mirrored directory, and the outcome.
+
+Runs in the driver's process.
+"""
 
 import contextlib
 import json
@@ -129,7 +132,8 @@ class JobAttempt:
     _signals_sent: int = 0
 
     def run(self) -> AttemptEnd:
-        """How the attempt ended, after starting the fronts, following them to their end and copying their files here.
+        """How the attempt ended, after starting the fronts, following them to their end and copying
+        their files here.
 
         Raises:
             UnfitError: if files cannot be written here, or a node has no room for its folder.
@@ -201,7 +205,8 @@ class JobAttempt:
         """Copies the last changes of a node's files.
 
         Raises:
-            ActorLost: if the head's node is gone; without a different node only its ranks' logs are missing.
+            ActorLost: if the head's node is gone; without a different node only its ranks' logs are
+                missing.
         """
         is_head = node is self.nodes[0]
         if node.lost:
@@ -216,12 +221,15 @@ class JobAttempt:
             node.lost = error.why
 
     def _mirrors(self) -> list[tuple[JobNode, Mirror]]:
-        """Mirrors of nodes that do not share the run's directory: all of it for the head, the ranks' logs for the others.
+        """Mirrors of nodes that do not share the run's directory: all of it for the head, the
+        ranks' logs for the others.
 
         An existing run is sent to the node first, so that it can be resumed there.
         """
         found = []
-        job = f"{self.request.job}-{secrets.token_hex(4)}"  # folders of an earlier attempt may still be in deletion
+        job = (  # folders of an earlier attempt may still be in deletion
+            f"{self.request.job}-{secrets.token_hex(4)}"
+        )
         for node in self.nodes:
             folder = node.folder = str(node.call("make_place", job))
             if node.shares:
@@ -301,7 +309,10 @@ class JobAttempt:
             self._signals_sent += 1
 
     def _report_losses(self) -> None:
-        """Passes Ray's message about a lost node to the head, whose verdict names the node. If it arrives after the verdict, it is shown as a warning."""
+        """Passes Ray's message about a lost node to the head, whose verdict names the node.
+
+        If it arrives after the verdict, it is shown as a warning.
+        """
         for node in self.nodes[1:]:
             if not node.lost or node.node_rank in self._reported:
                 continue
@@ -315,21 +326,26 @@ class JobAttempt:
                 self._show_pending_loss(node_rank)
 
     def _check_ray_head(self, head: JobNode) -> None:
-        """Has the run saved and ended if Ray's head is lost: the ranks continue only for a short time without it."""
+        """Has the run saved and ended if Ray's head is lost: the ranks continue only for a short
+        time without it.
+        """
         silent_s, rays = self.ray_head.silent_s, self.ray_head
         if silent_s < _SILENT_S:
             self._silence_shown = False
         elif not self._silence_shown:
             self._silence_shown = True
             self._note(
-                f"{rays.label} does not answer: {rays.why}; if it is not back within {_WITHOUT_RAY_S:g} s, the run is saved and ends"
+                f"{rays.label} does not answer: {rays.why}; if it is not back within {_WITHOUT_RAY_S:g} s,"
+                " the run is saved and ends"
             )
         if silent_s > _WITHOUT_RAY_S and self._ray_head_lost is None:
             self._ray_head_lost = ray_head_lost(rays, after_s=silent_s)
             head.command("signal SIGTERM")
 
     def _note_verdict(self, message: Message) -> None:
-        """Records the hosts in the head's verdict; a loss that it already explains with Ray's message is not shown again."""
+        """Records the hosts in the head's verdict; a loss that it already explains with Ray's
+        message is not shown again.
+        """
         where = {str(item["where"]) for item in message["evidence"]}
         for node in self.nodes:
             if ray_label(node) in where:

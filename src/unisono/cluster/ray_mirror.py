@@ -1,8 +1,9 @@
 """A local mirror of the run's directory on the head's node.
 
-The head writes its run's directory on its own disk. If the machine of the command does not share that disk, each file is
-copied here as soon as it changes: a checkpoint appears complete or not at all, and a log grows by its new lines. Before the
-start the directory is sent to the node, so that the run resumes on whichever node the head is placed.
+The head writes its run's directory on its own disk. If the machine of the command does not share
+that disk, each file is copied here as soon as it changes: a checkpoint appears complete or not at
+all, and a log grows by its new lines. Before the start the directory is sent to the node, so that
+the run resumes on whichever node the head is placed.
 """
 
 import contextlib
@@ -58,7 +59,9 @@ class NodeFiles(Protocol):
 
 @dataclass
 class _CopiedPrefix:
-    """How much of a growing file was copied: its stamp, the number of bytes, and the last of them."""
+    """How much of a growing file was copied: its stamp, the number of bytes, and the last of
+    them.
+    """
 
     stamp: Stamp
     taken: int = 0
@@ -70,7 +73,8 @@ class Mirror:
     """Copies the directory `remote` of a node to `run` here.
 
     Attributes:
-        remote: the directory on it. In files that contain this path, it is replaced by that of `run`.
+        remote: the directory on it. In files that contain this path, it is replaced by that of
+            `run`.
         only: folders of it; empty: all of it.
     """
 
@@ -104,7 +108,8 @@ class Mirror:
 
         Raises:
             OSError: if it cannot be written here.
-            ActorLost: if the node does not answer, or its directory is gone: then nothing is deleted here.
+            ActorLost: if the node does not answer, or its directory is gone: then nothing is
+                deleted here.
         """
         with self._lock:
             self._final = final
@@ -114,7 +119,8 @@ class Mirror:
             changed = [name for name, stamp in now.items() if self._seen.get(name) != stamp]
             steps = sorted({found[1] for name in changed if (found := _CHECKPOINT.fullmatch(name))})
             others = sorted(name for name in changed if not _CHECKPOINT.fullmatch(name))
-            # The metrics of a checkpoint's steps, which a resume needs, come before it; the result comes last.
+            # The metrics of a checkpoint's steps, which a resume needs, come before it; the result
+            # comes last.
             for name in [name for name in others if name not in _LAST]:
                 self._copy(name, now[name])
             for step in steps:
@@ -195,7 +201,9 @@ class Mirror:
             self._append(path, temporary, fresh)
 
     def _append(self, path: str, target: Path, known: _CopiedPrefix) -> None:
-        """Appends complete lines, since a line may contain the directory; at the end an incomplete one, too."""
+        """Appends complete lines, since a line may contain the directory; at the end an incomplete
+        one, too.
+        """
         with target.open("ab") as file:
             while data := self.node.read(path, known.taken, _PART_BYTES):  # to its end, which may have moved
                 line_ends = data.rfind(b"\n") + 1
@@ -212,7 +220,9 @@ class Mirror:
         write_text(target, config_yaml(config, command=f"unisono train {target}"), mode=0o600)
 
     def _replace_path_inside(self, path: Path, name: str) -> None:
-        """Replaces the path in JSON files of the run's directory itself; files of models are not changed."""
+        """Replaces the path in JSON files of the run's directory itself; files of models are not
+        changed.
+        """
         if name.endswith(".json") and (
             len(PurePosixPath(name).parts) == 1 or name.startswith(("verdicts/", "evidence/"))
         ):
@@ -264,7 +274,9 @@ class Mirror:
             return file.read()
 
     def _remove(self, name: str, kept: set[str]) -> None:
-        """Deletes a file; a checkpoint only as a whole, and only while the head has a different one."""
+        """Deletes a file; a checkpoint only as a whole, and only while the head has a different
+        one.
+        """
         path = self.run.root / name
         del self._seen[name]
         self._grown.pop(name, None)
@@ -280,7 +292,8 @@ class Mirror:
 
 
 class MirrorThread:
-    """Synchronizes a mirror regularly in a background thread, inside its context; `finish` synchronizes it once more.
+    """Synchronizes a mirror regularly in a background thread, inside its context; `finish`
+    synchronizes it once more.
 
     Attributes:
         error: why it stopped: the local disk failed, or the node is gone.

@@ -1,12 +1,15 @@
-"""The actor on a node, and the process guard that it starts: they start the node's front, pass on its output, and read and write files.
+"""The actor on a node, and the process guard that it starts: they start the node's front, pass on
+its output, and read and write files.
 
-Ray sends the actor's code to the node, since unisono may be missing there or have a different version, and the actor reports that.
-So it needs only the standard library.
+Ray sends the actor's code to the node, since unisono may be missing there or have a different
+version, and the actor reports that. So it needs only the standard library.
 
-The process guard is `python -m unisono.cluster.ray_node_actor FOLDER`: it runs the node's front, and removes everything it leaves. Ray kills
-an actor at once, together with its child processes. So the guard detaches from the actor, and runs as long as the actor holds the other end
-of its stdin, whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job is over or the actor is dead: a front
-that still runs is killed with its ranks, and the job's folder is removed. Its last line on stdout is {"kind": "front_ended", "code": N}.
+The process guard is `python -m unisono.cluster.ray_node_actor FOLDER`: it runs the node's front,
+and removes everything it leaves. Ray kills an actor at once, together with its child processes. So
+the guard detaches from the actor, and runs as long as the actor holds the other end of its stdin,
+whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job is over
+or the actor is dead: a front that still runs is killed with its ranks, and the job's folder is
+removed. Its last line on stdout is {"kind": "front_ended", "code": N}.
 """
 
 import contextlib
@@ -44,7 +47,9 @@ class NodeActor:
         self._changed = threading.Condition()
 
     def facts(self) -> dict[str, Any]:
-        """The installation here: host, Python, unisono and the digests of its code; `trouble` if unisono is missing."""
+        """The installation here: host, Python, unisono and the digests of its code; `trouble` if
+        unisono is missing.
+        """
         found = {
             "host": socket.gethostname(),
             "python": ".".join(map(str, sys.version_info[:3])),
@@ -139,7 +144,9 @@ class NodeActor:
         process.wait()  # the guard has detached: Ray kills an actor's children first, and does not know this process
 
     def poll(self, since: int, timeout_s: float) -> tuple[list[tuple[str, bytes]], bool]:
-        """The lines from number `since` on, each with `out` or `err`, after waiting for one; and whether the output has ended."""
+        """The lines from number `since` on, each with `out` or `err`, after waiting for one; and
+        whether the output has ended.
+        """
         with self._changed:
             limit = time.monotonic() + timeout_s
             while len(self._lines) <= since and self._open and time.monotonic() < limit:
@@ -153,7 +160,9 @@ class NodeActor:
             self._send(text.encode())
 
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
-        """Each file below a folder, by relative path: size in bytes, modification time in ns, inode."""
+        """Each file below a folder, by relative path: size in bytes, modification time in ns,
+        inode.
+        """
         found = {}
         for folder, _, names in os.walk(root, onerror=_unless_missing):
             for name in names:
@@ -199,7 +208,9 @@ def _unless_missing(error: OSError) -> None:
 
 
 def _is_of_ray(name: str) -> bool:
-    """Whether a variable is Ray's own (e.g. its token, or the number of threads that it sets for workers) or private to a process."""
+    """Whether a variable is Ray's own (e.g. its token, or the number of threads that it sets for
+    workers) or private to a process.
+    """
     if name == "OMP_NUM_THREADS":
         return not _raylet_has(name)
     return name.startswith("RAY_") or name in (*_SET_BY_RAY, *_PROCESS_VARIABLES)
@@ -287,7 +298,9 @@ def _end(front: "subprocess.Popen[bytes]") -> None:
 
 
 def _detach() -> None:
-    """Continues as a detached process, with signals unblocked: Ray's workers and their children block SIGINT."""
+    """Continues as a detached process, with signals unblocked: Ray's workers and their children
+    block SIGINT.
+    """
     if os.fork():
         os._exit(0)
     os.setsid()

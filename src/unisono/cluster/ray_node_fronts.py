@@ -1,4 +1,6 @@
-"""The fronts on the nodes, seen from the driver: called through their actors, read, and ended; and what Ray says of lost nodes and of its own head."""
+"""The fronts on the nodes, seen from the driver: called through their actors, read, and ended; and
+what Ray says of lost nodes and of its own head.
+"""
 
 import socket
 import threading
@@ -28,7 +30,9 @@ _ONCE = ("start", "make_place")
 _TAIL_LINES = 6
 _OF_MEMORY = ("OutOfMemory", "out of memory", "memory pressure", "low on memory", "OOM")
 _OF_NODES = ("node is dead", "node has died", "its node", "NODE_DIED", "node was terminated")
-"""Phrases in Ray 2.60's errors: an actor ended to free its node's memory, and an actor whose node is gone."""
+"""Phrases in Ray 2.60's errors: an actor ended to free its node's memory, and an actor whose node
+is gone.
+"""
 
 
 class ActorLost(Exception):  # noqa: N818 - named for what happened
@@ -137,7 +141,10 @@ class JobNode:
         return self.actor.poll.remote(self._taken, _POLL_S)
 
     def unreachable(self, why: str) -> None:
-        """Records that Ray cannot reach the actor now, or can again (empty). After about 15 s Ray itself reports a permanent loss."""
+        """Records that Ray cannot reach the actor now, or can again (empty).
+
+        After about 15 s Ray itself reports a permanent loss.
+        """
         if not why:
             self._unreachable_since = None
             return
@@ -231,7 +238,10 @@ def ray_label(node: JobNode) -> str:
 
 
 def lost_node_verdict(node: JobNode, ranks: Sequence[int] = ()) -> Verdict:
-    """The verdict on a node whose actor is gone, with Ray's message as evidence. It names ranks only if their processes are gone but not their node."""
+    """The verdict on a node whose actor is gone, with Ray's message as evidence.
+
+    It names ranks only if their processes are gone but not their node.
+    """
     message = node.lost
     by_memory = any(phrase in message for phrase in _OF_MEMORY)
     cause = "host_oom_killed" if by_memory else "node_unreachable"
@@ -277,7 +287,10 @@ def refuse_different_install(nodes: Sequence[JobNode]) -> None:
             f"unisono is not installed on {', '.join(node.label for node in missing)}",
             where=str(missing[0].facts["program"]),
             why=one_line(str(missing[0].facts["trouble"]), limit=300),
-            fix="install it there, in Ray's Python; or add it to the job's runtime_env (see docs/how-to/ray.md)",
+            fix=(
+                "install it there, in Ray's Python; or add it to the job's runtime_env (see"
+                " docs/how-to/ray.md)"
+            ),
         )
     own = {"python": package_versions()["python"], "unisono": __version__}
     for name, own_value in own.items():
@@ -407,7 +420,10 @@ def ray_head_lost(head: RayHead, *, message: str = "", after_s: float | None = N
         hosts=(place,),
         phase="ray",
         named_after_s=after_s,
-        summary=f"{head.label} is lost: {head.why or 'it did not answer for too long'}; a Ray cluster ends its nodes a minute after its head",
+        summary=(
+            f"{head.label} is lost: {head.why or 'it did not answer for too long'}; a Ray cluster ends its"
+            " nodes a minute after its head"
+        ),
         evidence=(
             Evidence(where=f"Ray cluster {plain(head.address)}", text=head.why or "it answers again"),
             *(
@@ -417,14 +433,19 @@ def ray_head_lost(head: RayHead, *, message: str = "", after_s: float | None = N
             ),
         ),
         fix=(
-            "restart the cluster (`ray start --head` there, then its nodes), and run the same command: it resumes from the latest checkpoint here",
+            (
+                "restart the cluster (`ray start --head` there, then its nodes), and run the same command: it"
+                " resumes from the latest checkpoint here"
+            ),
             *(known.remedy[:1] if known else ()),
         ),
     )
 
 
 _PATIENCE_S = 3.0
-"""Ray reports an ended actor within a second, but a lost node only after about 15 s: a verdict does not wait for that."""
+"""Ray reports an ended actor within a second, but a lost node only after about 15 s: a verdict does
+not wait for that.
+"""
 _LOOKED_AGAIN_S = 0.05
 
 

@@ -1,4 +1,7 @@
-"""`python -m unisono.cluster.ray_node_main REQUEST.json PID`: a node's front under Ray. It writes its messages to stdout, one on each line."""
+"""`python -m unisono.cluster.ray_node_main REQUEST.json PID`: a node's front under Ray.
+
+It writes its messages to stdout, one on each line.
+"""
 
 import json
 import os
@@ -22,7 +25,8 @@ def main(request: dict[str, Any], guard: int) -> int:
     """The exit code of the node's front, run to its end.
 
     Args:
-        request: the config, and in `options` the fields of a TrainRequest; or in `look` the arguments of `unisono`, null in place of the config.
+        request: the config, and in `options` the fields of a TrainRequest; or in `look` the
+            arguments of `unisono`, null in place of the config.
         guard: the pid of the process that started this one; this front ends with it.
     """
     end_with_front(guard)

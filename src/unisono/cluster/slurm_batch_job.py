@@ -93,7 +93,8 @@ def submit_once(
         if found is not None:
             return found
         write_text(script_of(spec), script, mode=0o600)
-        # Written before the job is submitted: a command that is killed in between can still find its job by name and identify it.
+        # Written before the job is submitted: a command that is killed in between can still find
+        # its job by name and identify it.
         write_json(_record(spec), {"schema": 1, "job": None, "digest": digest}, mode=0o600)
         notify(f"the batch script, {script_of(spec)}:")
         for line in script.splitlines():
@@ -142,10 +143,14 @@ def _find_submitted(spec: JobRequest, digest: str) -> Submitted | None:
             continue
         if record.get("digest") != digest:
             raise UsageError.of(
-                f"job {job} of this run is {state.state.lower()}, and was submitted with a different config or different options",
+                f"job {job} of this run is {state.state.lower()}, and was submitted with a different config"
+                " or different options",
                 where=str(spec.run.slurm),
                 why="two jobs would train the same run",
-                fix=f"scancel {job}   # then run this command again; or run the earlier command to follow that job",
+                fix=(
+                    f"scancel {job}   # then run this command again; or run the earlier command to follow"
+                    " that job"
+                ),
             )
         return Submitted(job, again=True)
     return None
@@ -204,13 +209,16 @@ def result_of_job(end: JobEnd, *, run: RunDir, seconds: float) -> tuple[dict[str
     state = end.state.state
     if end.signal is not None or (state == "CANCELLED" and not end.nodes):
         code = exit_code_of(end.signal) if end.signal is not None else 75
-        return result_of(
-            Ending(code, _known_progress(run)),
-            run_id="",
-            output_dir=str(run.root),
-            restarts=[],
-            seconds=seconds,
-        ), None
+        return (
+            result_of(
+                Ending(code, _known_progress(run)),
+                run_id="",
+                output_dir=str(run.root),
+                restarts=[],
+                seconds=seconds,
+            ),
+            None,
+        )
     verdict = _verdict(end)
     cause = find_cause(verdict.cause)
     code = cause.exit_code if cause is not None and verdict.cause != "undetermined" else 5
@@ -242,7 +250,9 @@ def _verdict(end: JobEnd) -> Verdict:
         cause=cause,
         when="during",
         hosts=tuple(node.name for node in unusable) if cause == "node_unreachable" else (),
-        summary=f"job {job} ended without a result from its head: {_STATE_TEXTS.get(state, state.lower())}{named}",
+        summary=(
+            f"job {job} ended without a result from its head: {_STATE_TEXTS.get(state, state.lower())}{named}"
+        ),
         evidence=tuple(evidence),
         confidence=0.7 if cause != "undetermined" else 0.3,
         fix=(
@@ -269,7 +279,9 @@ def _node_list(unusable: list[NodeState], nodes: list[str]) -> str:
 
 
 _NEW_S = 20.0
-"""A job counts as new for this long. Unusable nodes are then an error; later the job waits for them."""
+"""A job counts as new for this long. Unusable nodes are then an error; later the job waits for
+them.
+"""
 
 
 def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -302,7 +314,8 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     if submitted.again:
         notify(
             show,
-            f"job {submitted.job} was submitted by an earlier command: following it again, from its beginning",
+            f"job {submitted.job} was submitted by an earlier command: following it again, from its"
+            " beginning",
         )
     else:
         notify(
@@ -376,7 +389,10 @@ class _WaitCheck:
                 f"job {state.job} could never start and is cancelled",
                 where=f"Slurm reports: {state.reason}",
                 why="this reason does not change with time",
-                fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
+                fix=(
+                    "change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and"
+                    " SBATCH_QOS"
+                ),
             )
         if self._is_new and time.monotonic() - self._began < _NEW_S and "NotAvail" in state.reason:
             chosen = [self._known[name] for name in self._spec.partitions if name in self._known]
@@ -391,5 +407,6 @@ def _warn_inside_step(request: TrainRequest, show: Show) -> None:
     if step is not None:
         notify(
             show,
-            f"this is a task of Slurm step {step.name}, and --launcher slurm submits a new job; to train in this allocation: srun {request.command}",
+            f"this is a task of Slurm step {step.name}, and --launcher slurm submits a new job; to train in"
+            f" this allocation: srun {request.command}",
         )

@@ -1,4 +1,6 @@
-"""Queries to Slurm's controller: what the cluster can provide before a job is submitted, and a job's state, wait and nodes."""
+"""Queries to Slurm's controller: what the cluster can provide before a job is submitted, and a
+job's state, wait and nodes.
+"""
 
 import re
 from dataclasses import dataclass
@@ -168,19 +170,26 @@ def refuse_unusable_nodes(request: NodesRequest, chosen: list[Partition]) -> Non
         f"{request.least_nodes} nodes are requested, and {usable} of {where} are usable now",
         where=states,
         why="the job would wait until they are back",
-        fix=f"--nodes {usable}, a different --partition, or ask the administrator (`sinfo -R`)"
-        if usable
-        else "a different --partition, or ask the administrator (`sinfo -R`)",
+        fix=(
+            f"--nodes {usable}, a different --partition, or ask the administrator (`sinfo -R`)"
+            if usable
+            else "a different --partition, or ask the administrator (`sinfo -R`)"
+        ),
     )
 
 
 def slurm_error(what: str, answer: SlurmAnswer) -> UsageError | UnfitError:
-    """An error with Slurm's message: exit code 6 if it does not answer; 2 if it refuses, or this machine belongs to no cluster."""
+    """An error with Slurm's message: exit code 6 if it does not answer; 2 if it refuses, or this
+    machine belongs to no cluster.
+    """
     words = answer.words or f"exit code {answer.code}"
     return _unanswered(answer, what) or UsageError.of(
         what,
         where=f"Slurm reports: {words}",
-        fix="change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and SBATCH_QOS",
+        fix=(
+            "change --nodes, --partition or --time; account and QOS are read from SBATCH_ACCOUNT and"
+            " SBATCH_QOS"
+        ),
     )
 
 
@@ -193,7 +202,10 @@ def _unanswered(
         return UsageError.of(
             "this machine belongs to no Slurm cluster: sbatch is installed, but no controller is configured",
             where=f"Slurm reports: {words}",
-            fix="run the command on a login node of the cluster; or export SLURM_CONF if its slurm.conf is in a different place",
+            fix=(
+                "run the command on a login node of the cluster; or export SLURM_CONF if its slurm.conf is in"
+                " a different place"
+            ),
         )
     if answer.code is None or _SILENT.search(words):
         return UnfitError.of(
@@ -239,7 +251,8 @@ _ENDED = frozenset(
 )
 _NEVER = re.compile(  # reasons that never change; all others may
     r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
-    r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't use this partition|not permitted",
+    r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't"
+    r" use this partition|not permitted",
 )
 
 
@@ -325,7 +338,9 @@ def jobs_named(name: str) -> list[str] | None:
 
 
 def _reason(job: str, fields: dict[str, str]) -> str:
-    """The reason as squeue shows it: with the unavailable nodes, and as a sentence if there is one."""
+    """The reason as squeue shows it: with the unavailable nodes, and as a sentence if there is
+    one.
+    """
     short = fields.get("Reason", "").replace("None", "")
     if fields.get("JobState", "").startswith("PENDING"):
         reason = run_slurm("squeue", "-h", "-j", job, "-o", "%r").out.strip()

@@ -1,4 +1,6 @@
-"""Follows a job to its end: its wait in the queue, its head's messages and the state of its nodes; ends it on a signal."""
+"""Follows a job to its end: its wait in the queue, its head's messages and the state of its nodes;
+ends it on a signal.
+"""
 
 import contextlib
 import re
@@ -21,7 +23,9 @@ _LABEL = re.compile(rb"^ *(\d{1,9}): ")
 _MOST_BYTES = 8_000_000
 """Per read; a longer line is not a message of unisono."""
 _PIECE_BYTES = 1_024
-"""With --label srun splits longer lines into pieces of this size, each with its own label and line end (Slurm 22.05 to 24.05)."""
+"""With --label srun splits longer lines into pieces of this size, each with its own label and line
+end (Slurm 22.05 to 24.05).
+"""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ class JobFollower:
                 if self._has_settled(now):
                     notify(
                         self.show,
-                        f"job {self.job} has sent its result, but Slurm does not end it: scontrol show job {self.job}",
+                        f"job {self.job} has sent its result, but Slurm does not end it: scontrol show job"
+                        f" {self.job}",
                     )
                     return JobEnd(
                         self._state or JobState(self.job, "?"),
@@ -192,7 +197,9 @@ class JobFollower:
                 time.sleep(_LINES_S)
 
     def _has_settled(self, now: float) -> bool:
-        """Whether the result is final although the controller does not report the job's end: the controller or a node is gone."""
+        """Whether the result is final although the controller does not report the job's end: the
+        controller or a node is gone.
+        """
         final = self.result is not None and self.result.get("exit_code") != 75
         return final and now - self._result_at > _SETTLED_S
 
@@ -232,7 +239,8 @@ class JobFollower:
                 self._answered_at = time.monotonic()
                 notify(
                     self.show,
-                    f"Slurm's controller does not answer (scontrol ping); job {self.job} continues without it and is still followed",
+                    f"Slurm's controller does not answer (scontrol ping); job {self.job} continues without it"
+                    " and is still followed",
                 )
             return
         self._answered_at = time.monotonic()
@@ -243,7 +251,8 @@ class JobFollower:
             self._passed_on = False  # a stop request that arrived together with the requeue still holds
             notify(
                 self.show,
-                f"job {self.job} is back in the queue ({_times(state.restarts)}) and resumes from its checkpoint",
+                f"job {self.job} is back in the queue ({_times(state.restarts)}) and resumes from its"
+                " checkpoint",
             )
         if state.waits:
             self._nodes = []
@@ -349,8 +358,9 @@ class JobFollower:
         name = "INT" if number is signal.SIGINT else "TERM"
         notify(
             self.show,
-            f"{number.name}: job {self.job} will save a checkpoint and end (scancel --signal={name}); a second signal cancels it immediately. "
-            f"To leave it running, end this command with SIGKILL, and run it again to follow the job",
+            f"{number.name}: job {self.job} will save a checkpoint and end (scancel --signal={name}); a"
+            " second signal cancels it immediately. To leave it running, end this command with SIGKILL, and"
+            " run it again to follow the job",
         )
         answer = run_slurm("scancel", f"--signal={name}", self.job)
         if not answer.ok:

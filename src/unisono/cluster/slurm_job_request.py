@@ -1,4 +1,7 @@
-"""A batch job from the command line and the config, and its batch script. Pure, except for the working directory and the Python path."""
+"""A batch job from the command line and the config, and its batch script.
+
+Pure, except for the working directory and the Python path.
+"""
 
 import math
 import re
@@ -18,7 +21,9 @@ from unisono.text import one_line, parse_seconds
 
 _WORD = re.compile(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*")
 _SIGNAL_MARGIN_S = 15
-"""Between the end of `grace` and the end of the job: ranks and fronts exit, and the script requests its requeue."""
+"""Between the end of `grace` and the end of the job: ranks and fronts exit, and the script requests
+its requeue.
+"""
 
 _CONFIG = "/dev/stdin"  # srun sends it to every node: the config at submission, even without a shared disk
 _EARLY_S = 30  # Slurm checks limits every 30 s and may signal that much earlier
@@ -80,7 +85,10 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
         raise UsageError.of(
             f"--time {request.time} ends before anything could be trained",
             where="command line",
-            why=f"the run starts to save {signal_s} s before the end, and Slurm may signal {_EARLY_S} s earlier",
+            why=(
+                f"the run starts to save {signal_s} s before the end, and Slurm may signal {_EARLY_S} s"
+                " earlier"
+            ),
             fix="set a longer limit, e.g. --time 8:00:00",
         )
     if any(character in str(path) for path in (run.root, Path.cwd()) for character in "\n\r\0"):
@@ -104,7 +112,8 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
 
 
 def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
-    """The requested partitions, checked together with the time limit: they become words of Slurm's commands.
+    """The requested partitions, checked together with the time limit: they become words of Slurm's
+    commands.
 
     Raises:
         UsageError: if one has characters that Slurm does not use.
@@ -146,7 +155,8 @@ def _check(word: str, name: str) -> None:
 
 
 def gpus_of(nproc: int | None, config: RunConfig) -> int:
-    """The number of accelerators for a node: where Slurm allocates them, a rank without one would train on the CPU.
+    """The number of accelerators for a node: where Slurm allocates them, a rank without one would
+    train on the CPU.
 
     Raises:
         UsageError: if the number of ranks is not given.
@@ -166,7 +176,8 @@ def gpus_of(nproc: int | None, config: RunConfig) -> int:
 def _node_command(request: TrainRequest) -> tuple[str, ...]:
     """The command of each node. It lacks `--fresh`: a requeued job would rename its own run.
 
-    It lacks `--nodes` as well: the step defines their number, and for MIN:MAX the script reads how many Slurm allocated.
+    It lacks `--nodes` as well: the step defines their number, and for MIN:MAX the script reads how
+    many Slurm allocated.
     """
     options = {
         "--nproc": request.nproc,
@@ -237,7 +248,8 @@ def batch_script(spec: JobRequest, config: str) -> str:
     options = {
         "--job-name": spec.name,
         "--nodes": number,
-        # With a number of tasks Slurm allocates only the smallest number of nodes; srun below sets one task for each node.
+        # With a number of tasks Slurm allocates only the smallest number of nodes; srun below sets
+        # one task for each node.
         "--ntasks-per-node": None if elastic else "1",
         "--mincpus": str(spec.nproc) if elastic and spec.nproc else None,
         "--cpus-per-task": str(spec.nproc) if spec.nproc else None,

@@ -1,7 +1,7 @@
 """The configuration of a run: its schema, and the loader that rejects unknown keys.
 
-From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at once. A file of LLaMA-Factory or
-sd-scripts is recognized, and translated first.
+From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at
+once. A file of LLaMA-Factory or sd-scripts is recognized, and translated first.
 """
 
 import math
@@ -45,7 +45,9 @@ class LoadedConfig:
     config: RunConfig
     path: Path | None
     origins: dict[str, str]
-    """Key, e.g. `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are omitted."""
+    """Key, e.g. `batch.micro`: `train.yaml:7` or `command line`. Keys at their default are
+    omitted.
+    """
     translation: Translation | None = None
     """What was read from a file of another tool; None: the file is ours."""
 
@@ -54,9 +56,11 @@ def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "tr
     """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
 
     Args:
-        path: our config, or a file of LLaMA-Factory or sd-scripts (also a script of its command), whose overrides without a dot use its names.
+        path: our config, or a file of LLaMA-Factory or sd-scripts (also a script of its command),
+            whose overrides without a dot use its names.
         overrides: from the command line.
-        verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained here.
+        verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained
+            here.
 
     Raises:
         ConfigError: with all problems found.

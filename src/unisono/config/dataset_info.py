@@ -1,7 +1,8 @@
 """LLaMA-Factory's dataset_info.json: what its entries mean, as sources of our schema.
 
-An entry without `columns` or `tags` has LLaMA-Factory's default names. One with `columns` has only those that it names, and the same
-holds for `tags`: `{"columns": {"prompt": "text"}}` also switches `query` and `response` off.
+An entry without `columns` or `tags` has LLaMA-Factory's default names. One with `columns` has only
+those that it names, and the same holds for `tags`: `{"columns": {"prompt": "text"}}` also switches
+`query` and `response` off.
 """
 
 import json
@@ -90,12 +91,15 @@ def read_datasets(
     use_modelscope: bool = False,
     use_openmind: bool = False,
 ) -> list[dict[str, Any]]:
-    """The sources of the named datasets, each a mapping that `SourceSection` accepts. A name that occurs twice counts once.
+    """The sources of the named datasets, each a mapping that `SourceSection` accepts.
+
+    A name that occurs twice counts once.
 
     Args:
         names: the datasets; spaces around them do not count.
-        dataset_dir: the directory of dataset_info.json and of its files, relative to the working directory; `ONLINE`: the names are
-            hub ids; `REMOTE:user/repo`: a hub dataset that has the file.
+        dataset_dir: the directory of dataset_info.json and of its files, relative to the working
+            directory; `ONLINE`: the names are hub ids; `REMOTE:user/repo`: a hub dataset that has
+            the file.
         where: the place that names the datasets, for messages: `FILE:LINE`.
         file_where: the place that names dataset_dir; empty: `where`.
         stage: `pt`, `sft`, `rm`, `ppo`, `dpo` or `kto`.
@@ -211,7 +215,9 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]')
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line (from 1) of every key path of a valid JSON text; of a key that occurs twice, the last."""
+    """The line (from 1) of every key path of a valid JSON text; of a key that occurs twice, the
+    last.
+    """
     lines: dict[KeyPath, int] = {}
     path: list[str | int] = []
     line, last = 1, ""
@@ -416,7 +422,9 @@ class _Entry:
         return os.path.join(self._directory, file_name)  # noqa: PTH118 - keeps the text as it was written
 
     def _check_stage(self, stage: str) -> None:
-        """Rows of pairs are for rm and dpo, rows with a label for kto, and all others for the rest."""
+        """Rows of pairs are for rm and dpo, rows with a label for kto, and all others for the
+        rest.
+        """
         is_ranking, is_kto = self._value.get("ranking") is True, bool(self._columns["kto_tag"])
         if stage in ("rm", "dpo") and not is_ranking:
             self._add(
@@ -505,7 +513,10 @@ class _Entry:
         return source
 
     def _shape(self, stage: str) -> dict[str, Any]:
-        """Format, columns and tags of our schema. A column that LLaMA-Factory would not read is null."""
+        """Format, columns and tags of our schema.
+
+        A column that LLaMA-Factory would not read is null.
+        """
         theirs, form = self._columns, self._formatting
         if stage == "pt":
             parts = [name for name in (theirs["prompt"], theirs["query"]) if name]

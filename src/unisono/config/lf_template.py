@@ -1,6 +1,8 @@
-"""The templates of LLaMA-Factory: their names, their pieces, their changes to a tokenizer, and their form as a chat template.
+"""The templates of LLaMA-Factory: their names, their pieces, their changes to a tokenizer, and
+their form as a chat template.
 
-`data.template: lf:NAME` selects one. Its table, lf_templates.toml, has the slots; data.lf_encoder makes tokens of them.
+`data.template: lf:NAME` selects one. Its table, lf_templates.toml, has the slots; data.lf_encoder
+makes tokens of them.
 """
 
 import re
@@ -15,7 +17,9 @@ from unisono.text import nearest
 
 PREFIX = "lf:"
 LF_VERSION = 3
-"""Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
+"""Part of the cache's key: incremented whenever the same rows could give different tokens or a
+different loss mask.
+"""
 
 CONTENT = "{{content}}"
 _THOUGHT = ("<think>\n", "\n</think>\n\n")
@@ -146,11 +150,13 @@ def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
 
 def _slots(values: list[Any]) -> Slots:
     return tuple(
-        value
-        if isinstance(value, str)
-        else Token(value["token"])
-        if "token" in value
-        else Token(value["special"], special=True)
+        (
+            value
+            if isinstance(value, str)
+            else Token(value["token"])
+            if "token" in value
+            else Token(value["special"], special=True)
+        )
         for value in values
     )
 
@@ -158,8 +164,8 @@ def _slots(values: list[Any]) -> Slots:
 def adapt_tokenizer(tokenizer: Any, template: LfTemplate) -> list[str]:
     """Changes a tokenizer of transformers as the template needs it; gives warnings.
 
-    The end of sequence may be replaced; stop words become special tokens, and are added if they are not in the vocabulary; a
-    tokenizer without padding pads with the end of sequence.
+    The end of sequence may be replaced; stop words become special tokens, and are added if they are
+    not in the vocabulary; a tokenizer without padding pads with the end of sequence.
     """
     vocabulary = tokenizer.get_vocab()
     absent = [word for word in template.stop_words if word not in vocabulary]
@@ -175,9 +181,9 @@ def adapt_tokenizer(tokenizer: Any, template: LfTemplate) -> list[str]:
     if not absent:
         return []
     return [
-        f"{PREFIX}{template.name} ends answers with {' and '.join(absent)}, which "
-        f"{'is not one token' if len(absent) == 1 else 'are not one token each'} of the tokenizer: template and model are of different "
-        "families. Added to the tokenizer; the model has not learned it"
+        f"{PREFIX}{template.name} ends answers with {' and '.join(absent)}, which"
+        f" {'is not one token' if len(absent) == 1 else 'are not one token each'} of the tokenizer: template"
+        " and model are of different families. Added to the tokenizer; the model has not learned it"
     ]
 
 

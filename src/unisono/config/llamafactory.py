@@ -1,7 +1,8 @@
-"""From a file of LLaMA-Factory (v0, of version 0.9.5) to our config: which of its keys say what, and the fate of each.
+"""From a file of LLaMA-Factory (v0, of version 0.9.5) to our config: which of its keys say what,
+and the fate of each.
 
-`llamafactory_keys.toml` has all of its keys. A key is carried (the same value), translated (the same meaning), ignored (does no
-harm), or refused (known, with what to use instead).
+`llamafactory_keys.toml` has all of its keys. A key is carried (the same value), translated (the
+same meaning), ignored (does no harm), or refused (known, with what to use instead).
 """
 
 import math
@@ -98,7 +99,9 @@ class Translation:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k, repetition_penalty, beams, length_penalty."""
+        """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k,
+        repetition_penalty, beams, length_penalty.
+        """
         values = self.values
         sampled = values["do_sample"] and values["temperature"] > 0
         return {
@@ -144,7 +147,8 @@ class Translation:
         return Problem(f"{self.name} is not a file for training", self.name, why, f"run `{command}`")
 
     def notes(self, variables: Collection[str] = ()) -> list[str]:
-        """What people are told once: that a file of LLaMA-Factory was read, what was ignored, and what differs.
+        """What people are told once: that a file of LLaMA-Factory was read, what was ignored, and
+        what differs.
 
         Args:
             variables: the names of those that are set in the environment.
@@ -152,8 +156,9 @@ class Translation:
         counts = {fate: sum(key.fate == fate for key in self.keys) for fate in ("carried", "translated")}
         ignored = [key.key for key in self.keys if key.fate == "ignored"]
         lines = [
-            f"{self.name} is a LLaMA-Factory file: {counts['carried']} keys carried, {counts['translated']} translated;"
-            f" `unisono init --from-llamafactory {self.name}` shows our config and the fate of each key"
+            f"{self.name} is a LLaMA-Factory file: {counts['carried']} keys carried, {counts['translated']}"
+            f" translated; `unisono init --from-llamafactory {self.name}` shows our config and the fate of"
+            " each key"
         ]
         if ignored:
             lines.append(f"ignored, since they change nothing here: {', '.join(ignored)}")
@@ -162,12 +167,15 @@ class Translation:
 
     @property
     def epoch_ends(self) -> str:
-        """What differs at the end of an epoch, whatever the number of rows; empty if the run has only one."""
+        """What differs at the end of an epoch, whatever the number of rows; empty if the run has
+        only one.
+        """
         if self.values["max_steps"] > 0 or self.values["num_train_epochs"] <= 1:
             return ""
         return (
-            "num_train_epochs: LLaMA-Factory ends each epoch with a short step if the rows do not fill it; here steps run across "
-            "the ends of epochs, and `unisono train` shows both numbers of steps if they differ"
+            "num_train_epochs: LLaMA-Factory ends each epoch with a short step if the rows do not fill it;"
+            " here steps run across the ends of epochs, and `unisono train` shows both numbers of steps if"
+            " they differ"
         )
 
     def fewer_steps(self, epochs: float, *, sequences: int, global_batch: int) -> str:
@@ -183,12 +191,14 @@ class Translation:
         if theirs == ours:
             return ""
         return (
-            f"LLaMA-Factory makes {theirs:,} steps of the same rows, with a short one at the end of each epoch; here they are {ours:,}, "
-            "and only the last is short"
+            f"LLaMA-Factory makes {theirs:,} steps of the same rows, with a short one at the end of each"
+            f" epoch; here they are {ours:,}, and only the last is short"
         )
 
     def in_its_names(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Problems of our config with the file's names of the keys in front, without those of keys that are refused anyway."""
+        """Problems of our config with the file's names of the keys in front, without those of keys
+        that are refused anyway.
+        """
         refused = {key.key for key in self.keys if key.fate == "refused"}
         found = []
         for problem in problems:
@@ -204,13 +214,16 @@ class Translation:
 def translate(
     raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str, overrides: tuple[str, ...] = ()
 ) -> Translation:
-    """Our config of a LLaMA-Factory file, and what became of each of its keys. Nothing is raised: `problems` has all.
+    """Our config of a LLaMA-Factory file, and what became of each of its keys.
+
+    Nothing is raised: `problems` has all.
 
     Args:
         raw: the mapping in the file.
         lines: the line of each key.
         name: the file's name, for messages.
-        overrides: `key=value` with its names; those with a dot, or with a name that only we have, are ours.
+        overrides: `key=value` with its names; those with a dot, or with a name that only we have,
+            are ours.
     """
     places = KeyPlaces(dict(lines), name)
     raw, ours, problems = _with_overrides(raw, overrides, places)
@@ -246,7 +259,9 @@ def translate(
 
 
 def _filled(draft: Draft) -> Draft:
-    """The draft with all sections; of a file that merges or chats, without rows, only with the model's."""
+    """The draft with all sections; of a file that merges or chats, without rows, only with the
+    model's.
+    """
     fill_model(draft)
     if draft.verb in ("export", "chat") and not (draft.values["dataset"] or draft.values["eval_dataset"]):
         return draft
@@ -259,7 +274,9 @@ def _filled(draft: Draft) -> Draft:
 def _with_overrides(
     raw: Mapping[str, Any], overrides: tuple[str, ...], places: KeyPlaces
 ) -> tuple[dict[str, Any], tuple[str, ...], list[Problem]]:
-    """The mapping with the overrides of its keys applied, the overrides of ours, and the problems."""
+    """The mapping with the overrides of its keys applied, the overrides of ours, and the
+    problems.
+    """
     merged, ours, problems = dict(raw), list[str](), list[Problem]()
     for text in overrides:
         key, equals, value = text.partition("=")

@@ -1,4 +1,6 @@
-"""The keys of LLaMA-Factory and of Hugging Face's TrainingArguments, as `llamafactory_keys.toml` lists them, and how a value is read."""
+"""The keys of LLaMA-Factory and of Hugging Face's TrainingArguments, as `llamafactory_keys.toml`
+lists them, and how a value is read.
+"""
 
 import math
 import tomllib
@@ -37,7 +39,10 @@ class Key:
 
 
 class Table(Mapping[str, Key]):
-    """The keys of a tool by name, from a file of this room. It is read when a key is looked up: few starts need it."""
+    """The keys of a tool by name, from a file of this room.
+
+    It is read when a key is looked up: few starts need it.
+    """
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -241,7 +246,9 @@ class Draft:
             del self.config[section][name], self.origins[key]
 
     def put(self, ours: str, value: Any, *keys: str) -> None:
-        """Sets one of our keys; `keys` are those of the file that decide it, the first given one is its origin."""
+        """Sets one of our keys; `keys` are those of the file that decide it, the first given one is
+        its origin.
+        """
         *sections, last = ours.split(".")
         target = self.config
         for section in sections:

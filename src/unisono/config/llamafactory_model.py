@@ -28,7 +28,8 @@ def fill_model(draft: Draft) -> None:
     draft.put("model.dtype", _dtype(draft), "bf16", "fp16", "pure_bf16")
     if values["fp16"]:
         draft.warnings.append(
-            "fp16: float16 needs loss scaling, which is not supported; model.dtype is auto: bfloat16 where the device has it, else float32"
+            "fp16: float16 needs loss scaling, which is not supported; model.dtype is auto: bfloat16 where"
+            " the device has it, else float32"
         )
     if values["train_from_scratch"]:
         draft.put("model.weights", "random", "train_from_scratch")
@@ -41,7 +42,9 @@ def fill_model(draft: Draft) -> None:
 
 
 def _dtype(draft: Draft) -> str:
-    """Without a key that says it a training is in float32, as LLaMA-Factory's on a CPU and its full fine-tuning."""
+    """Without a key that says it a training is in float32, as LLaMA-Factory's on a CPU and its full
+    fine-tuning.
+    """
     values = draft.values
     if values["bf16"] or values["pure_bf16"]:
         return "bfloat16"
@@ -121,7 +124,9 @@ def _dropout(draft: Draft) -> float:
 
 
 def _other_adapters(draft: Draft) -> None:
-    """Those that training begins with: all but the last are merged, and with create_new_adapter the last, too."""
+    """Those that training begins with: all but the last are merged, and with create_new_adapter the
+    last, too.
+    """
     adapters = draft.values["adapter_name_or_path"] or []
     if not adapters or draft.verb != "train":
         return
@@ -134,7 +139,9 @@ def _other_adapters(draft: Draft) -> None:
 
 
 def _as_stored(draft: Draft, stored: dict[str, Any]) -> None:
-    """Takes the shape of the adapter that is continued from its own settings, as LLaMA-Factory does; the file's keys do not count."""
+    """Takes the shape of the adapter that is continued from its own settings, as LLaMA-Factory
+    does; the file's keys do not count.
+    """
     if not stored:
         return
     kind = "dora" if stored.get("use_dora") else "rslora" if stored.get("use_rslora") else "lora"
@@ -282,7 +289,9 @@ def _mix(draft: Draft) -> None:
 
 
 def _stored_settings(adapter: str) -> dict[str, Any]:
-    """The settings of an adapter on this machine, or of that in a run; empty if there is none, which is refused when it is loaded."""
+    """The settings of an adapter on this machine, or of that in a run; empty if there is none,
+    which is refused when it is loaded.
+    """
     for folder in (Path(adapter).expanduser(), Path(adapter).expanduser() / "adapter"):
         if found := read_object(folder / "adapter_config.json"):
             return found

@@ -1,4 +1,6 @@
-"""Objective, optimizer, duration, evaluation, checkpoints and machine of a LLaMA-Factory file, in our config."""
+"""Objective, optimizer, duration, evaluation, checkpoints and machine of a LLaMA-Factory file, in
+our config.
+"""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ def fill_training(draft: Draft) -> None:
 
 
 def _objective(draft: Draft) -> None:
-    """The objective of the stage, and those of the keys `pref_*`, `dpo_*`, `kto_*`, `simpo_*` and `ref_*` that it uses."""
+    """The objective of the stage, and those of the keys `pref_*`, `dpo_*`, `kto_*`, `simpo_*` and
+    `ref_*` that it uses.
+    """
     values = draft.values
     stage, loss = values["stage"], values["pref_loss"]
     if stage == "ppo":
@@ -52,7 +56,8 @@ def _objective(draft: Draft) -> None:
     _refuse_of_preferences(draft, objective)
     if objective == "orpo":
         draft.warnings.append(
-            "pref_loss: orpo: the cross-entropy is that of all tokens of the chosen row, as in TRL; in LLaMA-Factory that of its answer"
+            "pref_loss: orpo: the cross-entropy is that of all tokens of the chosen row, as in TRL; in"
+            " LLaMA-Factory that of its answer"
         )
 
 
@@ -307,7 +312,10 @@ _SAYS = {
     2: "stage 2 shards gradients and the optimizer's state; fsdp shards weights, too",
     3: "as with stage 3, each rank has a part of every tensor; bucket sizes and prefetching are our own",
 }
-_OFFLOAD = "weights and optimizer state stay on the device; use more ranks, a LoRA adapter or `memory.gradient_checkpointing`"
+_OFFLOAD = (
+    "weights and optimizer state stay on the device; use more ranks, a LoRA adapter or"
+    " `memory.gradient_checkpointing`"
+)
 _NO_JSON = "it is not a mapping"
 
 
@@ -322,7 +330,8 @@ class _Refused(ValueError):  # noqa: N818 - named for what happened
 def read_strategy(
     values: Values,
 ) -> tuple[str | None, tuple[str, ...], list[str], list[Problem]]:
-    """Our strategy (None: ours decides), the keys that ask for it, lines on what differs, and problems.
+    """Our strategy (None: ours decides), the keys that ask for it, lines on what differs, and
+    problems.
 
     Args:
         values: of the file, by key.
@@ -360,7 +369,9 @@ def _read_deepspeed(values: Values) -> tuple[str, str]:
 
 
 def _refuse_disagreement(config: Mapping[str, Any], values: Values) -> None:
-    """Numbers in a DeepSpeed file must be those of the YAML file, as transformers demands it, too."""
+    """Numbers in a DeepSpeed file must be those of the YAML file, as transformers demands it,
+    too.
+    """
     pairs = (
         ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
         ("gradient_accumulation_steps", "gradient_accumulation_steps"),

@@ -1,4 +1,6 @@
-"""Configs of tools whose files are not read here: recognized by their keys, and answered with the page that has our key for each of theirs."""
+"""Configs of tools whose files are not read here: recognized by their keys, and answered with the
+page that has our key for each of theirs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,5 +77,8 @@ def refuse_other_tools(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], nam
                 f"{name} is a config of {tool.name}",
                 where=f"{name}:{lines.get((tool.model,), 1)}",
                 why="its files are not read here",
-                fix=f"begin with `unisono init --out train.yaml`, and transfer the values: {tool.page} has our key for each of its keys",
+                fix=(
+                    f"begin with `unisono init --out train.yaml`, and transfer the values: {tool.page} has"
+                    " our key for each of its keys"
+                ),
             )

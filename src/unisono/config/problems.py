@@ -1,4 +1,5 @@
-"""The problems of a config in plain words: from the errors of its validation, and the secrets in it.
+"""The problems of a config in plain words: from the errors of its validation, and the secrets in
+it.
 
 A config holds no secrets, since it is kept with the results and shown to others.
 """
@@ -64,13 +65,17 @@ def _judge_value(value: Any, places: KeyPlaces, key: KeyPath) -> Problem | None:
 _VARIABLE = re.compile(
     r"\$\{[^}\n]+\}|\$\([^)\n]+\)|(?:^|(?<=/))\$[A-Za-z_]\w*(?=$|/)|\$[A-Z_][A-Z0-9_]+|%[A-Z_]{2,}[A-Z0-9_]*%"
 )
-"""`${NAME}`, `$(command)`, `$NAME` as a part of a path, names in capitals anywhere, and `%NAME%` as on Windows; a `$` at the end of a pattern is none."""
+"""`${NAME}`, `$(command)`, `$NAME` as a part of a path, names in capitals anywhere, and `%NAME%` as
+on Windows; a `$` at the end of a pattern is none.
+"""
 _TEXTS = (("data", "system"), ("diffusion", "prompts"), ("reasons",))
 """Keys of texts, which may hold anything."""
 
 
 def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPath, Problem]:
-    """A problem for every value that asks for a variable, e.g. `${NAME}` or `$NAME/…`: a file says what it says, on every machine."""
+    """A problem for every value that asks for a variable, e.g. `${NAME}` or `$NAME/…`: a file says
+    what it says, on every machine.
+    """
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {
@@ -85,7 +90,10 @@ def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[Key
     name, variable = ".".join(map(str, key)), one_line(match[0], limit=_LONGEST_VALUE)
     whole = next((".".join(map(str, key[:at])) for at, part in enumerate(key) if isinstance(part, int)), None)
     if whole is not None:
-        fix = f"write the value, or use KEY=VALUE on the command line with all of {whole}: items of a list have no keys"
+        fix = (
+            f"write the value, or use KEY=VALUE on the command line with all of {whole}: items of a list have"
+            " no keys"
+        )
     elif variable.startswith("%"):
         fix = "write the value, or use KEY=VALUE on the command line"
     else:
@@ -141,7 +149,9 @@ def _key_of(item: Any, raw: Any) -> KeyPath:
 
 
 def _is_missing_key(item: Any) -> bool:
-    """Whether a section lacks a key; for a list that is too short pydantic reports `missing`, too."""
+    """Whether a section lacks a key; for a list that is too short pydantic reports `missing`,
+    too.
+    """
     return item["type"] == "missing" and isinstance(item["loc"][-1], str)
 
 
@@ -223,7 +233,9 @@ _OTHER_NAMES = {
 
 
 def _near_key(key: KeyPath) -> str:
-    """A suggestion for a misspelled key: in this section, or the same name in a different section, or that of another trainer."""
+    """A suggestion for a misspelled key: in this section, or the same name in a different section,
+    or that of another trainer.
+    """
     annotation, _ = _type_at(key[:-1])
     section = section_in(annotation)
     known = keys_of(section) if section else []

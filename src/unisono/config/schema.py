@@ -2,7 +2,8 @@
 
 They change no value, but a text where a list of texts is expected.
 
-Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar types parse it where it is used.
+Quantities keep their text (`3 epochs`, `3%`); `Duration`, `Warmup` and similar types parse it where
+it is used.
 """
 
 import hashlib
@@ -56,14 +57,22 @@ Format = Literal[
 
 
 class RopeSection(Section):
-    """Scaling of rotary position embeddings, for rows that are longer than the model was trained on."""
+    """Scaling of rotary position embeddings, for rows that are longer than the model was trained
+    on.
+    """
 
     kind: Literal["linear", "dynamic", "yarn", "llama3"] = Field(
-        description="linear: arXiv:2306.15595; dynamic: NTK-aware, by the length of each row; yarn: arXiv:2309.00071; llama3: as in Llama 3.1"
+        description=(
+            "linear: arXiv:2306.15595; dynamic: NTK-aware, by the length of each row; yarn: arXiv:2309.00071;"
+            " llama3: as in Llama 3.1"
+        )
     )
     factor: Annotated[float, BeforeValidator(float_of_yaml), Field(gt=1.0)] | Literal["auto"] = Field(
         default="auto",
-        description="how many times longer rows may be; auto: as data.max_length needs, in whole multiples of the model's positions",
+        description=(
+            "how many times longer rows may be; auto: as data.max_length needs, in whole multiples of the"
+            " model's positions"
+        ),
     )
 
 
@@ -74,47 +83,66 @@ class ModelSection(Section):
     revision: str | None = Field(default=None, description="a hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="dtype of frozen weights and of the computation; auto: bfloat16 if the device supports it",
+        description=(
+            "dtype of frozen weights and of the computation; auto: bfloat16 if the device supports it"
+        ),
     )
     tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
     weights: Literal["pretrained", "random"] = Field(
         default="pretrained",
-        description="random: only config.json is read, for pretraining from random weights; with an adapter only for `--dry-run`",
+        description=(
+            "random: only config.json is read, for pretraining from random weights; with an adapter only for"
+            " `--dry-run`"
+        ),
     )
     resize_vocabulary: bool = Field(
         default=False,
-        description="grow embedding and head to the tokenizer's size; with an adapter both are fully trained and saved with it",
+        description=(
+            "grow embedding and head to the tokenizer's size; with an adapter both are fully trained and"
+            " saved with it"
+        ),
     )
     rope: RopeSection | None = Field(
         default=None, description="scaled RoPE, stored with the result; null: as in the model's config.json"
     )
     embedding_noise: NotNegative = Field(
         default=0.0,
-        description="NEFTune (arXiv:2310.05914): α of the uniform noise within ±α/√(tokens of the row × hidden size) that is added to"
-        " input embeddings in training",
+        description=(
+            "NEFTune (arXiv:2310.05914): α of the uniform noise within ±α/√(tokens of the row × hidden size)"
+            " that is added to input embeddings in training"
+        ),
     )
     trust_remote_code: bool = Field(default=False, description="run Python code from the model repository")
     quantize: Literal["nf4", "fp4", "int8"] | None = Field(
         default=None,
-        description="with an adapter: keep the linear layers of the base model in 4 or 8 bits (QLoRA, arXiv:2305.14314; needs"
-        " `pip install bitsandbytes accelerate`); embeddings, head and norms stay in `dtype`; null: as in the model's files",
+        description=(
+            "with an adapter: keep the linear layers of the base model in 4 or 8 bits (QLoRA,"
+            " arXiv:2305.14314; needs `pip install bitsandbytes accelerate`); embeddings, head and norms stay"
+            " in `dtype`; null: as in the model's files"
+        ),
     )
     quantize_double: bool = Field(
         default=True, description="with nf4 and fp4: quantize the scales of blocks of weights, too"
     )
     quantize_embeddings: bool = Field(
         default=False,
-        description="with `quantize`: keep embedding and head in 8 bits, too, with a scale for each token; peft and bitsandbytes alone have"
-        " them in 16",
+        description=(
+            "with `quantize`: keep embedding and head in 8 bits, too, with a scale for each token; peft and"
+            " bitsandbytes alone have them in 16"
+        ),
     )
     quantize_compute: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="dtype that quantized weights are dequantized to, and of the products with them; auto: `dtype`",
+        description=(
+            "dtype that quantized weights are dequantized to, and of the products with them; auto: `dtype`"
+        ),
     )
 
 
 class AdapterSection(Section):
-    """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA, arXiv:2402.09353)."""
+    """A low-rank adapter (LoRA, arXiv:2106.09685; rsLoRA, arXiv:2312.03732; DoRA,
+    arXiv:2402.09353).
+    """
 
     kind: Literal["lora", "dora", "rslora"] = Field(
         default="lora",
@@ -127,16 +155,21 @@ class AdapterSection(Section):
     dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
     targets: TargetWord | list[Pattern] = Field(
         default="all-linear",
-        description="all-linear, or regular expressions searched in module names; for image models unet (which all-linear means there, too:"
-        " all linear layers of its transformer blocks), unet+text, or regular expressions searched in module names of the UNet",
+        description=(
+            "all-linear, or regular expressions searched in module names; for image models unet (which"
+            " all-linear means there, too: all linear layers of its transformer blocks), unet+text, or"
+            " regular expressions searched in module names of the UNet"
+        ),
     )
     modules_to_save: list[str] = Field(
         default=[], description="modules that are fully trained and saved with the adapter"
     )
     init: Literal["default", "pissa"] = Field(
         default="default",
-        description="pissa (arXiv:2404.02948): begin with the principal components of the weights, and freeze the rest; stored as a"
-        " plain adapter of twice the rank",
+        description=(
+            "pissa (arXiv:2404.02948): begin with the principal components of the weights, and freeze the"
+            " rest; stored as a plain adapter of twice the rank"
+        ),
     )
     init_steps: int | None = Field(
         default=None,
@@ -152,12 +185,17 @@ class AdapterSection(Section):
     )
     merge: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
-        description="adapters (directories) that are merged into the base weights in memory, in order; the result contains them",
+        description=(
+            "adapters (directories) that are merged into the base weights in memory, in order; the result"
+            " contains them"
+        ),
     )
 
     @property
     def is_plain(self) -> bool:
-        """Whether an adapted layer has two matrices more, and no other values or operations; and nothing else is trained."""
+        """Whether an adapted layer has two matrices more, and no other values or operations; and
+        nothing else is trained.
+        """
         return self.kind != "dora" and self.dropout == 0 and not self.modules_to_save
 
 
@@ -167,7 +205,10 @@ class TrainOnlySection(Section):
     layers: int = Field(description="N: the last N layers; -N: the first N; 0: none")
     spread: bool = Field(
         default=False,
-        description="layers: N layers at equal distances, the last of each group, where LLaMA Pro (arXiv:2401.02415) inserts new ones",
+        description=(
+            "layers: N layers at equal distances, the last of each group, where LLaMA Pro (arXiv:2401.02415)"
+            " inserts new ones"
+        ),
     )
     modules: Literal["all"] | list[str] = Field(
         default="all", description="all, or names of the modules inside these layers, e.g. `mlp`, `q_proj`"
@@ -179,7 +220,9 @@ class TrainOnlySection(Section):
 
 
 class TagsSection(Section):
-    """The words of a source for the keys of a turn and for its roles; any other role makes a row bad."""
+    """The words of a source for the keys of a turn and for its roles; any other role makes a row
+    bad.
+    """
 
     role_tag: str = Field(default="from", description="the key of a turn's role")
     content_tag: str = Field(default="value", description="the key of a turn's text")
@@ -238,7 +281,10 @@ class SourceSection(Section):
     samples: int | None = Field(
         default=None,
         ge=1,
-        description="number of rows to pick at random, with the seed; if the source has fewer rows: all of them, and the rest drawn with replacement; null: all once",
+        description=(
+            "number of rows to pick at random, with the seed; if the source has fewer rows: all of them, and"
+            " the rest drawn with replacement; null: all once"
+        ),
     )
     split: str | None = Field(default=None, description="the split of a hub dataset; null: `train`")
     subset: str | None = Field(default=None, description="the subset (configuration) of a hub dataset")
@@ -248,11 +294,15 @@ class SourceSection(Section):
     )
     tags: TagsSection | None = Field(
         default=None,
-        description="keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words",
+        description=(
+            "keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words"
+        ),
     )
     pictures: PicturesSection | None = Field(
         default=None,
-        description="with `objective: diffusion`: what differs for the pictures of this source; null: nothing",
+        description=(
+            "with `objective: diffusion`: what differs for the pictures of this source; null: nothing"
+        ),
     )
 
     @model_serializer(mode="wrap")
@@ -266,12 +316,18 @@ class MixSection(Section):
 
     strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = Field(
         default="concat",
-        description="concat: all rows of all sources; interleave: rows are taken from the sources in turn, until the first is exhausted (under),"
-        " until all are, the others starting over (over), or until all are, each row once (once)",
+        description=(
+            "concat: all rows of all sources; interleave: rows are taken from the sources in turn, until the"
+            " first is exhausted (under), until all are, the others starting over (over), or until all are,"
+            " each row once (once)"
+        ),
     )
     probabilities: list[Positive] | None = Field(
         default=None,
-        description="with interleave: the probability of each source, which is then drawn with the seed instead of taken in turn; the probabilities sum to 1",
+        description=(
+            "with interleave: the probability of each source, which is then drawn with the seed instead of"
+            " taken in turn; the probabilities sum to 1"
+        ),
     )
 
 
@@ -292,55 +348,82 @@ class DataSection(Section):
         Takes("a share between 0 and 1 (e.g. 0.05), a number of rows, a path, a list of sources, or null"),
     ] = Field(
         default=None,
-        description="a share (0.05) or a number of rows (500), split off with the run's seed; or a path, or a list of sources; or null",
+        description=(
+            "a share (0.05) or a number of rows (500), split off with the run's seed; or a path, or a list of"
+            " sources; or null"
+        ),
     )
     mix: MixSection = MixSection()
     format: Format = Field(default="auto", description="the format of a row; auto: detected and reported")
     template: str | None = Field(
         default=None,
-        description="a file with a chat template (Jinja); or `lf:NAME`, a template of LLaMA-Factory, which encodes rows as it does, e.g."
-        " `lf:qwen3_nothink`; null: the tokenizer's own",
+        description=(
+            "a file with a chat template (Jinja); or `lf:NAME`, a template of LLaMA-Factory, which encodes"
+            " rows as it does, e.g. `lf:qwen3_nothink`; null: the tokenizer's own"
+        ),
     )
     thinking: Thinking = Field(
         default=True,
-        description="with `lf:` templates of reasoning models: an answer without a thought gets an empty one, which counts in the loss"
-        " (true), or belongs to the prompt (false, null); false also removes thoughts; preserve: like true, but earlier answers keep their"
-        " thoughts where only the last one counts",
+        description=(
+            "with `lf:` templates of reasoning models: an answer without a thought gets an empty one, which"
+            " counts in the loss (true), or belongs to the prompt (false, null); false also removes thoughts;"
+            " preserve: like true, but earlier answers keep their thoughts where only the last one counts"
+        ),
     )
     thoughts: Literal["loss", "ignore", "strip"] = Field(
         default="loss",
-        description="what happens to an answer whose thought (`reasoning_content`, or `<think>` in its text) the chat template does not"
-        " render. loss: it does not count in the loss; ignore: it counts without its thought; strip: thoughts are removed from all rows",
+        description=(
+            "what happens to an answer whose thought (`reasoning_content`, or `<think>` in its text) the chat"
+            " template does not render. loss: it does not count in the loss; ignore: it counts without its"
+            " thought; strip: thoughts are removed from all rows"
+        ),
     )
     control_tokens: Literal["keep", "escape", "bad"] = Field(
         default="keep",
-        description="control tokens of the tokenizer (e.g. `<|im_end|>`) in the text of a row. keep: they are read as such, and such rows"
-        " are counted; escape: they are read as text; bad: the row cannot be used",
+        description=(
+            "control tokens of the tokenizer (e.g. `<|im_end|>`) in the text of a row. keep: they are read as"
+            " such, and such rows are counted; escape: they are read as text; bad: the row cannot be used"
+        ),
     )
     date: DateText | None = Field(
         default=None,
-        description="the date in the tool prompt of `lf:llama3` and `lf:llama4`, as YYYY-MM-DD; null: the day on which rows are tokenized",
+        description=(
+            "the date in the tool prompt of `lf:llama3` and `lf:llama4`, as YYYY-MM-DD; null: the day on"
+            " which rows are tokenized"
+        ),
     )
     system: str | None = Field(
         default=None,
-        description="with `lf:` templates: the system message of rows without one, instead of the template's own; null: the template's own",
+        description=(
+            "with `lf:` templates: the system message of rows without one, instead of the template's own;"
+            " null: the template's own"
+        ),
     )
     resolution: Resolution | None = Field(
         default=None,
-        description="with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of the model",
+        description=(
+            "with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of"
+            " the model"
+        ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split", "keep-answer", "balanced"] = Field(
         default="error",
-        description="what happens to longer rows; recorded row by row in the ledger. cut: their end; keep-answer: the beginning of the"
-        " prompt, so that the last answer stays whole; balanced: as LLaMA-Factory, turn by turn, a question and its answer in proportion",
+        description=(
+            "what happens to longer rows; recorded row by row in the ledger. cut: their end; keep-answer: the"
+            " beginning of the prompt, so that the last answer stays whole; balanced: as LLaMA-Factory, turn"
+            " by turn, a question and its answer in proportion"
+        ),
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="what happens to a row that cannot be read or has no answer"
     )
     ignore: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
-        description="keys of messages that are not read, with all that they hold; other keys that are not read are an error",
+        description=(
+            "keys of messages that are not read, with all that they hold; other keys that are not read are an"
+            " error"
+        ),
     )
     packing: bool = Field(default=True, description="rows share a sequence, never attention")
     loss_on: Literal["answers", "last-answer", "all"] = Field(
@@ -353,7 +436,9 @@ class DataSection(Section):
 
 
 def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
-    """Key and section of every source, those for training first; `data.format` is applied to those without a format of their own."""
+    """Key and section of every source, those for training first; `data.format` is applied to those
+    without a format of their own.
+    """
     found: list[tuple[str, SourceSection]] = []
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if isinstance(value, list):
@@ -393,20 +478,29 @@ class OptimSection(Section):
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
     muon_scale: Literal["original", "adamw"] = Field(
         default="original",
-        description="scale of Muon's updates; original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982): muon_lr × 0.2 ×"
-        " √max(rows, columns), so that muon_lr is about that of AdamW",
+        description=(
+            "scale of Muon's updates; original: muon_lr × √max(1, rows / columns); adamw (arXiv:2502.16982):"
+            " muon_lr × 0.2 × √max(rows, columns), so that muon_lr is about that of AdamW"
+        ),
     )
     lora_b_ratio: Positive = Field(
         default=1.0,
-        description="LoRA+ (arXiv:2402.12354): the learning rate of an adapter's B matrices, as a multiple of lr",
+        description=(
+            "LoRA+ (arXiv:2402.12354): the learning rate of an adapter's B matrices, as a multiple of lr"
+        ),
     )
     schedule: Literal["cosine", "linear", "constant", "wsd", "cosine_with_restarts", "polynomial"] = Field(
         default="cosine",
-        description="learning rate schedule after the warmup; wsd: constant, then linear decay over the last fifth",
+        description=(
+            "learning rate schedule after the warmup; wsd: constant, then linear decay over the last fifth"
+        ),
     )
     schedule_start: Literal[0, 1] = Field(
         default=1,
-        description="the schedule's position at step 1; 0: as in transformers, where a warmup begins with a learning rate of 0",
+        description=(
+            "the schedule's position at step 1; 0: as in transformers, where a warmup begins with a learning"
+            " rate of 0"
+        ),
     )
     cycles: int = Field(
         default=1, ge=1, le=1_000_000, description="number of cosines with `schedule: cosine_with_restarts`"
@@ -425,17 +519,23 @@ class OptimSection(Section):
     )
     label_smoothing: Share = Field(
         default=0.0,
-        description="share of the target probability that is spread evenly over the vocabulary; eval_loss has none",
+        description=(
+            "share of the target probability that is spread evenly over the vocabulary; eval_loss has none"
+        ),
     )
     loss_weight: Literal["uniform", "dft"] = Field(
         default="uniform",
-        description="weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability, without gradient;"
-        " eval_loss has none",
+        description=(
+            "weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability,"
+            " without gradient; eval_loss has none"
+        ),
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="dtype of AdamW's two moments; bfloat16 takes 4 bytes instead of 8 for each trained value, and rounds at random so that"
-        " means stay (arXiv:2010.06192)",
+        description=(
+            "dtype of AdamW's two moments; bfloat16 takes 4 bytes instead of 8 for each trained value, and"
+            " rounds at random so that means stay (arXiv:2010.06192)"
+        ),
     )
     max_grad_norm: Positive | None = Field(
         default=1.0, description="clip gradients to this norm; null: no clipping"
@@ -466,8 +566,10 @@ class BatchSection(Section):
         default=None,
         ge=1,
         le=1_000_000,
-        description="instead of `global` and `micro`: sequences per rank and forward. The plan sets `global` to per_rank × accumulate × ranks;"
-        " a run that resumes on other ranks keeps it",
+        description=(
+            "instead of `global` and `micro`: sequences per rank and forward. The plan sets `global` to"
+            " per_rank × accumulate × ranks; a run that resumes on other ranks keeps it"
+        ),
     )
     accumulate: int | None = Field(
         default=None, ge=1, le=1_000_000, description="with per_rank: forwards per optimizer step; null: 1"
@@ -492,17 +594,25 @@ class EvalSection(Section):
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="early stopping: stop after this many evaluations in a row without an improvement of eval_loss, or of the metric in checkpoint.best",
+        description=(
+            "early stopping: stop after this many evaluations in a row without an improvement of eval_loss,"
+            " or of the metric in checkpoint.best"
+        ),
     )
     exact_match: bool = Field(
         default=False,
-        description="generate answers for all evaluation rows before step 1 and at the end, and compare them with the references",
+        description=(
+            "generate answers for all evaluation rows before step 1 and at the end, and compare them with the"
+            " references"
+        ),
     )
     samples: int = Field(
         default=0,
         ge=0,
         le=100,
-        description="number of evaluation rows to generate sample answers for, or sample pictures of their captions",
+        description=(
+            "number of evaluation rows to generate sample answers for, or sample pictures of their captions"
+        ),
     )
     sample_tokens: int = Field(default=64, ge=1, description="maximum number of tokens of a sample answer")
 
@@ -516,12 +626,17 @@ class CheckpointSection(Section):
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
     best: Literal["eval_loss", "reward_accuracy"] | None = Field(
         default=None,
-        description="the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share of pairs whose chosen answer has the higher reward",
+        description=(
+            "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
+            " of pairs whose chosen answer has the higher reward"
+        ),
     )
     storage: StorageText | None = Field(
         default=None,
-        description="a URL for copies of all checkpoints, e.g. `s3://bucket/runs` or `file:///mnt/copies`; credentials come"
-        " from the environment",
+        description=(
+            "a URL for copies of all checkpoints, e.g. `s3://bucket/runs` or `file:///mnt/copies`;"
+            " credentials come from the environment"
+        ),
     )
     keep_every: DurationText | None = Field(
         default=None, description="a period, e.g. `1000 steps`: checkpoints at its multiples are kept forever"
@@ -532,7 +647,10 @@ class CheckpointSection(Section):
     )
     read_back: bool = Field(
         default=True,
-        description="at the end load the written result in transformers and peft, and compare its logits with those of the trained model",
+        description=(
+            "at the end load the written result in transformers and peft, and compare its logits with those"
+            " of the trained model"
+        ),
     )
 
 
@@ -541,8 +659,10 @@ class ParallelSection(Section):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         default="auto",
-        description="single: one rank; ddp: each rank has the full model; fsdp: each rank has a shard of every tensor;"
-        " auto: ddp if the model fits on one device, else fsdp",
+        description=(
+            "single: one rank; ddp: each rank has the full model; fsdp: each rank has a shard of every"
+            " tensor; auto: ddp if the model fits on one device, else fsdp"
+        ),
     )
 
 
@@ -560,13 +680,17 @@ class WatchSection(Section):
 
     stall_after: PatienceText = Field(
         default="auto",
-        description="a rank without progress for this long ends the run, e.g. `5 minutes`; auto: at least 30 s, and five times the longest"
-        " duration of the phase so far",
+        description=(
+            "a rank without progress for this long ends the run, e.g. `5 minutes`; auto: at least 30 s, and"
+            " five times the longest duration of the phase so far"
+        ),
     )
     digest_every: DurationText | None = Field(
         default="100 steps",
-        description="a period: ranks that each hold the full model (ddp) compare a digest of their trained weights, and stop if one differs;"
-        " null: never",
+        description=(
+            "a period: ranks that each hold the full model (ddp) compare a digest of their trained weights,"
+            " and stop if one differs; null: never"
+        ),
     )
 
 
@@ -587,9 +711,12 @@ class RunConfig(Section):
     data: DataSection
     objective: Objective | OwnObjective = Field(
         default="sft",
-        description="sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs; dpo (arXiv:2305.18290),"
-        " orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers; kto (arXiv:2402.01306): rated answers; diffusion: a LoRA"
-        " for a Stable Diffusion model, of pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`",
+        description=(
+            "sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs;"
+            " dpo (arXiv:2305.18290), orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers;"
+            " kto (arXiv:2402.01306): rated answers; diffusion: a LoRA for a Stable Diffusion model, of"
+            " pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`"
+        ),
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),
@@ -618,12 +745,16 @@ class RunConfig(Section):
     )
     reasons: dict[str, str] = Field(
         default={},
-        description="why an environment variable was set by hand, by name; recorded in plan.json with its value",
+        description=(
+            "why an environment variable was set by hand, by name; recorded in plan.json with its value"
+        ),
     )
     track: list[Literal["tensorboard", "wandb", "swanlab"]] = Field(
         default=[],
-        description="trackers for metrics besides metrics.jsonl; each needs the package of its name;"
-        " wandb and swanlab are configured by their own environment variables",
+        description=(
+            "trackers for metrics besides metrics.jsonl; each needs the package of its name;"
+            " wandb and swanlab are configured by their own environment variables"
+        ),
     )
     deterministic: bool = Field(
         default=False, description="bit-exact results on GPUs, too; on CPUs results are always bit-exact"
@@ -649,7 +780,9 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of `preference` and `diffusion` only the keys that the objective uses, so that a written config can be read again."""
+        """Of `preference` and `diffusion` only the keys that the objective uses, so that a written
+        config can be read again.
+        """
         found: dict[str, Any] = dump(self)
         used = keys_of(self.objective)
         if "preference" in found:
@@ -679,12 +812,17 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             batch.per_rank is None and batch.accumulate is not None,
-            "batch.accumulate: it counts forwards of `per_rank` sequences; set `batch.per_rank`, or remove it",
+            (
+                "batch.accumulate: it counts forwards of `per_rank` sequences; set `batch.per_rank`, or"
+                " remove it"
+            ),
         ),
         (
             micro != "auto" and batch.per_rank is None and global_batch % micro != 0,
-            f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
-            f"set batch.micro to {_divisors(global_batch)}",
+            (
+                f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
+                f"set batch.micro to {_divisors(global_batch)}"
+            ),
         ),
         (
             has_adapter and bool(config.freeze),
@@ -694,7 +832,10 @@ def contradictions(config: RunConfig) -> list[str]:
             config.adapter is not None
             and config.adapter.init == "pissa"
             and config.adapter.from_ is not None,
-            "adapter.init: pissa creates new weights, and `adapter.from` continues with those of another adapter; remove one of them",
+            (
+                "adapter.init: pissa creates new weights, and `adapter.from` continues with those of another"
+                " adapter; remove one of them"
+            ),
         ),
         (
             config.adapter is not None and config.adapter.init == "pissa" and config.adapter.kind == "dora",
@@ -718,11 +859,17 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             not has_adapter and config.optim.lora_b_ratio != 1,
-            "optim.lora_b_ratio: there are no B matrices without an adapter; set `adapter: {kind: lora}`, or remove it",
+            (
+                "optim.lora_b_ratio: there are no B matrices without an adapter; set `adapter: {kind: lora}`,"
+                " or remove it"
+            ),
         ),
         (
             config.parallel.strategy == "fsdp" and config.optim.kind == "muon",
-            "parallel.strategy: muon needs full matrices, but fsdp shards them; set `parallel.strategy: ddp`, or `optim.kind: adamw`",
+            (
+                "parallel.strategy: muon needs full matrices, but fsdp shards them; set `parallel.strategy:"
+                " ddp`, or `optim.kind: adamw`"
+            ),
         ),
         (
             config.checkpoint.best is not None and not has_eval,
@@ -734,7 +881,10 @@ def contradictions(config: RunConfig) -> list[str]:
         ),
         (
             config.data.thinking is not True and lf_name(config.data.template) is None,
-            "data.thinking: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
+            (
+                "data.thinking: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or"
+                " remove it"
+            ),
         ),
         (
             config.data.thoughts != "loss" and lf_name(config.data.template) is not None,
@@ -802,8 +952,10 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
             (config.model.weights == "random", "model.weights: a LoRA needs a trained model; remove it"),
             (
                 config.parallel.strategy == "fsdp",
-                "parallel.strategy: fsdp does not shard image models: each rank has the whole model and trains its LoRA, which is small;"
-                " set it to auto or ddp",
+                (
+                    "parallel.strategy: fsdp does not shard image models: each rank has the whole model and"
+                    " trains its LoRA, which is small; set it to auto or ddp"
+                ),
             ),
             *(
                 (
@@ -830,18 +982,26 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
             ),
             (
                 any(not isinstance(entry, str) and not _is_folder(entry) for entry in sources),
-                "data.train: a source of pictures is a folder, with a whole number as weight; remove its other keys",
+                (
+                    "data.train: a source of pictures is a folder, with a whole number as weight; remove its"
+                    " other keys"
+                ),
             ),
             (
                 section.text_lr is not None and words != "unet+text",
-                "diffusion.text_lr: the text encoders are not trained; set `adapter.targets: unet+text`, or remove it",
+                (
+                    "diffusion.text_lr: the text encoders are not trained; set `adapter.targets: unet+text`,"
+                    " or remove it"
+                ),
             ),
         ]
     return [text for is_wrong, text in rules if is_wrong]
 
 
 def _is_folder(source: SourceSection) -> bool:
-    """Whether a source has only what a folder of pictures can have; a written config has all keys, most at their defaults."""
+    """Whether a source has only what a folder of pictures can have; a written config has all keys,
+    most at their defaults.
+    """
     others = set(SourceSection.model_fields) - {"path", "weight", "pictures"}
     is_plain = all(getattr(source, key) == SourceSection.model_fields[key].default for key in others)
     return is_plain and source.weight == int(source.weight)
@@ -860,7 +1020,8 @@ def _quantization_contradictions(config: RunConfig) -> list[str]:
         )
     if adapter is None:
         return [
-            f"model.quantize: {kind} weights cannot be trained themselves; set `adapter: {{kind: lora}}`, or `model.quantize: null`"
+            f"model.quantize: {kind} weights cannot be trained themselves; set `adapter: {{kind: lora}}`, or"
+            " `model.quantize: null`"
         ]
     changed = "it changes the base weights, whose quantized form would no longer be that of the model's files"
     rules = [
@@ -870,11 +1031,17 @@ def _quantization_contradictions(config: RunConfig) -> list[str]:
         ),
         (
             embeddings and config.model.resize_vocabulary,
-            "model.resize_vocabulary: it trains embedding and head, which are quantized; set `model.quantize_embeddings: false`, or remove it",
+            (
+                "model.resize_vocabulary: it trains embedding and head, which are quantized; set"
+                " `model.quantize_embeddings: false`, or remove it"
+            ),
         ),
         (
             bool(adapter.merge),
-            f"adapter.merge: {changed}; merge them with `unisono export --merge` first, or set `model.quantize: null`",
+            (
+                f"adapter.merge: {changed}; merge them with `unisono export --merge` first, or set"
+                " `model.quantize: null`"
+            ),
         ),
     ]
     return [text for is_wrong, text in rules if is_wrong]
@@ -894,23 +1061,38 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
             objective == "dpo"
             and config.preference.loss != "sigmoid"
             and config.preference.label_smoothing > 0,
-            f"preference.label_smoothing: {config.preference.loss} has none; set `preference.loss: sigmoid`, or remove it",
+            (
+                f"preference.label_smoothing: {config.preference.loss} has none; set `preference.loss:"
+                " sigmoid`, or remove it"
+            ),
         ),
         (
             config.preference.reference != "auto" and config.model.weights == "random",
-            "preference.reference: random weights have nothing in common with another model; set it to auto, or use trained weights",
+            (
+                "preference.reference: random weights have nothing in common with another model; set it to"
+                " auto, or use trained weights"
+            ),
         ),
         (
             is_preference and data.too_long == "split",
-            f"data.too_long: objective {objective} compares whole answers; set it to error, keep-answer, cut, balanced or drop",
+            (
+                f"data.too_long: objective {objective} compares whole answers; set it to error, keep-answer,"
+                " cut, balanced or drop"
+            ),
         ),
         (
             data.too_long == "keep-answer" and lf_name(data.template) is not None,
-            f"data.too_long: {data.template} cuts prompt and answer as LLaMA-Factory does; set it to balanced",
+            (
+                f"data.too_long: {data.template} cuts prompt and answer as LLaMA-Factory does; set it to"
+                " balanced"
+            ),
         ),
         (
             data.too_long == "keep-answer" and (objective == "pretrain" or data.loss_on == "all"),
-            "data.too_long: every token counts in the loss, so there is no prompt to cut; set it to split, cut or drop",
+            (
+                "data.too_long: every token counts in the loss, so there is no prompt to cut; set it to"
+                " split, cut or drop"
+            ),
         ),
         (
             is_preference and data.loss_on == "all",
@@ -930,7 +1112,10 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
         ),
         (
             is_preference and config.eval.exact_match,
-            f"eval.exact_match: objective {objective} has no single right answer; remove it, or set `eval.samples`",
+            (
+                f"eval.exact_match: objective {objective} has no single right answer; remove it, or set"
+                " `eval.samples`"
+            ),
         ),
         (
             objective == "reward" and config.eval.samples > 0,
@@ -938,7 +1123,10 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
         ),
         (
             config.checkpoint.best == "reward_accuracy" and objective not in PAIRS,
-            f"checkpoint.best: objective {objective} has no reward_accuracy, which compares pairs; set `checkpoint.best: eval_loss`",
+            (
+                f"checkpoint.best: objective {objective} has no reward_accuracy, which compares pairs; set"
+                " `checkpoint.best: eval_loss`"
+            ),
         ),
     ]
     return found + [text for is_wrong, text in rules if is_wrong]
@@ -955,11 +1143,17 @@ def _source_contradictions(data: DataSection) -> list[str]:
     rules = [
         (
             bool(given) and not takes_turns,
-            "data.mix.probabilities: concat takes all rows; set `data.mix.strategy` to interleave_under, interleave_over or interleave_once",
+            (
+                "data.mix.probabilities: concat takes all rows; set `data.mix.strategy` to interleave_under,"
+                " interleave_over or interleave_once"
+            ),
         ),
         (
             mix.probabilities is not None and len(given) != count,
-            f"data.mix.probabilities: {len(given)} probabilities for {count} sources; set one for each source of data.train",
+            (
+                f"data.mix.probabilities: {len(given)} probabilities for {count} sources; set one for each"
+                " source of data.train"
+            ),
         ),
         (
             bool(given) and abs(sum(given) - 1) > _ROUNDING,
@@ -997,11 +1191,17 @@ def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list
         ),
         (
             weighted and not is_eval and data.mix.strategy != "concat",
-            f"{key}.weight: {data.mix.strategy} already sets how often rows occur; remove it, or set `data.mix.strategy: concat`",
+            (
+                f"{key}.weight: {data.mix.strategy} already sets how often rows occur; remove it, or set"
+                " `data.mix.strategy: concat`"
+            ),
         ),
         (
             source.tags is not None and source.format not in _FORMATS_WITH_TAGS,
-            f"{key}.tags: only {', '.join(_FORMATS_WITH_TAGS)} rows have tags; set `format: sharegpt` in this source",
+            (
+                f"{key}.tags: only {', '.join(_FORMATS_WITH_TAGS)} rows have tags; set `format: sharegpt` in"
+                " this source"
+            ),
         ),
     ]
 
@@ -1019,7 +1219,9 @@ _NOT_THE_RUN = {"output_dir", "duration", "restarts", "grace", "reasons", "track
 
 
 def deciding_keys(config: RunConfig) -> dict[str, Any]:
-    """The part of a config that identifies the run: all but output_dir, duration, restarts, grace, reasons, track, parallel and watch."""
+    """The part of a config that identifies the run: all but output_dir, duration, restarts, grace,
+    reasons, track, parallel and watch.
+    """
     return config.model_dump(mode="json", by_alias=True, exclude=_NOT_THE_RUN)
 
 

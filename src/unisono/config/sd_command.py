@@ -1,6 +1,8 @@
-"""LoRA-Scripts' `train.sh`, `train.ps1` and `train_by_toml.sh`, and scripts that call sd-scripts, as the keys that they set.
+"""LoRA-Scripts' `train.sh`, `train.ps1` and `train_by_toml.sh`, and scripts that call sd-scripts,
+as the keys that they set.
 
-A script is read and never run: its plain assignments `NAME=value`, and the arguments behind `train_network.py`.
+A script is read and never run: its plain assignments `NAME=value`, and the arguments behind
+`train_network.py`.
 """
 
 import re
@@ -90,7 +92,9 @@ def read_script(path: Path) -> Script:
 
 
 def _joined_lines(text: str, *, mark: str) -> list[tuple[int, str]]:
-    """The lines with their numbers; a line that ends with the mark of the shell together with the next ones."""
+    """The lines with their numbers; a line that ends with the mark of the shell together with the
+    next ones.
+    """
     found: list[tuple[int, str]] = []
     goes_on = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -110,7 +114,10 @@ def _joined_lines(text: str, *, mark: str) -> list[tuple[int, str]]:
 def _assignments(
     script: Script, lines: list[tuple[int, str]], *, is_ps1: bool, all_lines: bool
 ) -> dict[str, tuple[str, int]]:
-    """The plain assignments with their lines. With `all_lines` a line that is none, and no comment, is a problem."""
+    """The plain assignments with their lines.
+
+    With `all_lines` a line that is none, and no comment, is a problem.
+    """
     found: dict[str, tuple[str, int]] = {}
     pattern = _PS1_ASSIGNMENT if is_ps1 else _ASSIGNMENT
     for number, line in lines:
@@ -125,9 +132,11 @@ def _assignments(
                 f"`{one_line(line.strip(), limit=60)}` is not a plain assignment",
                 number,
                 "the script is read, not run",
-                "write NAME=value with the value itself"
-                if not is_ps1
-                else "write $NAME = value with the value itself",
+                (
+                    "write NAME=value with the value itself"
+                    if not is_ps1
+                    else "write $NAME = value with the value itself"
+                ),
             )
     return found
 
@@ -190,7 +199,10 @@ def _fill_from_command(
     raise ConfigError.of(
         f"{script.name} calls no train_network.py",
         where=script.name,
-        why="of a script, the variables of LoRA-Scripts' train.sh and the arguments of sd-scripts' train_network.py are read",
+        why=(
+            "of a script, the variables of LoRA-Scripts' train.sh and the arguments of sd-scripts'"
+            " train_network.py are read"
+        ),
         fix="pass the TOML file, or our config (`unisono init --out train.yaml`)",
     )
 
@@ -256,7 +268,9 @@ def _lay_over_file(script: Script, name: str, path: Path) -> None:
 
 
 def flat(raw: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a TOML file without the sections that they are in, as sd-scripts reads them; a preset's `[metadata]` is no setting."""
+    """The keys of a TOML file without the sections that they are in, as sd-scripts reads them; a
+    preset's `[metadata]` is no setting.
+    """
     found: dict[str, Any] = {}
     for name, value in raw.items():
         if name != "metadata":

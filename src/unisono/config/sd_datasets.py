@@ -1,6 +1,8 @@
-"""The dataset file of sd-scripts (`dataset_config`): its datasets and subsets, each subset with the settings that hold for it.
+"""The dataset file of sd-scripts (`dataset_config`): its datasets and subsets, each subset with the
+settings that hold for it.
 
-A setting of a subset comes before one of its dataset, that before `[general]`, and that before one of the main file, as there.
+A setting of a subset comes before one of its dataset, that before `[general]`, and that before one
+of the main file, as there.
 """
 
 import math
@@ -69,7 +71,9 @@ class DatasetFile:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """Pictures of a forward and forwards of a step: a step has the largest batch, and no forward more than the smallest."""
+        """Pictures of a forward and forwards of a step: a step has the largest batch, and no
+        forward more than the smallest.
+        """
         sizes = self.batch_sizes
         forward = math.gcd(*sizes) if min(sizes) > 0 else min(sizes)
         return forward, max(sizes) // max(1, forward)

@@ -1,4 +1,6 @@
-"""The keys of sd-scripts and LoRA-Scripts, as `sd_scripts_keys.toml` lists them, and how one mapping of a file is read."""
+"""The keys of sd-scripts and LoRA-Scripts, as `sd_scripts_keys.toml` lists them, and how one
+mapping of a file is read.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,13 +20,17 @@ _SECRETS = ("wandb_api_key", "huggingface_token")
 
 
 def resolved(name: str) -> Key | None:
-    """The key of a name; of an old name or a variable of train.sh the key that it stands for; None if there is none."""
+    """The key of a name; of an old name or a variable of train.sh the key that it stands for; None
+    if there is none.
+    """
     key = KEYS.get(name)
     return KEYS[key.same_as] if key is not None and key.same_as else key
 
 
 def is_off(key: Key, value: Any) -> bool:
-    """Whether a value means there that the key is not given: empty, false where no true can be, and zero where the table says it."""
+    """Whether a value means there that the key is not given: empty, false where no true can be, and
+    zero where the table says it.
+    """
     if value is None or value in ("", [], {}):
         return True
     if value is False:

@@ -1,7 +1,8 @@
-"""From a configuration of sd-scripts (TOML, as LoRA-Scripts writes it, or a script with its command) to our config, with the fate of each key.
+"""From a configuration of sd-scripts (TOML, as LoRA-Scripts writes it, or a script with its
+command) to our config, with the fate of each key.
 
-The manner is that of `config.llamafactory`, whose machinery it uses. `sd_scripts_keys.toml` has all keys. A dataset file (`dataset_config`)
-is read, too.
+The manner is that of `config.llamafactory`, whose machinery it uses. `sd_scripts_keys.toml` has all
+keys. A dataset file (`dataset_config`) is read, too.
 """
 
 import re
@@ -65,8 +66,8 @@ class SdScripts(Translation):
         counts = {fate: sum(key.fate == fate for key in self.keys) for fate in ("carried", "translated")}
         ignored = [key.key for key in self.keys if key.fate == "ignored"]
         lines = [
-            f"{self.name} is a file of sd-scripts: {counts['carried']} keys carried, {counts['translated']} translated; {PAGE} lists what"
-            " becomes of each key"
+            f"{self.name} is a file of sd-scripts: {counts['carried']} keys carried, {counts['translated']}"
+            f" translated; {PAGE} lists what becomes of each key"
         ]
         if ignored:
             lines.append(f"ignored, since they change nothing here: {', '.join(ignored)}")
@@ -174,7 +175,8 @@ def _fill_model(draft: Draft) -> None:
     draft.put("model.dtype", dtype, "mixed_precision")
     if dtype == "auto":
         draft.warnings.append(
-            "mixed_precision: fp16 needs loss scaling; here bfloat16 is used where the device has it, else float32"
+            "mixed_precision: fp16 needs loss scaling; here bfloat16 is used where the device has it, else"
+            " float32"
         )
     module = values["network_module"]
     if module != "networks.lora":
@@ -222,7 +224,9 @@ def _text_lr(value: Any) -> float | None:
 
 
 def _fill_data(draft: Draft, path: Path) -> DatasetFile:
-    """The folders of pictures, and how they are read; gives the dataset file, which is empty where there is none."""
+    """The folders of pictures, and how they are read; gives the dataset file, which is empty where
+    there is none.
+    """
     draft.put("data.on_bad_row", "skip")
     file = DatasetFile()
     if draft.values["dataset_config"]:
@@ -334,7 +338,9 @@ def _checked_share(draft: Draft, values: Values, *, most: float = 0.99) -> float
 
 
 def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
-    """The sources and settings of a dataset file: what all subsets share in `diffusion`, what differs in `pictures` of a source."""
+    """The sources and settings of a dataset file: what all subsets share in `diffusion`, what
+    differs in `pictures` of a source.
+    """
     file = read_dataset_file(locate(str(draft.values["dataset_config"]), path), draft.values)
     for key in ("train_data_dir", "reg_data_dir", "in_json"):
         if key in draft.values.given:
@@ -415,7 +421,8 @@ def _put_batch(draft: Draft, file: DatasetFile) -> None:
         per_rank, forwards = file.batch
         sizes = ", ".join(map(str, dict.fromkeys(file.batch_sizes)))
         draft.warnings.append(
-            f"batch_size: the datasets have {sizes}; here each step has {per_rank * forwards} pictures, in forwards of {per_rank}"
+            f"batch_size: the datasets have {sizes}; here each step has {per_rank * forwards} pictures, in"
+            f" forwards of {per_rank}"
         )
     draft.put("batch.per_rank", per_rank, "batch_size", "train_batch_size")
     accumulate = values["gradient_accumulation_steps"] * forwards
@@ -463,7 +470,8 @@ def _fill_output(draft: Draft, path: Path) -> None:
         measured = measured or "1 epochs"
         if prompts and drawn and drawn != measured:
             draft.warnings.append(
-                f"samples are drawn when the held-out pictures are measured, every {measured}, not every {drawn}"
+                f"samples are drawn when the held-out pictures are measured, every {measured}, not every"
+                f" {drawn}"
             )
         draft.put("eval.every", measured, "validate_every_n_steps", "validate_every_n_epochs")
 

@@ -1,4 +1,6 @@
-"""The base class of config sections and the types of their fields; the objectives with their sections, `preference` and `diffusion`, and which objective uses which keys."""
+"""The base class of config sections and the types of their fields; the objectives with their
+sections, `preference` and `diffusion`, and which objective uses which keys.
+"""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +37,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _list_single_items(cls, value: Any) -> Any:
-        """A text where a list of texts is expected is a list of one, and so is a section: `track: wandb`, `train: {path: a.csv}`."""
+        """A text where a list of texts is expected is a list of one, and so is a section: `track:
+        wandb`, `train: {path: a.csv}`.
+        """
         if not isinstance(value, dict):
             return value
         fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
@@ -201,11 +205,17 @@ class PreferenceSection(Section):
 
     loss: Literal["sigmoid", "hinge", "ipo"] = Field(
         default="sigmoid",
-        description="for dpo: the loss function; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, on log-probabilities per token",
+        description=(
+            "for dpo: the loss function; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, on"
+            " log-probabilities per token"
+        ),
     )
     beta: Positive = Field(
         default=0.1,
-        description="dpo, kto: how strongly deviations from the reference are penalized; orpo: weight of the odds ratio; simpo: scale of the reward",
+        description=(
+            "dpo, kto: how strongly deviations from the reference are penalized; orpo: weight of the odds"
+            " ratio; simpo: scale of the reward"
+        ),
     )
     label_smoothing: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=0.5)] = Field(
         default=0.0,
@@ -213,7 +223,9 @@ class PreferenceSection(Section):
     )
     sft_weight: NotNegative = Field(
         default=0.0,
-        description="weight of an added term: the mean cross entropy per token of the chosen (kto: desirable) answers",
+        description=(
+            "weight of an added term: the mean cross entropy per token of the chosen (kto: desirable) answers"
+        ),
     )
     gamma: NotNegative = Field(default=0.5, description="for simpo: the target reward margin")
     desirable_weight: Positive = Field(default=1.0, description="for kto: weight of rows with `label: true`")
@@ -223,8 +235,11 @@ class PreferenceSection(Section):
     reference: str = Field(
         default="auto",
         min_length=1,
-        description="for dpo and kto: the reference model, a path; auto: the model without its adapter (also with adapter.from; adapters of"
-        " adapter.merge are part of the model), or with full fine-tuning the starting weights",
+        description=(
+            "for dpo and kto: the reference model, a path; auto: the model without its adapter (also with"
+            " adapter.from; adapters of adapter.merge are part of the model), or with full fine-tuning the"
+            " starting weights"
+        ),
     )
 
 
@@ -234,7 +249,9 @@ def keys_of(objective: str) -> tuple[str, ...]:
 
 
 def sides_of(objective: str) -> int:
-    """The number of rows of tokens that a unit of an objective has: 2 for a pair, and for a rated answer with the mismatched one."""
+    """The number of rows of tokens that a unit of an objective has: 2 for a pair, and for a rated
+    answer with the mismatched one.
+    """
     return 2 if objective in PREFERENCE else 1
 
 
@@ -255,11 +272,17 @@ class DiffusionSection(Section):
 
     prediction: Literal["auto", "epsilon", "v_prediction"] = Field(
         default="auto",
-        description="what the UNet predicts: the noise, or v (arXiv:2202.00512); auto: as the scheduler of the model says",
+        description=(
+            "what the UNet predicts: the noise, or v (arXiv:2202.00512); auto: as the scheduler of the model"
+            " says"
+        ),
     )
     min_snr_gamma: Positive | None = Field(
         default=None,
-        description="γ of the loss weights min(SNR, γ) / SNR (arXiv:2303.09556; with v: / (SNR + 1)); 5 is usual; null: no weights",
+        description=(
+            "γ of the loss weights min(SNR, γ) / SNR (arXiv:2303.09556; with v: / (SNR + 1)); 5 is usual;"
+            " null: no weights"
+        ),
     )
     noise_offset: NotNegative = Field(
         default=0.0, description="scale of a random constant that is added to the noise of each channel"
@@ -267,8 +290,10 @@ class DiffusionSection(Section):
     prior: str | None = Field(
         default=None,
         min_length=1,
-        description="a folder of regularization pictures (prior preservation, arXiv:2208.12242); they are repeated until they are as many"
-        " as the training pictures of their resolution with their repeats",
+        description=(
+            "a folder of regularization pictures (prior preservation, arXiv:2208.12242); they are repeated"
+            " until they are as many as the training pictures of their resolution with their repeats"
+        ),
     )
     prior_weight: NotNegative = Field(
         default=1.0, description="weight of the loss of regularization pictures"
@@ -276,11 +301,16 @@ class DiffusionSection(Section):
     caption_extensions: list[CaptionExtension] = Field(
         default=[".txt", ".caption"],
         min_length=1,
-        description="suffixes of caption files, in order of preference; a `metadata.jsonl` in the folder counts, too",
+        description=(
+            "suffixes of caption files, in order of preference; a `metadata.jsonl` in the folder counts, too"
+        ),
     )
     folder_captions: bool = Field(
         default=False,
-        description="a picture without a caption gets the name of its folder, `4_NAME`, as in sd-scripts; false: it is a bad row",
+        description=(
+            "a picture without a caption gets the name of its folder, `4_NAME`, as in sd-scripts; false: it"
+            " is a bad row"
+        ),
     )
     caption_dropout: Share = Field(
         default=0.0, description="share of captions that are replaced by an empty one, in training"
@@ -290,7 +320,9 @@ class DiffusionSection(Section):
     )
     tag_dropout: Share = Field(
         default=0.0,
-        description="share of the parts of a caption between commas that are omitted, drawn each time it is used",
+        description=(
+            "share of the parts of a caption between commas that are omitted, drawn each time it is used"
+        ),
     )
     keep_tokens: int = Field(
         default=0,
@@ -299,25 +331,34 @@ class DiffusionSection(Section):
     )
     keep_tokens_separator: str = Field(
         default="",
-        description="a text in captions, e.g. `|||`: the parts before the first one stay, and those after a second one, whatever"
-        " `keep_tokens` is; it is removed",
+        description=(
+            "a text in captions, e.g. `|||`: the parts before the first one stay, and those after a second"
+            " one, whatever `keep_tokens` is; it is removed"
+        ),
     )
     caption_separator: str = Field(
         default=",", min_length=1, description="the text between the parts of a caption"
     )
     secondary_separator: str = Field(
         default="",
-        description="a text in captions, e.g. `;;;`, between parts that are shuffled and omitted as one; it becomes `caption_separator`",
+        description=(
+            "a text in captions, e.g. `;;;`, between parts that are shuffled and omitted as one; it becomes"
+            " `caption_separator`"
+        ),
     )
     wildcards: bool = Field(
         default=False,
-        description="each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives; `{{` and `}}` are braces."
-        " Evaluation has the first ones",
+        description=(
+            "each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives;"
+            " `{{` and `}}` are braces. Evaluation has the first ones"
+        ),
     )
     tag_warmup: WarmupText = Field(
         default="0 steps",
-        description="steps, or share of all steps, in which the number of parts of a caption that are trained grows to all of them;"
-        " those that stay are always there",
+        description=(
+            "steps, or share of all steps, in which the number of parts of a caption that are trained grows"
+            " to all of them; those that stay are always there"
+        ),
     )
     tag_warmup_min: int = Field(default=1, ge=0, description="with `tag_warmup`: number of parts at step 1")
     caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
@@ -326,16 +367,24 @@ class DiffusionSection(Section):
         default=None,
         ge=1,
         le=12,
-        description="the hidden states of the text encoder that the UNet sees, counted from its end: 1 is the last layer; null: as the"
-        " pipeline of the model does it",
+        description=(
+            "the hidden states of the text encoder that the UNet sees, counted from its end: 1 is the last"
+            " layer; null: as the pipeline of the model does it"
+        ),
     )
     flip: bool = Field(
         default=False,
-        description="half of the uses of a picture in training, drawn each time, are mirrored left to right; latents of both are cached",
+        description=(
+            "half of the uses of a picture in training, drawn each time, are mirrored left to right; latents"
+            " of both are cached"
+        ),
     )
     buckets: bool = Field(
         default=True,
-        description="pictures keep about their aspect ratio, in one of a few sizes of about the area of `data.resolution`; false: all are cut to it",
+        description=(
+            "pictures keep about their aspect ratio, in one of a few sizes of about the area of"
+            " `data.resolution`; false: all are cut to it"
+        ),
     )
     min_side: int = Field(default=256, ge=8, description="with `buckets`: shortest side, pixels")
     max_side: int = Field(default=2048, ge=8, description="with `buckets`: longest side, pixels")
@@ -344,16 +393,24 @@ class DiffusionSection(Section):
     )
     upscale: bool = Field(
         default=True,
-        description="with `buckets`: smaller pictures are enlarged to the area of `data.resolution`; false: they keep their size, cut to the step",
+        description=(
+            "with `buckets`: smaller pictures are enlarged to the area of `data.resolution`; false: they keep"
+            " their size, cut to the step"
+        ),
     )
     max_tokens: Literal[75, 150, 225] = Field(
         default=75,
-        description="tokens of a caption; more than 75 are encoded in parts of 75 that the UNet sees one after the other",
+        description=(
+            "tokens of a caption; more than 75 are encoded in parts of 75 that the UNet sees one after the"
+            " other"
+        ),
     )
     cache: bool = Field(
         default=True,
-        description="compute the latents of pictures and the embeddings of captions once, before training, and keep them on disk;"
-        " false: in each step",
+        description=(
+            "compute the latents of pictures and the embeddings of captions once, before training, and keep"
+            " them on disk; false: in each step"
+        ),
     )
     text_lr: Positive | None = Field(
         default=None,
@@ -361,11 +418,17 @@ class DiffusionSection(Section):
     )
     eval_seed: int | None = Field(
         default=None,
-        description="seed of the choice of pictures that `data.eval`, or `pictures.eval` of a source, takes from those for training; null: `seed`",
+        description=(
+            "seed of the choice of pictures that `data.eval`, or `pictures.eval` of a source, takes from"
+            " those for training; null: `seed`"
+        ),
     )
     prompts: list[Annotated[str, Field(min_length=1)]] = Field(
         default=[],
-        description="prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of `eval.samples`",
+        description=(
+            "prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of"
+            " `eval.samples`"
+        ),
     )
     sample_steps: int = Field(default=20, ge=1, le=1000, description="denoising steps of sample pictures")
     guidance: NotNegative = Field(
@@ -374,12 +437,17 @@ class DiffusionSection(Section):
 
 
 class PicturesSection(Section):
-    """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and some that only a source has."""
+    """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and
+    some that only a source has.
+    """
 
     resolution: Resolution | None = Field(default=None, description="like data.resolution, for this source")
     flat: bool = Field(
         default=False,
-        description="only the pictures directly in the folder, whatever its name; false: also those of its folders `4_NAME`",
+        description=(
+            "only the pictures directly in the folder, whatever its name; false: also those of its folders"
+            " `4_NAME`"
+        ),
     )
     caption: str | None = Field(
         default=None,
@@ -390,7 +458,9 @@ class PicturesSection(Section):
     )
     eval: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, le=1.0)] = Field(
         default=0.0,
-        description="share of them that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all",
+        description=(
+            "share of them that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all"
+        ),
     )
     caption_extensions: Annotated[list[CaptionExtension], Field(min_length=1)] | None = Field(
         default=None, description="like diffusion.caption_extensions"

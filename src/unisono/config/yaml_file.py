@@ -1,4 +1,5 @@
-"""Config files as people write them: YAML with the line of each key, and in plain words what a key takes.
+"""Config files as people write them: YAML with the line of each key, and in plain words what a key
+takes.
 
 Input beyond any sensible config is rejected early.
 """
@@ -28,7 +29,9 @@ NO_VARIABLES = "variables are not expanded in a config, so that it means the sam
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without dates, so that `output_dir: 2026-11-21` is text, and without endless integers."""
+    """Safe YAML without dates, so that `output_dir: 2026-11-21` is text, and without endless
+    integers.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -115,7 +118,9 @@ _OF_ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def _refuse_rows(path: Path) -> None:
-    """Refuses what has the name of a file of rows, or is a run's directory, with the command that is meant."""
+    """Refuses what has the name of a file of rows, or is a run's directory, with the command that
+    is meant.
+    """
     if path.suffix.lower() in _OF_ROWS and path.is_file():
         raise ConfigError.of(
             f"{path} is not a config",
@@ -132,7 +137,10 @@ def _refuse_rows(path: Path) -> None:
 def _or_nearest_file(path: Path) -> str:
     fix = "check the path, or create a config with `unisono init`"
     if "=" in path.name:
-        return "pass the config before KEY=VALUE, e.g. `unisono train train.yaml optim.lr=1e-4`; `unisono init` creates one"
+        return (
+            "pass the config before KEY=VALUE, e.g. `unisono train train.yaml optim.lr=1e-4`; `unisono init`"
+            " creates one"
+        )
     try:
         names = [
             item.name for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml", ".json", ".toml")
@@ -159,7 +167,8 @@ def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, i
 
 
 def parse_value(text: str, *, name: str) -> Any:
-    """The value of an override, e.g. `1e-4`, `[q_proj, v_proj]` or `null`; nothing is the empty string.
+    """The value of an override, e.g. `1e-4`, `[q_proj, v_proj]` or `null`; nothing is the empty
+    string.
 
     Raises:
         ConfigError: if it is not YAML.
@@ -192,7 +201,10 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         why = str(error.problem or error)
         if what == "the config" and mark and any("${" in line for line in text.splitlines()[mark.line :][:1]):
             why = NO_VARIABLES
-            fix = "write the value, or remove the key and use KEY=VALUE on the command line, where the shell expands it"
+            fix = (
+                "write the value, or remove the key and use KEY=VALUE on the command line, where the shell"
+                " expands it"
+            )
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         where, why = f"{name}:{line}", f"a character that YAML does not allow: U+{error.character:04X}"
@@ -205,11 +217,14 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
 
 
 def _collect(node: yaml.Node, path: KeyPath, walk: _Walk) -> None:
-    """Records the lines of all keys below a node; follows aliases as often as they occur, like the construction of the value."""
+    """Records the lines of all keys below a node; follows aliases as often as they occur, like the
+    construction of the value.
+    """
     walk.nodes += 1
     if len(path) > _LIMIT_DEPTH or walk.nodes > _LIMIT_NODES:
         raise ConfigError.of(
-            f"the config is nested deeper than {_LIMIT_DEPTH} levels, or has more than {_LIMIT_NODES:,} values",
+            f"the config is nested deeper than {_LIMIT_DEPTH} levels, or has more than {_LIMIT_NODES:,}"
+            " values",
             where=f"{walk.name}:{node.start_mark.line + 1}",
             fix="no config key is this deep; write values out instead of repeating them with * and &",
         )
@@ -251,7 +266,9 @@ class KeyPlaces:
 
     @classmethod
     def of_origins(cls, origins: Mapping[str, str], name: str) -> Self:
-        """The places of dotted keys, e.g. `optim.lr`: `x.yaml:7`, for a config that was translated from the file `name`."""
+        """The places of dotted keys, e.g. `optim.lr`: `x.yaml:7`, for a config that was translated
+        from the file `name`.
+        """
         places = cls({}, name)
         places._places = {
             tuple(int(part) if part.isdigit() else part for part in key.split(".")): place
@@ -295,7 +312,9 @@ def describe_field(field: FieldInfo) -> str:
 
 
 def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
-    """The values that a type accepts; `metadata` has the bounds and `Takes`, that pydantic stores beside it."""
+    """The values that a type accepts; `metadata` has the bounds and `Takes`, that pydantic stores
+    beside it.
+    """
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return describe(inner, [*(metadata or []), *more])

@@ -1,4 +1,6 @@
-"""Both ends of the control channel for fronts: a node's link to the head, and the head's server with its listening port."""
+"""Both ends of the control channel for fronts: a node's link to the head, and the head's server
+with its listening port.
+"""
 
 import asyncio
 import contextlib
@@ -34,7 +36,9 @@ HEAD_RANK = 0
 
 
 class NodeLink:
-    """The connection to the head, from `connect` to `close`. The head's messages are `NodeMessage(0, …)`; the end is one `Left`.
+    """The connection to the head, from `connect` to `close`.
+
+    The head's messages are `NodeMessage(0, …)`; the end is one `Left`.
 
     Attributes:
         welcome: the head's welcome to every node, with run_nonce, epoch and wall (its clock).
@@ -63,13 +67,16 @@ class NodeLink:
         Args:
             host: the head's name or address.
             timeout_s: time limit for retries.
-            on_wait: called after each failed attempt with who does not respond and why, and the seconds since the first attempt.
+            on_wait: called after each failed attempt with who does not respond and why, and the
+                seconds since the first attempt.
             nodes: number of nodes that this one expects; None: not checked.
-            run_nonce: of the start that this process belongs to, if any: the head of a different start refuses it.
+            run_nonce: of the start that this process belongs to, if any: the head of a different
+                start refuses it.
 
         Raises:
-            Disagreed: with a verdict: head_unreachable, dns_failure; and at once token_rejected, node_duplicate,
-                stale_process, world_mismatch (different number of nodes), port_in_use (a different program responds), version_mismatch.
+            Disagreed: with a verdict: head_unreachable, dns_failure; and at once token_rejected,
+                node_duplicate, stale_process, world_mismatch (different number of nodes),
+                port_in_use (a different program responds), version_mismatch.
             UsageError: if `node_host` is not a valid host name.
         """
         assert token, "a job of several nodes needs a token"
@@ -91,7 +98,9 @@ class NodeLink:
         self._line = CHANNEL_THREAD.run(_start_line(called, head_host, self._inbox))
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
-        """Everything received since the last call, in order; waits up to `timeout_s` for the first."""
+        """Everything received since the last call, in order; waits up to `timeout_s` for the
+        first.
+        """
         return self._inbox.take(timeout_s)
 
     def fileno(self) -> int:
@@ -99,7 +108,9 @@ class NodeLink:
         return self._inbox.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message to the head. If the connection has ended, nothing happens; a Left reports that.
+        """Sends a message to the head.
+
+        If the connection has ended, nothing happens; a Left reports that.
 
         Raises:
             ValueError: if the message is larger than 8 MiB or not JSON.
@@ -107,15 +118,22 @@ class NodeLink:
         CHANNEL_THREAD.post(self._line.write, encode({"t": "say", "m": message}))
 
     def send_of_file(self, part: Body | Piece) -> None:
-        """Sends a piece of a file, or what is to be said of one. For control.file_sender, which bounds how much is on its way."""
+        """Sends a piece of a file, or what is to be said of one.
+
+        For control.file_sender, which bounds how much is on its way.
+        """
         CHANNEL_THREAD.post(self._line.write, encode_piece(part) if isinstance(part, Piece) else encode(part))
 
     def set_file_handler(self, handler: Callable[[Body], None]) -> None:
-        """Sets the receiver of the head's messages about files, called in the channel's thread; at the end of the connection with {"t": "gone", "why"}."""
+        """Sets the receiver of the head's messages about files, called in the channel's thread; at
+        the end of the connection with {"t": "gone", "why"}.
+        """
         CHANNEL_THREAD.run(self._line.set_file_handler(handler))
 
     def close(self) -> None:
-        """Says goodbye, and waits a moment until the head has received it and everything sent before."""
+        """Says goodbye, and waits a moment until the head has received it and everything sent
+        before.
+        """
         if self._closed:
             return
         self._closed = True
@@ -228,13 +246,16 @@ _BACKLOG = 2048  # calls that wait to be accepted; the system may allow fewer
 
 
 class HeadServer:
-    """Listens for the other nodes, from construction to `close`. All methods except `receive` and `close` return immediately.
+    """Listens for the other nodes, from construction to `close`.
+
+    All methods except `receive` and `close` return immediately.
 
     Args:
         host: the address to listen on, never all addresses.
         port: 0 lets the system choose.
         nodes: number of nodes, including this one.
-        welcome: sent to every node that joins; run_nonce, epoch and wall (seconds since 1970) are added.
+        welcome: sent to every node that joins; run_nonce, epoch and wall (seconds since 1970) are
+            added.
         epoch: number of this attempt of the run.
 
     Raises:
@@ -279,7 +300,9 @@ class HeadServer:
         return self._inbox.fileno()
 
     def send(self, node_rank: int, message: dict[str, Any]) -> None:
-        """Sends a message to one node. If it is not connected, nothing happens; a Left is in the events.
+        """Sends a message to one node.
+
+        If it is not connected, nothing happens; a Left is in the events.
 
         Raises:
             ValueError: if the message is larger than 8 MiB or not JSON.
@@ -295,11 +318,16 @@ class HeadServer:
         CHANNEL_THREAD.post(self._head.broadcast, encode({"t": "say", "m": message}))
 
     def leave_out(self, node_rank: int, why: str) -> None:
-        """Stops admitting a node until the job ends; `why` continues the sentence after `node R (HOST) `. Its messages are received until it disconnects."""
+        """Stops admitting a node until the job ends; `why` continues the sentence after `node R
+        (HOST) `.
+
+        Its messages are received until it disconnects.
+        """
         CHANNEL_THREAD.post(self._head.leave_out, node_rank, why)
 
     def send_last(self, message: dict[str, Any]) -> None:
-        """Sends the last message to all connected nodes, and until `close` to every node that connects.
+        """Sends the last message to all connected nodes, and until `close` to every node that
+        connects.
 
         Raises:
             ValueError: if the message is larger than 8 MiB or not JSON.
@@ -308,7 +336,10 @@ class HeadServer:
         CHANNEL_THREAD.post(self._head.send_last, message)
 
     def take_files(self, file_sink: FileSink | None) -> None:
-        """Says who takes the files that nodes send from now on; None: nobody does. See control.file_sender."""
+        """Says who takes the files that nodes send from now on; None: nobody does.
+
+        See control.file_sender.
+        """
         CHANNEL_THREAD.run(self._take_files(file_sink))
 
     def reply(self, caller: IncomingConnection, body: dict[str, Any]) -> None:
@@ -324,7 +355,10 @@ class HeadServer:
         return set(self._head.members)
 
     def silences(self) -> dict[int, float]:
-        """Nodes that have been silent for more than 3 s, with the seconds. After 8 s they have Left."""
+        """Nodes that have been silent for more than 3 s, with the seconds.
+
+        After 8 s they have Left.
+        """
         now = time.monotonic()
         members = list(self._head.members.items())
         return {
@@ -334,7 +368,9 @@ class HeadServer:
         }
 
     def close(self, *, patience_s: float) -> None:
-        """Waits up to `patience_s` until all nodes have the last message and have left; then disconnects the rest."""
+        """Waits up to `patience_s` until all nodes have the last message and have left; then
+        disconnects the rest.
+        """
         if self._closed:
             return
         self._closed = True
@@ -374,7 +410,8 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
 
     Raises:
         UsageError: if `host` means all addresses, or the port cannot be bound.
-        Disagreed: if the port is in use, the name has no address, or the address is not this machine's.
+        Disagreed: if the port is in use, the name has no address, or the address is not this
+            machine's.
     """
     if host in _ALL_ADDRESSES:
         raise UsageError.of(
@@ -385,8 +422,8 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
-        # Accepted connections have it from here, and callers are notified: where large packets are lost, reports still arrive
-        # so that the dial matrix can detect it.
+        # Accepted connections have it from here, and callers are notified: where large packets are
+        # lost, reports still arrive so that the dial matrix can detect it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
         sock.bind(address)
         sock.listen(backlog)
@@ -439,7 +476,10 @@ def _cannot_bind(error: OSError, host: str, port: int) -> Exception:
             f"the head cannot listen on {address}: no interface of this machine has this address",
             where=address,
             fix=(
-                "start node 0 on the machine with this address, or pass --head with an address of this machine: `ip -br addr`",
+                (
+                    "start node 0 on the machine with this address, or pass --head with an address of this"
+                    " machine: `ip -br addr`"
+                ),
             ),
         )
     why = one_line(error.strerror or str(error)).lower()

@@ -1,4 +1,6 @@
-"""Events of the control channel, the inbox in which a front receives them, the channel's thread; and a connection in it, common to both ends: frames, heartbeats, silence, end."""
+"""Events of the control channel, the inbox in which a front receives them, the channel's thread;
+and a connection in it, common to both ends: frames, heartbeats, silence, end.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class NodeMessage:
-    """A message of a node, or for nodes of the head (0). Its texts are unfiltered: see unisono.text."""
+    """A message of a node, or for nodes of the head (0).
+
+    Its texts are unfiltered: see unisono.text.
+    """
 
     node_rank: int
     message: dict[str, Any]
@@ -43,9 +48,11 @@ class Left:
         why: one line for messages.
         clean: it said goodbye, or has the last message.
         silent_s: seconds since the last received byte if long, else 0.
-        is_cut: it was silent, and sent data was not acknowledged either: the network or either end may be down. False
-            if the connection was closed, or the other machine responds and only its process is silent.
-        gave_up: the other side ended it, since it received nothing from this one. `why`, `silent_s` and `is_cut` are its observations.
+        is_cut: it was silent, and sent data was not acknowledged either: the network or either end
+            may be down. False if the connection was closed, or the other machine responds and only
+            its process is silent.
+        gave_up: the other side ended it, since it received nothing from this one. `why`, `silent_s`
+            and `is_cut` are its observations.
     """
 
     node_rank: int
@@ -102,7 +109,10 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A thread-safe queue. `take` empties it; `fileno` can be used in select() together with pipes of ranks."""
+    """A thread-safe queue.
+
+    `take` empties it; `fileno` can be used in select() together with pipes of ranks.
+    """
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -147,7 +157,10 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread. It starts with the first user and ends with the last one."""
+    """An asyncio loop in a daemon thread.
+
+    It starts with the first user and ends with the last one.
+    """
 
     def __init__(self) -> None:
         self._users = 0
@@ -182,7 +195,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def post(self, work: Callable[..., object], *args: object) -> None:
-        """Runs a function in the thread later, in the order of posting. Does nothing after the end of the thread."""
+        """Runs a function in the thread later, in the order of posting.
+
+        Does nothing after the end of the thread.
+        """
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work, *args)
@@ -301,7 +317,9 @@ class Connection(asyncio.Protocol, ABC):
         self.over(self._why)
 
     def _read_the_rest(self) -> None:
-        """Reads what the other side sent before it closed: a process that was stopped may fail to write before it has read that."""
+        """Reads what the other side sent before it closed: a process that was stopped may fail to
+        write before it has read that.
+        """
         sock: Any = self.transport.get_extra_info("socket") if self.transport is not None else None
         try:
             while sock is not None and not self._ending and (data := os.read(sock.fileno(), _READ_BYTES)):
@@ -328,14 +346,18 @@ class Connection(asyncio.Protocol, ABC):
         self.transport.write(self.seal.close(body))
 
     def beat(self, now: float) -> None:
-        """Sends a ping if nothing was sent for a while; ends the connection if the other side is silent for too long."""
+        """Sends a ping if nothing was sent for a while; ends the connection if the other side is
+        silent for too long.
+        """
         if now - self.last_received > SILENCE_S:
             self._give_up(now - self.last_received)
         elif now - self.last_sent >= BEAT_S * 0.9:
             self.write(PING)
 
     def _give_up(self, silent_s: float) -> None:
-        """Ends a silent connection, with the reason in a last frame that the other side reads if it was only stopped."""
+        """Ends a silent connection, with the reason in a last frame that the other side reads if it
+        was only stopped.
+        """
         answers = self.transport is not None and acknowledges(self.transport.get_extra_info("socket"))
         why = f"silent for {silent_s:.0f} s"
         if answers:
@@ -404,7 +426,9 @@ class Heartbeats:
 
 
 def acknowledges(sock: Any) -> bool:
-    """Whether the other machine has acknowledged data in the last 2 s: then the network works, and only its process is silent."""
+    """Whether the other machine has acknowledged data in the last 2 s: then the network works, and
+    only its process is silent.
+    """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_RECV_AT + 4)
     except (OSError, AttributeError):  # no TCP, or closed already

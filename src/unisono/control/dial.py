@@ -1,4 +1,6 @@
-"""How a node connects to the head: repeated attempts, the handshake from the node's side, and the errors of both."""
+"""How a node connects to the head: repeated attempts, the handshake from the node's side, and the
+errors of both.
+"""
 
 import contextlib
 import os
@@ -45,7 +47,9 @@ _STRANGE_ANSWERS = 2
 _STRANGE_SILENCES = 3
 """The same for silence, which an overloaded head shows, too."""
 _UNKNOWN_HOST_S = 5.0
-"""Time for which an unknown host name is looked up again: in some clusters names appear with their nodes."""
+"""Time for which an unknown host name is looked up again: in some clusters names appear with their
+nodes.
+"""
 _WELCOME_BYTES = 64 << 10
 _CLOCK_EXCHANGES = 5
 _CLOCK_S = 2.0
@@ -93,8 +97,8 @@ class _NoAnswer(Exception):  # noqa: N818 - named for what happened
     """This attempt failed; a further one may succeed.
 
     Attributes:
-        believed_after: number of consecutive failures after which they are final, since a different program responds;
-            0: never.
+        believed_after: number of consecutive failures after which they are final, since a different
+            program responds; 0: never.
         lasting: further attempts are of no use.
     """
 
@@ -111,7 +115,8 @@ class _NoAddress(_NoAnswer):
 def dial_head(
     caller: DialRequest, *, timeout_s: float, on_wait: Callable[[str, float], None] | None
 ) -> DialedConnection:
-    """Connects to the head; retries until it responds, `timeout_s` is over, or waiting is of no use.
+    """Connects to the head; retries until it responds, `timeout_s` is over, or waiting is of no
+    use.
 
     Raises:
         Disagreed: with a verdict; see NodeLink.connect.
@@ -141,7 +146,10 @@ def _timeout_error(caller: DialRequest, error: _NoAnswer, waited_s: float) -> Ex
 
 
 def _dial_once(caller: DialRequest, deadline: float) -> DialedConnection:
-    """One connection and handshake. Raises _NoAnswer if a further attempt may help, else Disagreed."""
+    """One connection and handshake.
+
+    Raises _NoAnswer if a further attempt may help, else Disagreed.
+    """
     sock = _connect(caller, deadline)
     try:
         without_delay(sock)
@@ -250,7 +258,10 @@ def _welcome(caller: DialRequest, body: Body) -> dict[str, Any]:
 
 
 def _compare_clocks(called: DialedConnection) -> None:
-    """Measures this node's wall clock minus the head's, by the fastest of a few exchanges. Other frames are kept."""
+    """Measures this node's wall clock minus the head's, by the fastest of a few exchanges.
+
+    Other frames are kept.
+    """
     called.parser.limit = 8 << 20
     until = time.monotonic() + _CLOCK_S
     quickest_s = float("inf")
@@ -420,7 +431,10 @@ _FIX_OF = {
 
 
 def refusal_error(me: str, host: str, address: str, *, kind: str, text: str) -> Disagreed:
-    """The head refuses an authenticated node. `text` continues the sentence after the node's name."""
+    """The head refuses an authenticated node.
+
+    `text` continues the sentence after the node's name.
+    """
     summary = f"{me} {one_line(text, limit=400)}"
     cause = _CAUSE_OF.get(kind, "head_unreachable")
     return disagreement(

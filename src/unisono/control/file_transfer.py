@@ -1,4 +1,5 @@
-"""Transfers of files and buffers of a node to the head's disk, over the control channel: both ends.
+"""Transfers of files and buffers of a node to the head's disk, over the control channel: both
+ends.
 
 A node:                                                     The head:
 
@@ -6,12 +7,15 @@ A node:                                                     The head:
     sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
     sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
     select([..., sender.fileno()], ...)                             match event:
-    for outcome in sender.outcomes(): ...                               case FileReceived(label=..., path=..., error=...): ...
+    for outcome in sender.outcomes(): ...                               case FileReceived(label=...,
+    path=..., error=...): ...
 
-`label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that rule. A file is at the
-head under its name only when it is there whole, synced, with the size and the XXH3-128 digest that the sender gave; until
-then it is `.NAME.part` beside it, which goes away with whatever goes wrong. Every end is reported to both sides: to the sender by
-a TransferOutcome, the head's front by a FileReceived among its events, which comes before any message that the sender sends after its Outcome.
+`label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that
+rule. A file is at the head under its name only when it is there whole, synced, with the size and
+the XXH3-128 digest that the sender gave; until then it is `.NAME.part` beside it, which goes away
+with whatever goes wrong. Every end is reported to both sides: to the sender by a TransferOutcome,
+the head's front by a FileReceived among its events, which comes before any message that the sender
+sends after its Outcome.
 
     node → head   offer: id, size, digest, label
     head → node   more: so many pieces may come                              no room, no such place: done, with the reason
@@ -20,10 +24,11 @@ a TransferOutcome, the head's front by a FileReceived among its events, which co
     node → head   sent                                                       withdraw: it cannot be read after all
     head → node   done, with the reason if it is not there                   at any time
 
-So at most WINDOW pieces of a file are on their way, and what else the channel carries (beats, an abort, a verdict) waits for
-4 MiB at the most. The head takes AT_ONCE files at the same time; further offers wait. A node sends one after the other.
-Nothing here waits in the thread of a front: reading, digesting, writing and syncing have threads of their own.
-The head accepts offered files by rules, writes them, and verifies their digests.
+So at most WINDOW pieces of a file are on their way, and what else the channel carries (beats, an
+abort, a verdict) waits for 4 MiB at the most. The head takes AT_ONCE files at the same time;
+further offers wait. A node sends one after the other. Nothing here waits in the thread of a front:
+reading, digesting, writing and syncing have threads of their own. The head accepts offered files by
+rules, writes them, and verifies their digests.
 """
 
 import contextlib
@@ -60,7 +65,9 @@ MAX_OPEN = 64
 SILENT_S = 120.0
 """Maximum silence in a transfer before it is given up, so that its slot is free again."""
 SYNC_BYTES = 32 << 20
-"""Bytes between syncs, so that a slow disk slows down the pieces instead of causing one long wait at the end."""
+"""Bytes between syncs, so that a slow disk slows down the pieces instead of causing one long wait
+at the end.
+"""
 _CLOSING_S = 2.0
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_ID = (1 << 32) - 1
@@ -358,15 +365,17 @@ class _Incoming:
 
 
 PlacementRule = Callable[[Offer], tuple[Path, str]]
-"""The target of an offered file: a directory that exists and that is not a link, and the name in it. Called in a thread
-of the transfer. Raises Refused where it may not go anywhere."""
+"""The target of an offered file: a directory that exists and that is not a link, and the name in
+it. Called in a thread of the transfer. Raises Refused where it may not go anywhere.
+"""
 
 
 class FileReceiver:
     """Receives files until `close`; also a context manager. One per server at a time.
 
     Attributes:
-        moved: when the last piece of any file was written, in monotonic seconds; before the first, when it began.
+        moved: when the last piece of any file was written, in monotonic seconds; before the first,
+            when it began.
     """
 
     def __init__(
@@ -375,7 +384,8 @@ class FileReceiver:
         """Begins.
 
         Args:
-            server: the head's end of the channel. Each end of a file is an Arrived among its events.
+            server: the head's end of the channel. Each end of a file is an Arrived among its
+                events.
             places: by the label's `kind`.
             silent_s: see SILENT_S.
         """
@@ -497,7 +507,8 @@ class FileReceiver:
             raise OfferRefused("the head cannot read what kind of file it is") from error
         except ValueError as error:
             raise OfferRefused(str(error)) from error
-        # Waited for in a process of its own: a thread that hangs in the kernel would keep the front from ending.
+        # Waited for in a process of its own: a thread that hangs in the kernel would keep the front
+        # from ending.
         responds(path.parent, limit_s=None)
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
@@ -539,7 +550,9 @@ class FileReceiver:
         self._server.reply(incoming.caller, {"t": "more", "id": incoming.offer.transfer, "pieces": pieces})
 
     def _end(self, incoming: _Incoming, path: Path | None, why: str) -> None:
-        """Reports the end to both sides; to the front first, since the sender's next message follows."""
+        """Reports the end to both sides; to the front first, since the sender's next message
+        follows.
+        """
         offer = incoming.offer
         with self._lock:
             if self._known.pop((incoming.caller, offer.transfer), None) is not None:
@@ -559,10 +572,14 @@ def _subtract(counts: Counter[IncomingConnection], caller: IncomingConnection) -
 
 @contextlib.contextmanager
 def _part_of(path: Path, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Creates `.NAME.part` beside `path`; yields its descriptor and a function that renames it to `path`. Removed if not renamed.
+    """Creates `.NAME.part` beside `path`; yields its descriptor and a function that renames it to
+    `path`.
+
+    Removed if not renamed.
 
     Raises:
-        Refused: if the directory is not there, or is a link; if the name is taken, or there is no room.
+        Refused: if the directory is not there, or is a link; if the name is taken, or there is no
+            room.
         OSError: if it cannot be created.
     """
     try:
@@ -604,13 +621,16 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _no_room(path: Path, size: int, free: int) -> str:
-    return f"no room on the head's node: {show_bytes(size)} are needed in {path.parent}, and {show_bytes(free)} are free"
+    return (
+        f"no room on the head's node: {show_bytes(size)} are needed in {path.parent}, and {show_bytes(free)}"
+        " are free"
+    )
 
 
 def _difference(offer: Offer, found: Content) -> str:
     if found.bytes != offer.content.bytes:
         return f"{found.bytes} bytes of {offer.content.bytes} arrived"
     return (
-        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {found.xxh3_128} arrived,"
-        f" {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
+        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {found.xxh3_128}"
+        f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
     )

@@ -44,7 +44,9 @@ from unisono.control.protocol import (
 )
 
 SPARE_CONNECTIONS = 64
-"""Connections that are allowed beyond one per node; above that the oldest unauthenticated one is dropped."""
+"""Connections that are allowed beyond one per node; above that the oldest unauthenticated one is
+dropped.
+"""
 _SAME_REJECTION_S = 10.0
 _MAX_REJECTIONS = 256
 
@@ -53,7 +55,10 @@ class FileSink(Protocol):
     """Receives files that nodes send. Runs in the channel's thread, so it must not block."""
 
     def receive(self, caller: "IncomingConnection", item: Body | Piece) -> None:
-        """An offer, a piece, or the end of a file. Raises Malformed for anything that a valid node never sends."""
+        """An offer, a piece, or the end of a file.
+
+        Raises Malformed for anything that a valid node never sends.
+        """
 
     def drop(self, caller: "IncomingConnection") -> None:
         """The connection has ended."""
@@ -130,7 +135,10 @@ class Head:
         )
 
     def admit(self, caller: "IncomingConnection", hello: Hello) -> None:
-        """Admits an authenticated caller. There is no await between the decision and this, so a rank is never given twice."""
+        """Admits an authenticated caller.
+
+        There is no await between the decision and this, so a rank is never given twice.
+        """
         self.unproven.pop(caller, None)
         welcome = {"t": "welcome", "run_nonce": self.run, "epoch": self.epoch, "wall": time.time()}
         caller.write(encode({**welcome, "welcome": self.welcome}))
@@ -175,14 +183,18 @@ class Head:
         self.look_whether_empty()
 
     def turn_away(self, caller: "IncomingConnection", event: Rejected) -> None:
-        """Reports a rejection to the front; for unauthenticated callers at a limited rate, so that memory is bounded."""
+        """Reports a rejection to the front; for unauthenticated callers at a limited rate, so that
+        memory is bounded.
+        """
         self.unproven.pop(caller, None)
         if event.kind in ("token", "malformed") and not self._is_new(caller, event):
             return
         self.inbox.put(event)
 
     def _is_new(self, caller: "IncomingConnection", event: Rejected) -> bool:
-        """Whether this rejection was not reported in the last seconds, and the limit is not reached."""
+        """Whether this rejection was not reported in the last seconds, and the limit is not
+        reached.
+        """
         now = time.monotonic()
         recent = {key: at for key, at in self._rejections.items() if now - at < _SAME_REJECTION_S}
         key = (caller.ip(), event.kind, event.claims)
@@ -218,7 +230,9 @@ class Head:
             member.write(body)
 
     def send_last(self, message: dict[str, Any]) -> None:
-        """Sends the last message to all connected nodes; nodes that connect later receive it in `admit`."""
+        """Sends the last message to all connected nodes; nodes that connect later receive it in
+        `admit`.
+        """
         self.last_number += 1
         self.last_body = encode({"t": "last", "n": self.last_number, "m": message})
         for caller in self.present():
@@ -229,7 +243,9 @@ class Head:
         return self.last_body is not None and caller.acknowledged == self.last_number
 
     def close(self) -> None:
-        """Says goodbye to every node that has the last message, or to all at once if there is none."""
+        """Says goodbye to every node that has the last message, or to all at once if there is
+        none.
+        """
         self.closing = True
         for caller in self.present():
             self.dismiss(caller)
@@ -281,10 +297,15 @@ class IncomingConnection(Connection):
         now = time.monotonic()
         silent_s = now - self.last_received
         silent = f", silent for {silent_s:.0f} s" if silent_s > SUSPECT_S else ""
-        return f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, connected for {now - self._came:.0f} s{silent})"
+        return (
+            f"{self.hello.host} ({self.ip()}, process {self.hello.pid}, connected for {now - self._came:.0f}"
+            f" s{silent})"
+        )
 
     def is_same_call(self, hello: Hello) -> bool:
-        """Whether this is the same process, which did not receive the welcome in time and connects again."""
+        """Whether this is the same process, which did not receive the welcome in time and connects
+        again.
+        """
         return self.hello is not None and (self.hello.call, self.hello.host) == (hello.call, hello.host)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -2,20 +2,21 @@
 
 Each side begins with a preamble, then sends frames:
 
-    frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body (a JSON object with a field `t`, its type)
+    frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body (a JSON object with a
+    field `t`, its type)
     MAC   = HMAC-SHA256(key, direction (1 byte) | sequence number in that direction (8 bytes) | body)
     body  = or, only from an authenticated node to the head, a piece of a file: 0 (1 byte) | transfer (4) | offset (8) | bytes
 
-A frame that was modified, dropped, repeated, or sent back to its sender fails its MAC check. The handshake proves to both
-sides that the other one knows the job's token:
+A frame that was modified, dropped, repeated, or sent back to its sender fails its MAC check. The
+handshake proves to both sides that the other one knows the job's token:
 
     node → head   preamble
     head → node   preamble, greeting: a nonce, the run's nonce, the epoch          nothing is proven yet
     node → head   hello: its own nonce, rank, number of nodes, run, epoch          MAC by key(token, head's nonce)
     head → node   welcome, or refused with a reason                                MAC by key(token, all of it)
 
-Nonces are fresh for each connection, so a recorded exchange cannot be replayed. The head sends nothing to a caller that
-does not begin with the preamble.
+Nonces are fresh for each connection, so a recorded exchange cannot be replayed. The head sends
+nothing to a caller that does not begin with the preamble.
 """
 
 import hmac
@@ -28,14 +29,17 @@ from typing import Any, Literal, Self
 from unisono.files import parse_json
 
 RejectedKind = Literal["token", "duplicate", "stale", "malformed", "late", "misfit", "left_out"]
-"""token: the MAC does not match. duplicate: its rank is taken. stale: of a different start of the job. malformed: invalid
-bytes, or too slow. late: it connected after the end of the run. misfit: it expects a different number of nodes.
-left_out: the job continues without its node."""
+"""token: the MAC does not match. duplicate: its rank is taken. stale: of a different start of the
+job. malformed: invalid bytes, or too slow. late: it connected after the end of the run. misfit: it
+expects a different number of nodes. left_out: the job continues without its node.
+"""
 PROTOCOL = 2
 CALLS = b"unisono>"
 """First bytes of a node, followed by one byte: the protocol version."""
 ANSWERS = b"unisono<"
-"""First bytes of the head. Different from a node's, so that an echo service is not taken for a head."""
+"""First bytes of the head. Different from a node's, so that an echo service is not taken for a
+head.
+"""
 PREAMBLE_BYTES = len(CALLS) + 1
 LENGTH_BYTES = 4
 MAC_BYTES = 32
@@ -72,7 +76,9 @@ class DifferentVersion(Malformed):
 
 
 class Forged(Malformed):
-    """A frame fails its MAC check: a different token, or frames were changed, repeated or dropped on the way."""
+    """A frame fails its MAC check: a different token, or frames were changed, repeated or dropped
+    on the way.
+    """
 
 
 def preamble(side: bytes) -> bytes:
@@ -211,7 +217,8 @@ class FrameParser:
 
 
 class Seal:
-    """Creates and checks the MACs of one side of a connection; counts the frames of both directions.
+    """Creates and checks the MACs of one side of a connection; counts the frames of both
+    directions.
 
     Args:
         key: shared by both ends. Empty: no authentication, for the one frame before there is a key.
@@ -264,12 +271,15 @@ def new_token() -> str:
 
 
 def derive(token: bytes, purpose: str, *parts: str | int) -> bytes:
-    """A key of 32 bytes for one purpose. It reveals neither the token nor keys of other purposes.
+    """A key of 32 bytes for one purpose.
+
+    It reveals neither the token nor keys of other purposes.
 
     Args:
         token: the job's secret, not empty.
         purpose: what the key is for, for example `control.session` or `rank`.
-        parts: further inputs, e.g. a nonce or rank. Encoded as JSON, so that different lists never collide.
+        parts: further inputs, e.g. a nonce or rank. Encoded as JSON, so that different lists never
+            collide.
     """
     assert token, "a job of several nodes needs a token"
     return hmac.digest(token, json.dumps(["unisono", purpose, *parts]).encode(), "sha256")
@@ -385,14 +395,19 @@ def hello_seal(token: bytes, greeting: Greeting, *, sends: bytes) -> Seal:
 
 
 def session_seal(token: bytes, greeting: Greeting, hello: Hello, *, sends: bytes) -> Seal:
-    """The seal for everything else, bound to both nonces, run, epoch, rank, host and number of nodes."""
+    """The seal for everything else, bound to both nonces, run, epoch, rank, host and number of
+    nodes.
+    """
     parts = (greeting.nonce, hello.nonce, hello.run, hello.epoch, hello.node_rank, hello.nodes, hello.host)
     return Seal(derive(token, "control.session", *parts), sends=sends)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an authenticated caller is refused. `text` continues the sentence after `node R (HOST) `."""
+    """Why an authenticated caller is refused.
+
+    `text` continues the sentence after `node R (HOST) `.
+    """
 
     kind: RejectedKind
     text: str

@@ -1,14 +1,16 @@
-"""Reachability of other nodes: dials their ports, and sends messages of growing size that their echo service must return.
+"""Reachability of other nodes: dials their ports, and sends messages of growing size that their
+echo service must return.
 
-Distinguishes refused, timed out, unreachable, a different program, and "small messages pass, large ones do not". The echo service has three
-ports on the chosen address, for the duration of the check.
+Distinguishes refused, timed out, unreachable, a different program, and "small messages pass, large
+ones do not". The echo service has three ports on the chosen address, for the duration of the check.
 
     dialler → listener   CALLS, nonce
     listener → dialler   ANSWERS, nonce, MAC by key over both nonces
     dialler → listener   MAC by key over both nonces
     either way           length (4 bytes) | MAC by the session's key over direction, sequence, body | body
 
-A peer that cannot prove the job's key receives 57 bytes at most, so this is not an open echo service.
+A peer that cannot prove the job's key receives 57 bytes at most, so this is not an open echo
+service.
 """
 
 import asyncio
@@ -26,7 +28,9 @@ from unisono.control.protocol import derive
 from unisono.text import one_line
 
 SIZES = (1, 1_400, 9_000, 1 << 16, 1 << 20)
-"""Bytes: smaller than any packet, just below and above what one packet carries, and two that fill buffers."""
+"""Bytes: smaller than any packet, just below and above what one packet carries, and two that fill
+buffers.
+"""
 MAX_PEERS = 16
 _BRIEF = 3  # so many of the sizes for a peer that everybody dials
 _ROUND_TRIPS = 3
@@ -224,7 +228,9 @@ class EchoListener:
         await asyncio.sleep(0)  # lets the last transport close
 
     def _accept(self, listening: socket.socket) -> None:
-        """Accepts one caller. asyncio's server is not used: closing it while it accepts leaves the caller's socket open."""
+        """Accepts one caller. asyncio's server is not used: closing it while it accepts leaves the
+        caller's socket open.
+        """
         try:
             caller, _ = listening.accept()
         except OSError:  # it has gone already, or this process has no file left
@@ -322,7 +328,8 @@ class DialResult:
     """Result of dialing one port of a peer.
 
     Attributes:
-        outcome: stranger: a different program or job responded; stalled: a message was not echoed, smaller ones were.
+        outcome: stranger: a different program or job responded; stalled: a message was not echoed,
+            smaller ones were.
         tried_bytes: all sizes up to the first failure.
         rtt_s: shortest round-trip time of one byte.
         note: the system's error, or the response.
@@ -343,8 +350,9 @@ class DialResult:
 class DialLimits:
     """Time limits in seconds: for a connection, for each echo, and for a slow peer.
 
-    A machine under load responds late, and a link that loses packets never. The kernel knows which: after `message_s` the
-    connection is given up if its packets are repeatedly unacknowledged, else after `patient_s`.
+    A machine under load responds late, and a link that loses packets never. The kernel knows which:
+    after `message_s` the connection is given up if its packets are repeatedly unacknowledged, else
+    after `patient_s`.
     """
 
     connect_s: float = 3.0
@@ -353,10 +361,12 @@ class DialLimits:
 
 
 def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS) -> list[Peer]:
-    """The peers that a node dials: all others if they are few, else neighbors in a ring, one, two, four, … places away, and the head.
+    """The peers that a node dials: all others if they are few, else neighbors in a ring, one, two,
+    four, … places away, and the head.
 
-    So every node is dialled from both sides by `most` others, whatever the number of nodes. The head is dialled by
-    all nodes, since all need it; by those that are not its neighbors with one port and small messages.
+    So every node is dialled from both sides by `most` others, whatever the number of nodes. The
+    head is dialled by all nodes, since all need it; by those that are not its neighbors with one
+    port and small messages.
 
     Args:
         nodes: all of them, this one among them.
@@ -381,10 +391,12 @@ def dial_all(
 ) -> list[DialResult]:
     """Dials every port of every peer concurrently; one result for each, in order.
 
-    It blocks for three seconds where connections or packets are lost, for about twenty where a peer hardly moves. Large messages
-    go to the first port of a peer alone: a firewall knows ports, the size of packets belongs to the way.
+    It blocks for three seconds where connections or packets are lost, for about twenty where a peer
+    hardly moves. Large messages go to the first port of a peer alone: a firewall knows ports, the
+    size of packets belongs to the way.
 
-    The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a million connections.
+    The head calls `choose_peers` for each node, so that a job of a thousand nodes does not make a
+    million connections.
 
     Args:
         key: of `reach_key`.
@@ -509,7 +521,9 @@ async def _within_limits(
 
 
 def _loses_packets(sock: socket.socket) -> bool:
-    """Whether the same packet was retransmitted at least twice (tcpi_retransmits of tcp(7)); true if unknown."""
+    """Whether the same packet was retransmitted at least twice (tcpi_retransmits of tcp(7)); true
+    if unknown.
+    """
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] >= _LOST_AFTER
     except (OSError, AttributeError):

@@ -1,14 +1,15 @@
 """Turns files into token tables, and accounts for every row of every source.
 
-Here are the rows between file and model, and the ledger (data.json). Only the standard library is imported: `data.token_table` needs only numpy
-and pyarrow, so that a second start is fast.
+Here are the rows between file and model, and the ledger (data.json). Only the standard library is
+imported: `data.token_table` needs only numpy and pyarrow, so that a second start is fast.
 
-For each source, and in total, rows = used + dropped + bad. Cut, split, not_rendered (rows of which a part is in no token) and eval are
-parts of used.
+For each source, and in total, rows = used + dropped + bad. Cut, split, not_rendered (rows of which
+a part is in no token) and eval are parts of used.
 
-A row of a file is counted once: with weight 2 it is used once, although it is trained on twice per epoch; with weight 0.5 the
-unselected half is dropped, with the reason `weight`. `tokens` and `loss_tokens` count what the model sees in one epoch of training
-and one evaluation, so they depend on the weight. `tokens_cut` are tokens of used rows that the model never sees.
+A row of a file is counted once: with weight 2 it is used once, although it is trained on twice per
+epoch; with weight 0.5 the unselected half is dropped, with the reason `weight`. `tokens` and
+`loss_tokens` count what the model sees in one epoch of training and one evaluation, so they depend
+on the weight. `tokens_cut` are tokens of used rows that the model never sees.
 """
 
 import json
@@ -21,7 +22,9 @@ from typing import IO, Any, Literal, Self, TypeVar
 
 Item = TypeVar("Item")
 Message = dict[str, Any]
-"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight` in an answer that does not count in the loss in full."""
+"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight` in an answer
+that does not count in the loss in full.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,9 @@ class EmptyAnswerError(RowError):
     """The error of a row whose answer is empty."""
 
     def with_unread(self, columns: Sequence[str], ours: str | None) -> "EmptyAnswerError":
-        """The error that names columns which are not read, and could hold the answer; `ours` is our name of the answer's column."""
+        """The error that names columns which are not read, and could hold the answer; `ours` is our
+        name of the answer's column.
+        """
         also = " and ".join(columns)
         fix = (
             self.fix if ours is None else f"set the source's columns: {{{ours}: {columns[0]}}}, or {self.fix}"
@@ -163,8 +168,10 @@ class Exchange:
     """A conversation up to a question, and its answers.
 
     Attributes:
-        prompt: questions and answers in turn, beginning and ending with a question (or an observation).
-        answers: one; none if there is only text; of a preference pair two, the chosen one and the rejected one.
+        prompt: questions and answers in turn, beginning and ending with a question (or an
+            observation).
+        answers: one; none if there is only text; of a preference pair two, the chosen one and the
+            rejected one.
         system: the system message, or "".
         tools: function schemas as JSON, or "".
         desirable: whether the answer is a good one; None if the row does not say.
@@ -184,7 +191,8 @@ class Preference:
     """A prompt with its answers.
 
     Attributes:
-        answers: the prompt with each answer: the chosen one and the rejected one, or one with a label.
+        answers: the prompt with each answer: the chosen one and the rejected one, or one with a
+            label.
         desirable: whether the answer is a good one; None for a pair.
     """
 
@@ -229,7 +237,9 @@ class SourceCounts:
 
 
 class Ledger:
-    """The counts, and a list of all rows that were dropped or changed; the list is in a file, not in memory."""
+    """The counts, and a list of all rows that were dropped or changed; the list is in a file, not
+    in memory.
+    """
 
     def __init__(self, notes: Path) -> None:
         """Starts a ledger whose list of rows is kept in the file `notes` until `write`."""
@@ -245,7 +255,9 @@ class Ledger:
         self._notes.close()
 
     def note(self, place: Place, what: str, why: str, *, parts: Sequence[str] = ()) -> None:
-        """Records what happened to a row: bad, dropped, cut, split or not rendered; `parts` of it are in no token."""
+        """Records what happened to a row: bad, dropped, cut, split or not rendered; `parts` of it
+        are in no token.
+        """
         if what == "bad" and not self.first_bad:
             self.first_bad = f"{place}: {why}"
         entry = {"file": place.file, "line": place.number, "what": what, "why": why}
@@ -261,7 +273,9 @@ class Ledger:
         return sums | {"dropped": dict(sorted(dropped.items()))}
 
     def write(self, path: Path) -> None:
-        """Writes data.json to a new file: one line each for `sources` and `total`, then one for each row."""
+        """Writes data.json to a new file: one line each for `sources` and `total`, then one for
+        each row.
+        """
         self._notes.flush()
         with path.open("w", encoding="utf-8") as out, self._path.open(encoding="utf-8") as notes:
             out.write(
@@ -274,7 +288,9 @@ class Ledger:
 
 
 def read_counts(path: Path) -> dict[str, Any]:
-    """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which may be millions."""
+    """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which
+    may be millions.
+    """
     with path.open(encoding="utf-8") as stream:
         head = "".join(islice(stream, 3))
     return json.loads(head.rstrip().removesuffix(",") + "}")
@@ -288,7 +304,9 @@ def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
 
 
 def unrendered_parts(path: Path, rows: Iterable[str]) -> dict[str, list[str]]:
-    """For some rows, as `file:line` or `file#row`, the parts that are in no token, in words; without rows that have none."""
+    """For some rows, as `file:line` or `file#row`, the parts that are in no token, in words;
+    without rows that have none.
+    """
     shown = set(rows)
     parts: dict[str, list[str]] = {}
     with path.open(encoding="utf-8") as stream:

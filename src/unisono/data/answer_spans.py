@@ -3,14 +3,16 @@
 Three methods, in this order. The first that succeeds is used; if none does, the row is refused:
 
 1. The template marks them (`{% generation %}`): its marks are used.
-2. Prefixes: an answer begins at the end of the rendering of all messages before it with the generation prompt, and ends with the end of
-   its turn in the rendering up to and including it. Valid if both are prefixes of the full text.
-3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2. Then a mark is inserted after
-   the answer, and the conversation is rendered again: the answer ends where the two texts diverge. The text after it must equal the
-   text that follows it as the last message, at least up to the end-of-turn token.
+2. Prefixes: an answer begins at the end of the rendering of all messages before it with the
+   generation prompt, and ends with the end of its turn in the rendering up to and including it.
+   Valid if both are prefixes of the full text.
+3. Marks: a template that renders earlier turns differently (drops their reasoning) breaks method 2.
+   Then a mark is inserted after the answer, and the conversation is rendered again: the answer ends
+   where the two texts diverge. The text after it must equal the text that follows it as the last
+   message, at least up to the end-of-turn token.
 
-Harmony's template (gpt-oss) ends an earlier answer with `<|end|>`, where the model is to write `<|return|>`: such an answer counts without
-its end, which only the last one has.
+Harmony's template (gpt-oss) ends an earlier answer with `<|end|>`, where the model is to write
+`<|return|>`: such an answer counts without its end, which only the last one has.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,8 @@ class Rendered:
     Attributes:
         text: input of the tokenizer.
         answers: begin and end character of each trained answer, with its stop token.
-        messages: the index of the message of each answer; empty if the template marks other blocks than answers.
+        messages: the index of the message of each answer; empty if the template marks other blocks
+            than answers.
         weights: of each of them in the loss, above 0 and up to 1.
     """
 
@@ -48,7 +51,8 @@ class Rendered:
 def render_answers(template: ChatTemplate, conversation: Conversation, *, last_only: bool) -> Rendered:
     """The text of a conversation and its trained answers, at least one.
 
-    A message with `weight: 0` (as in OpenAI's fine-tuning files) is not a trained answer; one with a weight between 0 and 1 counts in part.
+    A message with `weight: 0` (as in OpenAI's fine-tuning files) is not a trained answer; one with
+    a weight between 0 and 1 counts in part.
 
     Args:
         template: the run's template.
@@ -56,7 +60,8 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
         last_only: whether only the last answer is trained.
 
     Raises:
-        RowError: if there is no answer, the template refuses the row, or the answers cannot be located reliably.
+        RowError: if there is no answer, the template refuses the row, or the answers cannot be
+            located reliably.
     """
     messages, tools = conversation.messages, conversation.tools
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -69,7 +74,8 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
         found = [_without_other_end(template, text, span) for span in _of_markers(spans, spoken, wanted)]
         if len(found) != len(weights) and set(weights) != {1.0}:
             raise RowError(
-                f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are ambiguous",
+                f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are"
+                " ambiguous",
                 "write the template with one {% generation %} block per answer, or remove the weights",
             )
         of_messages = wanted if len(spans) == len(spoken) else []
@@ -88,13 +94,15 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     if spans_found is None:
         raise RowError(
             "the chat template renders earlier turns differently, so the answers cannot be located reliably",
-            "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or remove the row",
+            "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or"
+            " remove the row",
         )
     return Rendered(text, spans_found, wanted, weights)
 
 
 def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tuple[str, list[Span]]:
-    """Text and answers with the stop token of the next turn, where the template ends no answer itself; else the same.
+    """Text and answers with the stop token of the next turn, where the template ends no answer
+    itself; else the same.
 
     An answer at the end of the text gets the one that a question would begin with.
     """
@@ -111,13 +119,17 @@ def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tu
 
 
 def ends_otherwise(template: ChatTemplate, text: str, end: int) -> bool:
-    """Whether an answer that ends at a character is an earlier one, after which the template writes no stop token but another one."""
+    """Whether an answer that ends at a character is an earlier one, after which the template writes
+    no stop token but another one.
+    """
     other_end = template.end_of_earlier_answer
     return other_end is not None and text.startswith(other_end, end)
 
 
 def _without_other_end(template: ChatTemplate, text: str, span: Span) -> Span:
-    """A marked answer without a token that ends earlier answers only: there the model is to write the stop token."""
+    """A marked answer without a token that ends earlier answers only: there the model is to write
+    the stop token.
+    """
     first, end = span
     other_end = template.end_of_earlier_answer
     if other_end is None or other_end in template.known_stops or not text.endswith(other_end, first, end):
@@ -132,9 +144,11 @@ def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
             dict.fromkeys(one_line(str(message["role"]), limit=20) for message in messages[:20])
         )
         raise RowError(
-            "all its answers have weight 0"
-            if spoken
-            else f"it has no answer: no message of the assistant, only of {roles}",
+            (
+                "all its answers have weight 0"
+                if spoken
+                else f"it has no answer: no message of the assistant, only of {roles}"
+            ),
             "add an answer, or remove the row",
         )
     for i in wanted:
@@ -174,13 +188,17 @@ def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> No
 
 
 def _of_markers(spans: list[Span], spoken: list[int], wanted: list[int]) -> list[Span]:
-    """The blocks of the trained answers. If blocks and answers do not match one to one, only all of them can be used."""
+    """The blocks of the trained answers.
+
+    If blocks and answers do not match one to one, only all of them can be used.
+    """
     if len(spans) == len(spoken):
         return [span for span, message in zip(spans, spoken, strict=True) if message in wanted]
     if wanted == spoken:
         return spans
     raise RowError(
-        f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so the last answer is ambiguous",
+        f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so the last answer is"
+        " ambiguous",
         "set data.loss_on: answers, or write the template with one {% generation %} block per answer",
     )
 
@@ -203,7 +221,9 @@ def _by_prefixes(
 
 
 def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
-    """The end of the rendering before message i with the generation prompt, if it is a prefix of the text."""
+    """The end of the rendering before message i with the generation prompt, if it is a prefix of
+    the text.
+    """
     if i == 0:
         return None
     part = template.try_render(conversation.messages[:i], conversation.tools, prompt=True)
@@ -239,7 +259,9 @@ def _by_marks(
 def _end_of_message(
     template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str, i: int
 ) -> int | None:
-    """The character up to which message i extends at least: the end of its content, or of its last call's name."""
+    """The character up to which message i extends at least: the end of its content, or of its last
+    call's name.
+    """
     ends: list[int] = []
     for marked in _marked(messages[i]):
         other = template.try_render([*messages[:i], marked, *messages[i + 1 :]], tools)
@@ -285,7 +307,9 @@ def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str
 
 
 def _begin_by_header(template: ChatTemplate, message: Message, text: str, end: int) -> int | None:
-    """The end of the last header before an answer's end; None if the message itself contains the header."""
+    """The end of the last header before an answer's end; None if the message itself contains the
+    header.
+    """
     header = template.frame.header if template.frame else ""
     if not header.strip() or header.strip() in all_text(Conversation([message])):
         return None

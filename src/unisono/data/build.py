@@ -1,4 +1,6 @@
-"""Builds a token table: ingests rows, selects those for training and evaluation, packs them, and writes the table."""
+"""Builds a token table: ingests rows, selects those for training and evaluation, packs them, and
+writes the table.
+"""
 
 import hashlib
 import math
@@ -77,7 +79,8 @@ def build_table(
     report: Reporter,
     limit_rows: int | None = None,
 ) -> None:
-    """Writes the token table of some sources, or of the first rows of each, into an empty directory.
+    """Writes the token table of some sources, or of the first rows of each, into an empty
+    directory.
 
     Raises:
         DataError: if a file or a row is refused, or nothing is left to train on.
@@ -128,8 +131,9 @@ def _one_sided(labels: Sequence[int]) -> list[str]:
         return []
     other = "undesirable" if labels[0] else "desirable"
     return [
-        f"all {len(labels)} rows for training have label: {'true' if labels[0] else 'false'}; objective kto compares desirable answers with"
-        f" undesirable ones, and there is no {other} one (preference.{other}_weight has no effect)"
+        f"all {len(labels)} rows for training have label: {'true' if labels[0] else 'false'}; objective kto"
+        f" compares desirable answers with undesirable ones, and there is no {other} one"
+        f" (preference.{other}_weight has no effect)"
     ]
 
 
@@ -140,7 +144,8 @@ class _Selection:
     Attributes:
         train: (rows,) int64, how often each row is trained on in an epoch.
         eval: (rows,) int64, how often each row occurs in an evaluation; it is not trained on then.
-        is_picked: (rows,) bool, True unless the `weight` or `samples` of its source has left it out; `data.mix` may leave out more.
+        is_picked: (rows,) bool, True unless the `weight` or `samples` of its source has left it
+            out; `data.mix` may leave out more.
     """
 
     train: Ints
@@ -160,7 +165,9 @@ def _write_splits(
     writer: TokenWriter,
     directory: Path,
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Writes both splits, and counts their rows in the ledger; gives the figures of each split, and warnings."""
+    """Writes both splits, and counts their rows in the ledger; gives the figures of each split, and
+    warnings.
+    """
     usable = {
         part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
     }
@@ -303,7 +310,9 @@ def _figures(
 def _count(
     ledger: Ledger, source_of: Ints, columns: dict[str, Ints], count: Ints, row: Ints, *, split: Split
 ) -> None:
-    """Adds the rows of a split to the ledger: rows once, tokens as often as they occur in an epoch."""
+    """Adds the rows of a split to the ledger: rows once, tokens as often as they occur in an
+    epoch.
+    """
     for number, counts in enumerate(ledger.sources):
         is_own = source_of[row] == number
         used = int(np.count_nonzero(count[source_of == number]))
@@ -325,25 +334,35 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
     raise DataError.of(
         f"no rows are left to {'train on' if missing[0] == 'train' else 'evaluate on'}",
         where=f"data.{missing[0]}",
-        why=f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for evaluation",
+        why=(
+            f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for"
+            " evaluation"
+        ),
         fix="raise data.max_length, fix the rows (data.on_bad_row: error lists them), or lower data.eval",
     )
 
 
-# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams are independent of the order of training.
+# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams are independent of
+# the order of training.
 _EVAL, _WEIGHT = -1, -2
 
 
 def eval_rows(n: int, *, share: float | int, seed: int) -> list[int]:
-    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one; or, as an int, that many. The seed alone decides."""
+    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one; or, as an
+    int, that many.
+
+    The seed alone decides.
+    """
     count = share if isinstance(share, int) else max(1, round(share * n))
     return sorted(permutation(n, seed=seed, epoch=_EVAL)[:count])
 
 
 def picked_rows(n: int, section: SourceSection, *, seed: int, source: int) -> Ints:
-    """The rows of a source with `n` usable rows that are used, in order; a row that is used twice is listed twice.
+    """The rows of a source with `n` usable rows that are used, in order; a row that is used twice
+    is listed twice.
 
-    With `samples` they are in the order of the pick: all rows in a seeded order, and after these further draws with replacement.
+    With `samples` they are in the order of the pick: all rows in a seeded order, and after these
+    further draws with replacement.
     """
     if section.samples is None:
         counts = row_repeats(n, weight=section.weight, seed=seed, source=source)
@@ -362,16 +381,20 @@ def _samples(section: SourceSection) -> int:
 
 
 def _generator(purpose: str, seed: int, number: int) -> Callable[[], float]:
-    """Draws from [0, 1): `random.Random.random`, the one generator whose sequence Python promises to keep."""
+    """Draws from [0, 1): `random.Random.random`, the one generator whose sequence Python promises
+    to keep.
+    """
     material = hashlib.sha256(f"unisono {purpose} {seed} {number}".encode()).digest()
     return random.Random(int.from_bytes(material, "big")).random  # noqa: S311 - a selection, not a secret
 
 
 def mixed_counts(sizes: Sequence[int], mix: MixSection, *, seed: int) -> list[int]:
-    """How many rows are taken from each source, from its beginning; beyond its size it starts over.
+    """How many rows are taken from each source, from its beginning; beyond its size it starts
+    over.
 
-    The strategies are those of `datasets.interleave_datasets`: first_exhausted (under), all_exhausted (over), and
-    all_exhausted_without_replacement (once). Without probabilities the sources take turns.
+    The strategies are those of `datasets.interleave_datasets`: first_exhausted (under),
+    all_exhausted (over), and all_exhausted_without_replacement (once). Without probabilities the
+    sources take turns.
 
     Args:
         sizes: rows of each source.
@@ -399,8 +422,8 @@ def mixed_counts(sizes: Sequence[int], mix: MixSection, *, seed: int) -> list[in
 def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:
     """How often each of a source's `n` rows occurs in an epoch.
 
-    Every row occurs floor(weight) times, and a share of rows that is selected by the seed once more: weight 2 gives all rows twice,
-    weight 0.5 gives half of them.
+    Every row occurs floor(weight) times, and a share of rows that is selected by the seed once
+    more: weight 2 gives all rows twice, weight 0.5 gives half of them.
     """
     whole = math.floor(weight)
     counts = [whole] * n
@@ -410,10 +433,11 @@ def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:
 
 
 def pack(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
-    """Packs rows into bins of at most `limit` tokens, by best fit decreasing; each row is in one bin.
+    """Packs rows into bins of at most `limit` tokens, by best fit decreasing; each row is in one
+    bin.
 
-    Longer rows are placed first, each in the fullest bin with room for it. Rows of equal length keep their order, a bin lists its rows in
-    order, and bins are ordered by their first row.
+    Longer rows are placed first, each in the fullest bin with room for it. Rows of equal length
+    keep their order, a bin lists its rows in order, and bins are ordered by their first row.
 
     Args:
         lengths: tokens of each row, each in 1..limit.

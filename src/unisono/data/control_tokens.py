@@ -1,7 +1,9 @@
-"""Control tokens of a tokenizer in the texts of rows: a user who writes `<|im_end|>` ends a turn, unless the text is escaped.
+"""Control tokens of a tokenizer in the texts of rows: a user who writes `<|im_end|>` ends a turn,
+unless the text is escaped.
 
-To escape one, it is replaced by a mark before the template renders the row, and put back afterwards; its characters are then encoded as
-text. Where a tokenizer has added tokens, it encodes the text before and behind each of them separately, so this changes no other token.
+To escape one, it is replaced by a mark before the template renders the row, and put back
+afterwards; its characters are then encoded as text. Where a tokenizer has added tokens, it encodes
+the text before and behind each of them separately, so this changes no other token.
 """
 
 import re

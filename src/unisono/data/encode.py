@@ -41,7 +41,9 @@ from unisono.errors import DataError
 from unisono.text import one_line
 
 ENCODER_VERSION = 5
-"""Part of the cache's key: incremented whenever the same rows could give different tokens or a different loss mask."""
+"""Part of the cache's key: incremented whenever the same rows could give different tokens or a
+different loss mask.
+"""
 
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once; the tokenizer takes about 180 bytes for each
 
@@ -60,7 +62,8 @@ class _Job:
     Attributes:
         text: the text.
         answers: trained characters; None: all of them.
-        whole: whether it is a complete text: the tokenizer adds its special tokens, and end of sequence is appended.
+        whole: whether it is a complete text: the tokenizer adds its special tokens, and end of
+            sequence is appended.
         not_rendered: parts of the row that are not in the text, in words.
         escaped: characters of control tokens that are text.
         has_control_tokens: whether control tokens of the row's own text are read as such.
@@ -95,7 +98,9 @@ class RowEncoder(Protocol):
 
     @property
     def absent_tokens(self) -> list[str]:
-        """Tokens that the template writes and the tokenizer does not have; -1 is in their places."""
+        """Tokens that the template writes and the tokenizer does not have; -1 is in their
+        places.
+        """
         ...
 
     def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
@@ -111,11 +116,14 @@ class RowEncoder(Protocol):
         ...
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example, a pair, the prompt with the chosen answer, and with the rejected one; or its error."""
+        """For each example, a pair, the prompt with the chosen answer, and with the rejected one;
+        or its error.
+        """
         ...
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example, a rated answer, the prompt with it, and with the answer of the example before; or its error.
+        """For each example, a rated answer, the prompt with it, and with the answer of the example
+        before; or its error.
 
         The first example gets the answer of the last one.
         """
@@ -168,15 +176,19 @@ class Encoder:
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """The special tokens before the first message, e.g. GLM's `[gMASK]<sop>`; without a template the beginning of sequence."""
+        """The special tokens before the first message, e.g. GLM's `[gMASK]<sop>`; without a
+        template the beginning of sequence.
+        """
         if self._opening is None:
             self._opening = self._find_opening()
         return self._opening
 
     def _find_opening(self) -> tuple[int, ...]:
-        """Leading special tokens that occur once in several turns: one of a turn, as `<|im_start|>`, occurs in each.
+        """Leading special tokens that occur once in several turns: one of a turn, as
+        `<|im_start|>`, occurs in each.
 
-        One before a text may be the role of a system message that the template adds, and is none unless it is the beginning of sequence.
+        One before a text may be the role of a system message that the template adds, and is none
+        unless it is the beginning of sequence.
         """
         begin, special = self.tokenizer.bos_token_id, set(self.tokenizer.all_special_ids)
         text = None if self.template is None else self.template.try_render(_SEVERAL_TURNS, None)
@@ -207,7 +219,8 @@ class Encoder:
         """The tokens of each example, or its error.
 
         Raises:
-            DataError: if the template leaves the end of an answer untrained, or there is no token that ends one.
+            DataError: if the template leaves the end of an answer untrained, or there is no token
+                that ends one.
         """
         return self._encoded(self._jobs(examples))
 
@@ -240,11 +253,14 @@ class Encoder:
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example, a pair, the prompt with the chosen answer, and with the rejected one; or its error."""
+        """For each example, a pair, the prompt with the chosen answer, and with the rejected one;
+        or its error.
+        """
         return self._units([example.answers for example in _preferences(examples)], ("chosen", "rejected"))
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example, a rated answer, the prompt with it, and with the answer of the example before; or its error.
+        """For each example, a rated answer, the prompt with it, and with the answer of the example
+        before; or its error.
 
         The first example gets the answer of the last one.
         """
@@ -263,7 +279,9 @@ class Encoder:
     def _units(
         self, groups: Sequence[Sequence[Conversation | Completion]], names: tuple[str, str]
     ) -> list[EncodedUnit | RowError]:
-        """The units of two answers after the same prompt, or the first error of each; `names` are those of the sides."""
+        """The units of two answers after the same prompt, or the first error of each; `names` are
+        those of the sides.
+        """
         jobs = self._jobs([example for group in groups for example in group])
         parts = iter(zip(jobs, self._encoded(jobs), strict=True))
         return [_unit([next(parts) for _ in group], names, end_at_stop=self._end_at_stop) for group in groups]
@@ -282,7 +300,9 @@ class Encoder:
             self.stop_ids.add(self.tokenizer.convert_tokens_to_ids(template.end_of_turn))
 
     def _probe(self, examples: Sequence[Example]) -> None:
-        """Sets the fallback template if a conversation needs it, and checks once how the template ends an answer."""
+        """Sets the fallback template if a conversation needs it, and checks once how the template
+        ends an answer.
+        """
         if self.template is None:
             if not any(isinstance(example, Conversation) for example in examples):
                 self._probed = False
@@ -307,9 +327,14 @@ class Encoder:
             raise DataError.of(
                 "the chat template leaves the stop token of an answer out of the loss",
                 where=f"data.template: {template.origin}",
-                why=f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
-                f"an answer ends with {self._stop_names()}; the trained model would not stop",
-                fix="end each answer with that token (inside the generation block, if it has one), or set data.check_template: false",
+                why=(
+                    f"it trains {one_line(repr(self.tokenizer.decode(trained)), limit=80)}; "
+                    f"an answer ends with {self._stop_names()}; the trained model would not stop"
+                ),
+                fix=(
+                    "end each answer with that token (inside the generation block, if it has one), or set"
+                    " data.check_template: false"
+                ),
             )
 
     def _trained_ids(self, job: _Job, tokens: Tokens) -> list[int]:
@@ -419,9 +444,11 @@ class Encoder:
             elif part.kind != "content" or part.role != "assistant" or is_trained:
                 raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
         notes = [
-            f"the answer of message {part.message + 1} does not count, without {part.quoted}"
-            if part.message in untaught
-            else part.quoted
+            (
+                f"the answer of message {part.message + 1} does not count, without {part.quoted}"
+                if part.message in untaught
+                else part.quoted
+            )
             for part in lost
         ]
         if counts_all and not untaught:
@@ -455,7 +482,8 @@ class Encoder:
             last = self._after_stop(ids, begin, stop) if has_end else stop
             if last is None:
                 return RowError(
-                    f"the stop token of answer {number} is not in the loss: an answer ends with {self._stop_names()}",
+                    f"the stop token of answer {number} is not in the loss: an answer ends with"
+                    f" {self._stop_names()}",
                     "end each answer with it in the template, or set data.check_template: false",
                 )
             targets[begin:last] = True
@@ -476,15 +504,17 @@ class Encoder:
         if self.template is None or not ends_otherwise(self.template, job.text, end):
             return False
         warning = (
-            f"the chat template ends an earlier answer with {self.template.end_of_earlier_answer}, and only the last one with"
-            f" {self.template.end_of_turn}: earlier answers count without their end"
+            f"the chat template ends an earlier answer with {self.template.end_of_earlier_answer}, and only"
+            f" the last one with {self.template.end_of_turn}: earlier answers count without their end"
         )
         if warning not in self.warnings:
             self.warnings.append(warning)
         return True
 
     def _after_stop(self, ids: list[int], begin: int, end: int) -> int | None:
-        """The place after the last stop token of an answer; the model does not write what the template puts after it."""
+        """The place after the last stop token of an answer; the model does not write what the
+        template puts after it.
+        """
         for place in range(end - 1, begin - 1, -1):
             if ids[place] in self.stop_ids:
                 return place + 1
@@ -509,11 +539,12 @@ def _unit(
 ) -> EncodedUnit | RowError:
     """The unit of encoded answers with the same prompt, in the same tokens.
 
-    A tokenizer may join the end of a prompt and the beginning of an answer in one token. Such tokens are part of the answers: the prompt
-    ends where the tokens of the sides begin to differ.
+    A tokenizer may join the end of a prompt and the beginning of an answer in one token. Such
+    tokens are part of the answers: the prompt ends where the tokens of the sides begin to differ.
 
-    What a template writes after the stop token (Qwen's: a newline) is not part of an answer: the model never writes it, and its probability
-    would count in that of the answer. Only a reward model, whose users score whole rendered rows, sees it.
+    What a template writes after the stop token (Qwen's: a newline) is not part of an answer: the
+    model never writes it, and its probability would count in that of the answer. Only a reward
+    model, whose users score whole rendered rows, sees it.
     """
     jobs, sides = [job for job, _ in parts], [side for _, side in parts]
     errors = [(name, side) for name, side in zip(names, sides, strict=True) if isinstance(side, RowError)]
@@ -523,7 +554,8 @@ def _unit(
     if len({job.text[: (job.answers or [(0, 0)])[-1][0]] for job in jobs if isinstance(job, _Job)}) > 1:
         return RowError(
             "the chat template renders the prompt differently before each answer",
-            "make the beginning of both answers alike (e.g. reasoning in both), or set data.template to a different one",
+            "make the beginning of both answers alike (e.g. reasoning in both), or set data.template to a"
+            " different one",
         )
     rows = [side for side in sides if isinstance(side, Encoded)]
     ends = [int(np.argmax(row.targets)) for row in rows]
@@ -557,7 +589,10 @@ def _contents_of(example: Conversation) -> list[str]:
 def _fix_of(part: Part) -> str:
     """What to do about a part that is lost."""
     if part.kind == "thought":
-        return "set data.template to one that keeps it, or data.thoughts: ignore (the answer counts without it) or strip (no row has thoughts)"
+        return (
+            "set data.template to one that keeps it, or data.thoughts: ignore (the answer counts without it)"
+            " or strip (no row has thoughts)"
+        )
     if part.kind == "content" and part.role not in ("user", "assistant", "system", "tool"):
         return "write a role that the template knows, or set data.template to one that knows this one"
     return "set data.template to one that renders it, or remove it from the row"

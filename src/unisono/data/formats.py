@@ -1,4 +1,7 @@
-"""Row formats: alpaca, sharegpt, messages, openai, prompt-completion, text. Detects a source's format, and reads examples from its rows."""
+"""Row formats: alpaca, sharegpt, messages, openai, prompt-completion, text.
+
+Detects a source's format, and reads examples from its rows.
+"""
 
 import json
 import re
@@ -37,14 +40,19 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 FLAGS = ("weight", "train", "loss", "trainable", "training")
-"""Keys of a message that say whether, or with which weight, it counts in the loss; other programs write each of them."""
+"""Keys of a message that say whether, or with which weight, it counts in the loss; other programs
+write each of them.
+"""
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message that hold the thought of an answer."""
 
 
 def column_of(standard: str, renamed: Renamed) -> str | None:
-    """The file's column for one of our names; None if none is read. A column that has a name of ours and stands for another part is that part alone."""
+    """The file's column for one of our names; None if none is read.
+
+    A column that has a name of ours and stands for another part is that part alone.
+    """
     if standard in renamed:
         return renamed[standard]
     return None if standard in renamed.values() else standard
@@ -75,7 +83,9 @@ def shown(column: Any) -> str:
 
 
 def _by_its_turns(name: FormatName, turns: Any) -> tuple[FormatName, str]:
-    """Decides by the first turn: files use `messages` and `conversations` for either form of turns."""
+    """Decides by the first turn: files use `messages` and `conversations` for either form of
+    turns.
+    """
     first = turns[0] if name in ("messages", "sharegpt") and isinstance(turns, list) and turns else None
     if not isinstance(first, dict):
         return name, ""
@@ -151,7 +161,10 @@ class RowColumns:
             fix = (
                 f"set the source's columns: {{{standard}: {near}}}, or a different data.format"
                 if near
-                else "all rows of a source must have the same columns: set data.format or columns, or move other rows to a separate source"
+                else (
+                    "all rows of a source must have the same columns: set data.format or columns, or move"
+                    " other rows to a separate source"
+                )
             )
             raise RowError(f"there is no column {file_column!r}; there are {known}", fix)
         return self._row[file_column]
@@ -234,7 +247,10 @@ def alpaca_prompt(row: RowColumns) -> list[Message]:
 
 
 def _instruction(row: RowColumns) -> str:
-    """The text of the column. It may be switched off, or empty: the question is then in `input` alone."""
+    """The text of the column.
+
+    It may be switched off, or empty: the question is then in `input` alone.
+    """
     if not row.is_read("instruction") or row.get("instruction") is None:
         return ""
     return row.text("instruction")
@@ -302,7 +318,8 @@ def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(words.text), str):
         raise RowError(
             f"turn {number} has no text under `{shown(words.text)}`{_keys_of(turn)}",
-            "write {from: human, value: …}, or set the source's format: sharegpt, and its tags: {role_tag: …, content_tag: …}",
+            "write {from: human, value: …}, or set the source's format: sharegpt, and its tags: {role_tag: …,"
+            " content_tag: …}",
         )
     word = turn.get(words.role)
     role = words.roles.get(word) if isinstance(word, str) else None
@@ -346,15 +363,16 @@ def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
         is_answer: whether it is of the assistant; others never count.
 
     Raises:
-        RowError: if a flag is neither true, false nor a number from 0 to 1, flags contradict each other, or a message that is no
-            answer should count.
+        RowError: if a flag is neither true, false nor a number from 0 to 1, flags contradict each
+            other, or a message that is no answer should count.
     """
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if isinstance(value, bool | int | float) and 0 <= value <= 1:
             continue
         raise RowError(
-            f"{name} of message {number} is {one_line(repr(value), limit=40)}, neither false or true, nor a number from 0 to 1",
+            f"{name} of message {number} is {one_line(repr(value), limit=40)}, neither false or true, nor a"
+            " number from 0 to 1",
             "write the weight of the message in the loss",
         )
     if len(set(map(float, flags.values()))) > 1:
@@ -385,8 +403,9 @@ _NO_THINKING = "detailed thinking off"
 def _read_openai(row: RowColumns) -> Example:
     """OpenAI messages as LLaMA-Factory 0.9.5 reads them.
 
-    Answers of tools that follow each other are joined to one, those at the end are dropped, a turn with tool calls loses its text, and
-    the system message asks for no thinking. `messages` changes nothing of this.
+    Answers of tools that follow each other are joined to one, those at the end are dropped, a turn
+    with tool calls loses its text, and the system message asks for no thinking. `messages` changes
+    nothing of this.
     """
     words = _words_of(row.tags or _OPENAI_TAGS)
     turns: list[Message] = []
@@ -441,7 +460,9 @@ def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
 
 
 def _refuse_disorder(turns: list[Message]) -> None:
-    """Turns of the user or a tool, and of the assistant, take turns; the last one is the assistant's."""
+    """Turns of the user or a tool, and of the assistant, take turns; the last one is the
+    assistant's.
+    """
     for number, turn in enumerate(turns, 1):
         if turn["role"] not in (("user", "tool") if number % 2 else ("assistant",)):
             raise RowError(
@@ -498,9 +519,11 @@ def _keys_of(message: Any) -> str:
 
 
 def _message(message: Message, number: int) -> Message:
-    """The message with its content as one string, arguments of calls as objects, and without null keys.
+    """The message with its content as one string, arguments of calls as objects, and without null
+    keys.
 
-    Templates expect this form; it is passed to `tokenizer.apply_chat_template`. A call in OpenAI's old form becomes one in the new form.
+    Templates expect this form; it is passed to `tokenizer.apply_chat_template`. A call in OpenAI's
+    old form becomes one in the new form.
     """
     kept = {name: value for name, value in message.items() if value is not None and name not in FLAGS}
     if kept["role"] == "function":
@@ -605,7 +628,9 @@ def kind_of(value: Any) -> str:
 
 
 def refuse_surrogates(example: Example) -> None:
-    """Refuses unpaired surrogates, which JSON allows: the tokenizer would fail on them with an error of its own."""
+    """Refuses unpaired surrogates, which JSON allows: the tokenizer would fail on them with an
+    error of its own.
+    """
     if holds_surrogate(all_text(example)):
         raise RowError("it has an unpaired surrogate, which is not valid text", "write the full character")
 

@@ -1,4 +1,6 @@
-"""Ingests rows: reads, encodes and fits them, counts them in the ledger, and hands their pieces to the writer."""
+"""Ingests rows: reads, encodes and fits them, counts them in the ledger, and hands their pieces to
+the writer.
+"""
 
 import time
 from array import array
@@ -40,10 +42,12 @@ TooLong = Literal["error", "cut", "drop", "split", "balanced", "keep-answer"]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A row in pieces of at most max_length tokens, or a unit of two sides, each of at most max_length tokens.
+    """A row in pieces of at most max_length tokens, or a unit of two sides, each of at most
+    max_length tokens.
 
     Attributes:
-        pieces: one; several if it was split; none if it was dropped, or if no token of it counts in the loss. Of a unit its two sides.
+        pieces: one; several if it was split; none if it was dropped, or if no token of it counts in
+            the loss. Of a unit its two sides.
         what: used, cut, split, drop, or error.
         tokens_cut: tokens of the row that are not in any piece.
     """
@@ -54,10 +58,12 @@ class Fitted:
 
 
 def fit(row: Encoded, *, max_length: int, too_long: TooLong, opening: Sequence[int] = ()) -> Fitted:
-    """The row within max_length tokens; `opening` are tokens with which rows begin, and which `keep-answer` keeps.
+    """The row within max_length tokens; `opening` are tokens with which rows begin, and which
+    `keep-answer` keeps.
 
-    The pieces of a split row overlap by one token: the first token of a piece is context only, and is predicted in the previous piece,
-    so that no loss token is lost. Pieces without a loss token are dropped.
+    The pieces of a split row overlap by one token: the first token of a piece is context only, and
+    is predicted in the previous piece, so that no loss token is lost. Pieces without a loss token
+    are dropped.
     """
     length = len(row.ids)
     if length <= max_length:
@@ -79,8 +85,9 @@ def fit(row: Encoded, *, max_length: int, too_long: TooLong, opening: Sequence[i
 def fit_unit(unit: EncodedUnit, *, max_length: int, too_long: TooLong, opening: Sequence[int] = ()) -> Fitted:
     """The unit with each side within max_length tokens.
 
-    A cut takes the end of the answers, and `keep-answer` the beginning of the prompt, so that both sides keep the same prompt. Of a pair
-    the longer side decides whether it is too long, of a rated answer its own side: the mismatched one is always cut.
+    A cut takes the end of the answers, and `keep-answer` the beginning of the prompt, so that both
+    sides keep the same prompt. Of a pair the longer side decides whether it is too long, of a rated
+    answer its own side: the mismatched one is always cut.
     """
     if len(unit.sides) == 1:
         return fit(unit.sides[0], max_length=max_length, too_long=too_long, opening=opening)
@@ -104,10 +111,12 @@ def _decisive(unit: EncodedUnit) -> tuple[Encoded, ...]:
 
 
 def _keep_answer(unit: EncodedUnit, max_length: int, opening: Sequence[int]) -> Fitted:
-    """The unit with its last answer whole, after as much of the end of the prompt as fits; all sides keep the same prompt.
+    """The unit with its last answer whole, after as much of the end of the prompt as fits; all
+    sides keep the same prompt.
 
-    The opening stays, as the model has seen no text without it. An earlier answer that is cut does not count in the loss. What follows a
-    single answer is cut first. The mismatched side of a rated answer is cut at its end.
+    The opening stays, as the model has seen no text without it. An earlier answer that is cut does
+    not count in the loss. What follows a single answer is cut first. The mismatched side of a rated
+    answer is cut at its end.
 
     Raises:
         RowError: if the answer leaves no token of the prompt.
@@ -141,7 +150,10 @@ def _begin_of_last_answer(row: Encoded) -> int:
 
 
 def _without(row: Encoded, first: int, end: int) -> Encoded:
-    """The row without the tokens from `first` to `end`. An answer at the cut, which has lost tokens or its question, is context only."""
+    """The row without the tokens from `first` to `end`.
+
+    An answer at the cut, which has lost tokens or its question, is context only.
+    """
     kept = row.part([*range(first), *range(end, len(row.ids))])
     if end > first and kept.targets[first]:
         rest = kept.targets[first:]
@@ -182,7 +194,9 @@ def refuse_equal_sides(unit: EncodedUnit, fitted: Fitted) -> None:
 
 
 def _balanced(row: Encoded, max_length: int) -> Encoded:
-    """The row cut turn by turn: what is not in the loss is the source of the answer that follows."""
+    """The row cut turn by turn: what is not in the loss is the source of the answer that
+    follows.
+    """
     starts = np.flatnonzero(row.targets[1:] & ~row.targets[:-1]) + 1
     ends = np.append(np.flatnonzero(~row.targets[1:] & row.targets[:-1]) + 1, len(row.ids))
     kept: list[int] = []
@@ -199,7 +213,8 @@ def _balanced(row: Encoded, max_length: int) -> Encoded:
 def balance(source: int, target: int, limit: int) -> tuple[int, int]:
     """How many tokens of a question and of its answer fit into `limit`.
 
-    The answer stays whole if it takes less than half of the limit, the question if it does; else both are cut in proportion.
+    The answer stays whole if it takes less than half of the limit, the question if it does; else
+    both are cut in proportion.
     """
     if 2 * target < limit:
         most = limit
@@ -234,7 +249,9 @@ def explain_fit(
     too_long: TooLong,
     sides: int = 1,
 ) -> str:
-    """Why a row was cut, split or dropped, for the ledger; `lengths` are the tokens of the row, or of both sides of a pair."""
+    """Why a row was cut, split or dropped, for the ledger; `lengths` are the tokens of the row, or
+    of both sides of a pair.
+    """
     why = f"{_counts(lengths)}, max_length is {max_length}"
     if what == "cut":
         place = " before the answer" if too_long == "keep-answer" else ""
@@ -312,10 +329,12 @@ class Ingest:
     """Reads sources one after the other.
 
     Attributes:
-        files: name of each file, and whether its rows are lines; rows refer to a file by its index here.
+        files: name of each file, and whether its rows are lines; rows refer to a file by its index
+            here.
         usable: the usable rows.
         formats: one line per source: its format, and why.
-        not_rendered: for usable rows, by their number in `usable`, the parts that are in no token, in words.
+        not_rendered: for usable rows, by their number in `usable`, the parts that are in no token,
+            in words.
     """
 
     def __init__(
@@ -386,7 +405,10 @@ class Ingest:
         )
 
     def _limit_of(self, source: Source) -> int | None:
-        """The rows to read. With `samples`, `rows` limits the pick instead, which is made among all."""
+        """The rows to read.
+
+        With `samples`, `rows` limits the pick instead, which is made among all.
+        """
         own = source.section.rows if source.section.samples is None else None
         return min((limit for limit in (own, self._limit_rows) if limit is not None), default=None)
 
@@ -426,8 +448,8 @@ class Ingest:
         if self._with_control_tokens:
             rows = self._with_control_tokens
             found.append(
-                f"{rows} rows with control tokens in the text, which the model reads as such; data.control_tokens: escape"
-                " makes them text"
+                f"{rows} rows with control tokens in the text, which the model reads as such;"
+                " data.control_tokens: escape makes them text"
             )
         return found
 
@@ -450,7 +472,8 @@ class Ingest:
         encoded_rows = self._encoded([example for _, example in batch])
         if self._objective in RATINGS and len(batch) == 1:
             self._encoder.warnings.append(
-                f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its group of {_RATED_BATCH}"
+                f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its"
+                f" group of {_RATED_BATCH}"
             )
         for (place, _), encoded in zip(batch, encoded_rows, strict=True):
             if isinstance(encoded, EmptyAnswerError) and settled.unread_answers:
@@ -532,7 +555,10 @@ class Ingest:
             self._take_bad(BadRow(place, nothing, "raise data.max_length, or remove the row"), counts)
 
     def _keep(self, place: Place, unit: EncodedUnit, fitted: Fitted) -> None:
-        """Keeps a usable row. Its changes are entered in the ledger once it is known whether the row is used."""
+        """Keeps a usable row.
+
+        Its changes are entered in the ledger once it is known whether the row is used.
+        """
         lengths = _lengths(unit)
         entry = {
             "source": len(self._ledger.sources) - 1,

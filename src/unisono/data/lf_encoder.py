@@ -1,6 +1,8 @@
-"""From rows to tokens as LLaMA-Factory encodes them, with its loss mask and its cut; and its template as a chat template.
+"""From rows to tokens as LLaMA-Factory encodes them, with its loss mask and its cut; and its
+template as a chat template.
 
-Only targets of pairs (see data.lf_pieces) count in the loss. `data.too_long: balanced` cuts pairs, not the row's end.
+Only targets of pairs (see data.lf_pieces) count in the loss. `data.too_long: balanced` cuts pairs,
+not the row's end.
 """
 
 import re
@@ -91,7 +93,8 @@ class LfEncoder:
             control_tokens: data.control_tokens.
 
         Raises:
-            DataError: if the template cannot train on prompts, or the tokenizer cannot escape control tokens.
+            DataError: if the template cannot train on prompts, or the tokenizer cannot escape
+                control tokens.
         """
         if loss_on == "all" and template.efficient_eos and not pretrain:
             raise DataError.of(
@@ -122,7 +125,9 @@ class LfEncoder:
 
     @property
     def absent_tokens(self) -> list[str]:
-        """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their places."""
+        """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their
+        places.
+        """
         return self._pieces.absent
 
     def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
@@ -156,7 +161,8 @@ class LfEncoder:
         ]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with the chosen answer, and with the rejected one; or its error.
+        """For each example the prompt with the chosen answer, and with the rejected one; or its
+        error.
 
         Both are cut alike, at what the longer answer leaves to the prompt.
         """
@@ -182,9 +188,11 @@ class LfEncoder:
         ]
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
-        """For each example the prompt with its answer, and with that of the row before it; or its error.
+        """For each example the prompt with its answer, and with that of the row before it; or its
+        error.
 
-        The first of a group of 1000 rows gets the last one's answer. Rows with an error take no part.
+        The first of a group of 1000 rows gets the last one's answer. Rows with an error take no
+        part.
         """
         rated = [
             (i, e.answers[0]) for i, e in enumerate(examples) if isinstance(e, Exchange) and _is_rated(e)
@@ -218,7 +226,9 @@ class LfEncoder:
         write: Callable[[int, Exchange], list[Pair[Pieces]]],
         finish: Callable[[list[Pair[Ids]]], Found],
     ) -> list[Found | RowError]:
-        """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the pairs of tokens."""
+        """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the
+        pairs of tokens.
+        """
         written = [_caught(write, i, example) for i, example in enumerate(examples)]
         flat = [
             side
@@ -229,14 +239,18 @@ class LfEncoder:
         ]
         tokens = iter(self._pieces.of(flat))
         return [
-            row
-            if isinstance(row, RowError)
-            else finish([Pair(next(tokens), next(tokens), pair.weight) for pair in row])
+            (
+                row
+                if isinstance(row, RowError)
+                else finish([Pair(next(tokens), next(tokens), pair.weight) for pair in row])
+            )
             for row in written
         ]
 
     def _noted(self, row: Encoded, example: Example) -> Encoded:
-        """A row with what its example has that the model does not see, or sees as control tokens."""
+        """A row with what its example has that the model does not see, or sees as control
+        tokens.
+        """
         assert isinstance(example, Exchange)
         keeps = self._control_mode == "keep" and self._control.first_in([all_text(example)]) is not None
         if not keeps and not example.not_rendered:
@@ -260,13 +274,17 @@ class LfEncoder:
             raise RowError("all its answers have weight 0", "add an answer, or remove the row")
         if self._template.efficient_eos and any(share_of(pair.weight) for pair in counting):
             raise RowError(
-                f"an answer has a weight between 0 and 1, and answers of {PREFIX}{self._template.name} end in the next question",
+                f"an answer has a weight between 0 and 1, and answers of {PREFIX}{self._template.name} end in"
+                " the next question",
                 "set its weight to 0 or 1, or data.template to a different one",
             )
         return pairs
 
     def _row(self, pairs: list[Pair[Ids]]) -> Encoded:
-        """The row of a conversation. With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last."""
+        """The row of a conversation.
+
+        With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last.
+        """
         eos: Ids = [self.tokenizer.eos_token_id] if self._template.efficient_eos else []
         last_only = self._loss_on == "last-answer"
         whole = sum(len(pair.source) + len(pair.target) for pair in pairs) + len(eos)
@@ -353,7 +371,8 @@ def _encoded(ids: Ids, loss: Sequence[float], *, whole: int) -> Encoded:
 
 @dataclass(frozen=True)
 class LfChatTemplate(ChatTemplate):
-    """A template of LLaMA-Factory as a chat template, which gives prompts in exactly the tokens of training.
+    """A template of LLaMA-Factory as a chat template, which gives prompts in exactly the tokens of
+    training.
 
     Attributes:
         writer: of the prompts.
@@ -391,15 +410,17 @@ _JINJA = """\
 {FIRST}{% if message['role'] == 'user' %}{USER}{% elif message['role'] == 'tool' %}{OBSERVATION}\
 {% elif message['role'] == 'assistant' %}\
 {% if message['tool_calls'] %}{CALLS}{% else %}{THOUGHT}{ASSISTANT}{% endif %}{% else %}{{ raise_exception('a message has the role ' ~ message['role']) }}{% endif %}{% endfor %}{PROMPT}"""
-"""Names in braces are replaced by `jinja_of`. The begin of an answer is a part of the question before it, as in the slots."""
+"""Names in braces are replaced by `jinja_of`. The begin of an answer is a part of the question
+before it, as in the slots.
+"""
 
 
 def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: Thinking) -> str:
     """The text of a chat template that renders questions and answers as the slots do.
 
-    Thoughts of earlier answers are left out, and the prompt has an empty thought if `thinking` is not true: this is how a model
-    that was trained with the template is asked. Tools and calls are written in three of the tool formats; the others raise an
-    exception where there are some.
+    Thoughts of earlier answers are left out, and the prompt has an empty thought if `thinking` is
+    not true: this is how a model that was trained with the template is asked. Tools and calls are
+    written in three of the tool formats; the others raise an exception where there are some.
 
     Args:
         template: of LLaMA-Factory.
@@ -426,7 +447,10 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: Thinking) -> str
     thought = ""
     if template.reasoning:
         begin, end = (_quoted(word) for word in template.thought)
-        thought = f"{{% if {begin} in content and {end} in content %}}{{% set content = content.split({end})[-1] %}}{{% endif %}}"
+        thought = (
+            f"{{% if {begin} in content and {end} in content %}}{{% set content = content.split({end})[-1]"
+            " %}{% endif %}"
+        )
         thought += "{% set content = content.lstrip('\\n') %}"
         if thinking == "preserve":
             thought = ""
@@ -442,8 +466,8 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: Thinking) -> str
         "{USER}": written(template.user, "content"),
         "{OBSERVATION}": _observation(template, tokenizer),
         "{TOOLS}": _tools(template.tool_format),
-        "{CALLS}": _calls(template.tool_format).replace(
-            "{FUNCTION}", written(template.function, "calls_text")
+        "{CALLS}": (
+            _calls(template.tool_format).replace("{FUNCTION}", written(template.function, "calls_text"))
         ),
         "{THOUGHT}": thought,
         "{ASSISTANT}": written(template.assistant, "content"),
@@ -459,9 +483,9 @@ _PARAMETER = """\
 ~ (', should be one of [' ~ schema['enum'] | join(', ') ~ ']' if schema['enum'] else '') \
 ~ (', where each item should be ' ~ (schema['items']['type'] or '') if schema['items'] is mapping else '') ~ '\\n' }}"""
 _DEFAULT_TOOL = (
-    "{{ '> Tool Name: ' ~ tool['name'] ~ '\\nTool Description: ' ~ (tool['description'] or '') ~ '\\nTool Args:\\n' }}"
-    "{% set needed = tool['parameters']['required'] or [] %}"
-    "{% for name in tool['parameters']['properties'] %}{% set schema = tool['parameters']['properties'][name] %}"
+    "{{ '> Tool Name: ' ~ tool['name'] ~ '\\nTool Description: ' ~ (tool['description'] or '') ~ '\\nTool"
+    " Args:\\n' }}{% set needed = tool['parameters']['required'] or [] %}{% for name in"
+    " tool['parameters']['properties'] %}{% set schema = tool['parameters']['properties'][name] %}"
     + _PARAMETER
     + "{% endfor %}{{ '\\n' }}{% endfor %}"
 )
@@ -486,7 +510,9 @@ def _tools(tool_format: str) -> str:
 
 
 def _calls(tool_format: str) -> str:
-    """Writes a turn that calls functions; {FUNCTION} stands for the slots of such a turn around `calls_text`."""
+    """Writes a turn that calls functions; {FUNCTION} stands for the slots of such a turn around
+    `calls_text`.
+    """
     arguments = "(call['arguments'] if call['arguments'] is string else call['arguments'] | tojson)"
     as_json = "{{ '{\"name\": ' ~ call['name'] | tojson ~ ', \"KEY\": ' ~ " + arguments + " ~ '}' }}"
     separator = {"default": "\\n", "qwen": "\\n", "llama3": ", "}.get(tool_format)

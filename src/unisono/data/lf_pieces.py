@@ -1,7 +1,9 @@
-"""From turns and tools to pieces, as the slots of LLaMA-Factory's templates write them, and from pieces to tokens.
+"""From turns and tools to pieces, as the slots of LLaMA-Factory's templates write them, and from
+pieces to tokens.
 
-A row is a list of pairs (source, target): a question with all that stands before it, and its answer. Both are lists of pieces, and
-each piece is tokenized for itself. Tools, and calls of them, have one format per family of models.
+A row is a list of pairs (source, target): a question with all that stands before it, and its
+answer. Both are lists of pieces, and each piece is tokenized for itself. Tools, and calls of them,
+have one format per family of models.
 """
 
 import contextlib
@@ -65,7 +67,10 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a function. `arguments` is the parsed JSON: an object, or what the row has in its place."""
+    """A call of a function.
+
+    `arguments` is the parsed JSON: an object, or what the row has in its place.
+    """
 
     name: str
     arguments: Any
@@ -280,8 +285,9 @@ class Writer:
 
     Attributes:
         template: of LLaMA-Factory.
-        thinking: data.thinking: whether an answer without a thought gets an empty one that is trained (true), or one that belongs to
-            the question (false, null); false also removes thoughts; "preserve": as true, and earlier answers keep theirs.
+        thinking: data.thinking: whether an answer without a thought gets an empty one that is
+            trained (true), or one that belongs to the question (false, null); false also removes
+            thoughts; "preserve": as true, and earlier answers keep theirs.
         today: the date that some tool prompts state.
     """
 
@@ -342,7 +348,9 @@ class Writer:
             pair.source = [*pair.source, self.template.empty_thought]
 
     def _written(self, turns: list[Turn], exchange: Exchange) -> list[Pieces]:
-        """The pieces of each turn; those of the first begin with prefix, system message and tools."""
+        """The pieces of each turn; those of the first begin with prefix, system message and
+        tools.
+        """
         template = self.template
         system = exchange.system or template.default_system
         before: Pieces = list(template.prefix)
@@ -418,8 +426,8 @@ class PieceTokens:
         """Nothing is tokenized yet.
 
         Args:
-            splits_control_tokens: whether control tokens in texts are read as text, those of the template too, as LLaMA-Factory does with
-                `split_special_tokens`.
+            splits_control_tokens: whether control tokens in texts are read as text, those of the
+                template too, as LLaMA-Factory does with `split_special_tokens`.
         """
         self._tokenizer = tokenizer
         self._splits = splits_control_tokens

@@ -1,9 +1,11 @@
-"""Reads preference rows: a prompt with a chosen and a rejected answer, or with one answer and a label; and rows as LLaMA-Factory reads them.
+"""Reads preference rows: a prompt with a chosen and a rejected answer, or with one answer and a
+label; and rows as LLaMA-Factory reads them.
 
-The prompt is `prompt` (text, or messages), `instruction` with input, system and history, or `messages` or `conversations`; without any of
-these, `chosen` and `rejected` are whole conversations with the same beginning: messages, or hh-rlhf's transcripts. An answer is text, a message, or a list of messages. A rated
-answer is `completion` or `output`, or the last message. In LLaMA-Factory's rows calls and tools stay text, roles must alternate, and a row may
-have two answers.
+The prompt is `prompt` (text, or messages), `instruction` with input, system and history, or
+`messages` or `conversations`; without any of these, `chosen` and `rejected` are whole conversations
+with the same beginning: messages, or hh-rlhf's transcripts. An answer is text, a message, or a list
+of messages. A rated answer is `completion` or `output`, or the last message. In LLaMA-Factory's
+rows calls and tools stay text, roles must alternate, and a row may have two answers.
 """
 
 import json
@@ -207,8 +209,8 @@ def _without_prompt(row: RowColumns) -> RowError:
     beginning = one_line(repr(shared), limit=80)
     return RowError(
         "its answers are text, and no column has the prompt",
-        f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of messages; of texts only"
-        " those with turns of Human: and Assistant: are read as such",
+        f"write their shared beginning ({beginning}) into a column prompt, or write both as lists of"
+        " messages; of texts only those with turns of Human: and Assistant: are read as such",
     )
 
 
@@ -217,7 +219,9 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 def turns_of_transcript(text: Any) -> list[Message] | None:
-    """The messages of a transcript as in hh-rlhf: turns that begin with `Human:` and `Assistant:`; None for any other value."""
+    """The messages of a transcript as in hh-rlhf: turns that begin with `Human:` and `Assistant:`;
+    None for any other value.
+    """
     if not isinstance(text, str):
         return None
     marks = list(_TURN.finditer(text))
@@ -261,7 +265,9 @@ def with_answer_of(
 
 
 class _Row:
-    """A row by standard column names; a name that is mapped to None is a column that does not exist."""
+    """A row by standard column names; a name that is mapped to None is a column that does not
+    exist.
+    """
 
     def __init__(
         self,
@@ -280,7 +286,9 @@ class _Row:
         self._tags = tags
 
     def get(self, *names: str) -> Any:
-        """The value of the first of these columns that is mapped, or that the file has; else None."""
+        """The value of the first of these columns that is mapped, or that the file has; else
+        None.
+        """
         for name in names:
             column = column_of(name, self._columns)
             if column is not None and (name in self._columns or column in self._row):
@@ -348,7 +356,8 @@ class _Row:
         if self._thought is None:
             raise RowError(
                 f"the thought of message {number} (assistant) is not rendered by the template",
-                "set data.template to that of a reasoning model, e.g. lf:qwen3, or remove the thought from the row",
+                "set data.template to that of a reasoning model, e.g. lf:qwen3, or remove the thought from"
+                " the row",
             )
         begin, end = self._thought
         return begin + thought + end
@@ -388,12 +397,13 @@ def read_exchange(
         name: the source's format.
         row: columns and values.
         columns: the file's column for each standard name; None for one that does not exist.
-        tags: the words of a source for the keys and roles of a turn (role_tag, content_tag, user_tag, …); without them all usual words are
-            known.
+        tags: the words of a source for the keys and roles of a turn (role_tag, content_tag,
+            user_tag, …); without them all usual words are known.
         thought: begin and end of a thought in the template; None: it has no thoughts.
 
     Raises:
-        RowError: if a value has the wrong type, roles do not alternate, or the row has a part too few.
+        RowError: if a value has the wrong type, roles do not alternate, or the row has a part too
+            few.
     """
     read = _Row(name, row, columns, tags or {}, thought)
     found = _read_exchange(name, read)
@@ -417,7 +427,9 @@ def _read_exchange(name: str, read: _Row) -> Exchange:
 
 
 def _openai_system(exchange: Exchange) -> str:
-    """The system message of a dataset with `formatting: openai`, to which LLaMA-Factory adds a phrase of some models."""
+    """The system message of a dataset with `formatting: openai`, to which LLaMA-Factory adds a
+    phrase of some models.
+    """
     system, off = exchange.system, "detailed thinking off"
     if exchange.tools:
         return system + "\n" if system else ""
@@ -519,7 +531,9 @@ def _prompt_completion(row: _Row) -> Exchange:
 
 
 def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
-    """The turns of a conversation in order; a leading system message replaces the column `system`."""
+    """The turns of a conversation in order; a leading system message replaces the column
+    `system`.
+    """
     found = [_turn(row, message, number) for number, message in enumerate(messages, 1)]
     system = row.text("system")
     first = 1
@@ -541,7 +555,8 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
         turns.append(Turn(role, content, weight))  # type: ignore[arg-type]  # one of `expected`
     if len(turns) % 2 == has_answer:
         raise RowError(
-            f"the conversation has {len(turns)} turns and ends with {'a question' if has_answer else 'an answer'}",
+            f"the conversation has {len(turns)} turns and ends with"
+            f" {'a question' if has_answer else 'an answer'}",
             "end it with an answer" if has_answer else "leave the answer to chosen and rejected",
         )
     if not turns:

@@ -3,10 +3,12 @@
 The cache has a directory for each set of ingredients, written completely or not at all:
 
     CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
-    CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache miss can report what changed
+    CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache
+    miss can report what changed
 
-Ingredients are the bytes of the data files, the settings that shape rows, the template, the tokenizer's files and what transformers makes
-of them, the encoder's version, and the versions of the packages that encode.
+Ingredients are the bytes of the data files, the settings that shape rows, the template, the
+tokenizer's files and what transformers makes of them, the encoder's version, and the versions of
+the packages that encode.
 """
 
 import contextlib
@@ -78,8 +80,8 @@ def gather_ingredients(
         sources: its sources.
         tokenizer: its tokenizer.
         limit_rows: rows to read of each source.
-        today: the date that prompts state if data.date does not say. Without it, a run that is resumed on a later day has the rows of
-            its first day, as long as the cache has them.
+        today: the date that prompts state if data.date does not say. Without it, a run that is
+            resumed on a later day has the rows of its first day, as long as the cache has them.
 
     Raises:
         DataError: if a file cannot be read.
@@ -152,7 +154,8 @@ def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[S
 
 @contextlib.contextmanager
 def writing_table(directory: Path) -> Iterator[Path]:
-    """Gives an empty directory to write a table to; at the end it is synced and renamed to `directory`.
+    """Gives an empty directory to write a table to; at the end it is synced and renamed to
+    `directory`.
 
     If another process was faster, its table, which is identical, stays.
 
@@ -197,7 +200,9 @@ def _publish(temporary: Path, directory: Path) -> None:
 
 
 def _seal(temporary: Path) -> None:
-    """Syncs all files, and writes their sizes to meta.json, so that an incomplete table can be detected."""
+    """Syncs all files, and writes their sizes to meta.json, so that an incomplete table can be
+    detected.
+    """
     meta = read_json(temporary / "meta.json")
     files = sorted(path for path in temporary.iterdir() if path.name != "meta.json")
     meta["sizes"] = {path.name: path.stat().st_size for path in files}
@@ -273,7 +278,8 @@ def prepare_data(
         report: receives progress.
         ledger: where to write data.json, if anywhere.
         limit_rows: rows to read of each source; for a rehearsal.
-        is_preview: whether rows are only shown: then tokens that the model does not have are a warning, and a date is today's.
+        is_preview: whether rows are only shown: then tokens that the model does not have are a
+            warning, and a date is today's.
 
     Raises:
         DataError: if sources, rows or the template are refused.
@@ -331,7 +337,9 @@ def _build(
 
 
 def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
-    """Refuses files that changed while they were read: their rows would be cached under the wrong digest."""
+    """Refuses files that changed while they were read: their rows would be cached under the wrong
+    digest.
+    """
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         raise DataError.of(
@@ -372,7 +380,8 @@ def _check_vocabulary(
     if vocab_size is None or highest < vocab_size:
         return
     raise ModelError.of(
-        f"the tokenizer does not match the model: it gives token {highest}, but the model has {vocab_size} tokens (0 to {vocab_size - 1})",
+        f"the tokenizer does not match the model: it gives token {highest}, but the model has {vocab_size}"
+        f" tokens (0 to {vocab_size - 1})",
         where=str(tokenizer),
         why="the embedding has no row for it",
         fix="set model.tokenizer to the model's own, or set model.resize_vocabulary: true",

@@ -1,4 +1,7 @@
-"""Reads files row by row: json, jsonl, csv, tsv, parquet, arrow, txt. Problems of a row are reported with its place."""
+"""Reads files row by row: json, jsonl, csv, tsv, parquet, arrow, txt.
+
+Problems of a row are reported with its place.
+"""
 
 import codecs
 import csv
@@ -30,7 +33,9 @@ _MOST_FAILURES = 20
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
 _ARROW_BYTES = 2 << 30
-"""Of memory for these rows, beside the size of the file: its pages may be compressed a thousandfold."""
+"""Of memory for these rows, beside the size of the file: its pages may be compressed a
+thousandfold.
+"""
 
 
 def kind_of(name: str) -> str:
@@ -124,16 +129,20 @@ def _read_jsonl(file: RowFile) -> Iterator[Row]:
 
 
 class _SpreadRows:
-    """Finds rows that are printed over several lines, as `json.dumps(row, indent=2)` does; each is one bad row, not one a line."""
+    """Finds rows that are printed over several lines, as `json.dumps(row, indent=2)` does; each is
+    one bad row, not one a line.
+    """
 
     def __init__(self, file: RowFile) -> None:
         self._file = file
         self._failures = 0
 
     def last_line(self, place: Place, line: bytes) -> int:
-        """The last line of the row that begins in a line; 0 if that line is not the beginning of one.
+        """The last line of the row that begins in a line; 0 if that line is not the beginning of
+        one.
 
-        It looks at some lines and characters ahead, and no more once it has failed a few times: reading stays linear.
+        It looks at some lines and characters ahead, and no more once it has failed a few times:
+        reading stays linear.
         """
         begin, end = line.strip()[:1], line.strip()[-1:]
         if begin not in (b"{", b"[") or end not in (b"{", b"[", b",") or self._failures >= _MOST_FAILURES:
@@ -354,14 +363,19 @@ def _read_json(file: RowFile) -> Iterator[Row]:
 
 
 def _refuse_too_large(file: RowFile) -> None:
-    """Refuses a document that does not fit into memory: the machine would be out of memory minutes later, with no word about the file."""
+    """Refuses a document that does not fit into memory: the machine would be out of memory minutes
+    later, with no word about the file.
+    """
     size, free = file.path.stat().st_size, available_memory()
     if size <= _SMALL_DOCUMENT or size * _TIMES_IN_MEMORY <= free:
         return
     raise DataError.of(
         f"{file.name} is too large for a .json file",
         where=file.name,
-        why=f"a JSON document is read into memory as a whole: {show_bytes(size)} need about {show_bytes(size * _TIMES_IN_MEMORY)}, and {show_bytes(free)} are available",
+        why=(
+            f"a JSON document is read into memory as a whole: {show_bytes(size)} need about"
+            f" {show_bytes(size * _TIMES_IN_MEMORY)}, and {show_bytes(free)} are available"
+        ),
         fix=f"write one row per line: jq -c '.[]' {shlex.quote(file.name)} > NEW.jsonl",
     )
 

@@ -1,12 +1,16 @@
-"""Whether a chat template renders every part of a conversation: messages, thoughts, tool calls and tools.
+"""Whether a chat template renders every part of a conversation: messages, thoughts, tool calls and
+tools.
 
-A template is a program that branches on what it gets: it may know no role `developer`, drop the thoughts of earlier answers, or the text
-beside a tool call. So each part is looked for in each rendering:
+A template is a program that branches on what it gets: it may know no role `developer`, drop the
+thoughts of earlier answers, or the text beside a tool call. So each part is looked for in each
+rendering:
 
-1. Conversations with the same shape (roles, and which parts each message has) are usually rendered as the same literal texts with the parts
-   between them. If a rendering is equal to that, every part is in it. This takes a microsecond.
-2. Otherwise a mark that occurs nowhere else is added to each part, and the conversation is rendered again: parts whose mark is missing are
-   lost. If none is, the literal texts are kept for the next rows of this shape.
+1. Conversations with the same shape (roles, and which parts each message has) are usually rendered
+   as the same literal texts with the parts between them. If a rendering is equal to that, every
+   part is in it. This takes a microsecond.
+2. Otherwise a mark that occurs nowhere else is added to each part, and the conversation is rendered
+   again: parts whose mark is missing are lost. If none is, the literal texts are kept for the next
+   rows of this shape.
 
 Pure but for the rendering, which the caller passes.
 """
@@ -155,7 +159,8 @@ class RenderedParts:
         return _Layout((*literals, marked[first:]), tuple(slots))
 
     def _way(self, part: Part, before: str, after: str) -> tuple[int, int, int] | None:
-        """How a part is written around its mark, and its characters before and behind it; None if that is unknown.
+        """How a part is written around its mark, and its characters before and behind it; None if
+        that is unknown.
 
         If several ways give the same, it is the one in which such parts were written before.
         """
@@ -194,14 +199,17 @@ def _written_halves(head: str, tail: str) -> list[tuple[str, str]]:
 
 
 def _mark_offset(text: str) -> int:
-    """Where a text is marked: before whitespace and closing tags at its end, which templates look for; at the end, if it has nothing else."""
+    """Where a text is marked: before whitespace and closing tags at its end, which templates look
+    for; at the end, if it has nothing else.
+    """
     end = _END_TAGS.search(text)
     assert end is not None
     return end.start() or len(text.rstrip())
 
 
 def _stands_alone(part: Part, parts: Sequence[Part], text: str) -> bool:
-    """Whether a text that is too long to stand there by chance is in the rendering as often as in the parts.
+    """Whether a text that is too long to stand there by chance is in the rendering as often as in
+    the parts.
 
     A template may compare a content, which a mark changes.
     """
@@ -232,7 +240,9 @@ def _parts_of(conversation: Conversation) -> tuple[list[Part], object]:
 
 
 class _Marks:
-    """Adds a mark with the number of its part at the end of each part; without marks it collects the parts, so that both have one order."""
+    """Adds a mark with the number of its part at the end of each part; without marks it collects
+    the parts, so that both have one order.
+    """
 
     def __init__(self, suffix: str = "", collected: list[tuple[Kind, str]] | None = None) -> None:
         """Marks with a suffix; or, with `collected`, which gets the parts, none."""

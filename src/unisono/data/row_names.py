@@ -1,6 +1,8 @@
-"""Checks the names in the rows of a source: its columns, the keys of its messages, and columns of pictures, which text models do not read.
+"""Checks the names in the rows of a source: its columns, the keys of its messages, and columns of
+pictures, which text models do not read.
 
-A name that nothing reads is one error for its source, since it is one mistake: the rows would be trained without what it holds.
+A name that nothing reads is one error for its source, since it is one mistake: the rows would be
+trained without what it holds.
 """
 
 import re
@@ -120,14 +122,18 @@ class RowNames:
         return value
 
     def problems(self, *, all_rows: bool) -> list[Problem]:
-        """What is wrong with the names of columns and keys; `all_rows`: whether no row of the source was left out."""
+        """What is wrong with the names of columns and keys; `all_rows`: whether no row of the
+        source was left out.
+        """
         found = [*self._unread_columns(), *(self._absent_columns() if all_rows else ())]
         if self._unread:
             found.append(self._unread_keys())
         return found
 
     def _messages(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The messages of a row, in all its columns; those that are JSON in a text are not looked at."""
+        """The messages of a row, in all its columns; those that are JSON in a text are not looked
+        at.
+        """
         for column in self._turns:
             value = row.get(column)
             if isinstance(value, dict):

@@ -1,8 +1,10 @@
-"""Settles how the rows of a source are read: its format, and which columns of the file are the question, the answer, and so on.
+"""Settles how the rows of a source are read: its format, and which columns of the file are the
+question, the answer, and so on.
 
-What the config says counts. Else the first row decides: by our own names of columns (data.formats.COLUMNS), or by names that datasets
-usually have (USUAL_NAMES). Where two columns could be the same part of a row, the source is refused: a wrong guess would train on what
-nobody meant.
+What the config says counts. Else the first row decides: by our own names of columns
+(data.formats.COLUMNS), or by names that datasets usually have (USUAL_NAMES). Where two columns
+could be the same part of a row, the source is refused: a wrong guess would train on what nobody
+meant.
 """
 
 import json
@@ -188,7 +190,9 @@ def _read_as(inferred: Columns) -> str:
 
 
 class _Inference:
-    """Finds the columns of parts by usual names; what it gives are those that the config does not name, and that have no name of ours."""
+    """Finds the columns of parts by usual names; what it gives are those that the config does not
+    name, and that have no name of ours.
+    """
 
     def __init__(self, section: SourceSection, row: RawRow, key: str) -> None:
         self._section = section
@@ -196,7 +200,8 @@ class _Inference:
         self._key = key
 
     def answers(self, objective: str) -> Columns:
-        """The columns of a question with an answer, of a conversation, or of a text; empty if our own names are enough, or nothing fits.
+        """The columns of a question with an answer, of a conversation, or of a text; empty if our
+        own names are enough, or nothing fits.
 
         Raises:
             DataError: if there are several ways to read the row.
@@ -252,13 +257,17 @@ class _Inference:
         return None if name is None else {part: name}
 
     def _before(self) -> Columns:
-        """The columns before the answers of a preference row, as far as they have no name of ours."""
+        """The columns before the answers of a preference row, as far as they have no name of
+        ours.
+        """
         if self._has("prompt", "instruction", "messages", "conversations"):
             return {"system": self._one("system")}
         return self._asked()
 
     def _asked(self) -> Columns:
-        """The columns of a question, and of what belongs to it; `instruction` is None if there is none."""
+        """The columns of a question, and of what belongs to it; `instruction` is None if there is
+        none.
+        """
         question, inputs = self._one("instruction"), self._all("input")
         if question is None:
             question = next((name for name in inputs if _folded(name) in _INPUTS), None)
@@ -285,7 +294,9 @@ class _Inference:
         return names[0] if names else None
 
     def _all(self, part: str) -> list[str]:
-        """The columns that could be a part by name and value; that of the config, if it names one."""
+        """The columns that could be a part by name and value; that of the config, if it names
+        one.
+        """
         columns, row = self._section.columns, self._row.value
         for ours in (part, _SAME.get(part, part)):
             if ours in columns:
@@ -341,7 +352,10 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
     whole = propose({**first.value, **dict.fromkeys(empty, "")}) if empty else {}
     if "output" in whole:
         mapping = written_source(section, key, whole)
-        fix = f"{shown(empty[0])} is empty in this row: write a text, or remove the row, or set {mapping} and data.on_bad_row: skip"
+        fix = (
+            f"{shown(empty[0])} is empty in this row: write a text, or remove the row, or set {mapping} and"
+            " data.on_bad_row: skip"
+        )
     elif wrong:
         fix = f"{shown(wrong[0])} is {kind_of(first.value[wrong[0]])}, not text: write it as text"
     elif guess:
@@ -358,14 +372,19 @@ def _unknown(section: SourceSection, first: RawRow, key: str) -> DataError:
 
 def _fix_of_guess(guess: Columns, mapping: str) -> str:
     if "output" in guess:
-        return f"if the question is in {shown(guess['instruction'])} and the answer in {shown(guess['output'])}, set {mapping}"
+        return (
+            f"if the question is in {shown(guess['instruction'])} and the answer in {shown(guess['output'])},"
+            f" set {mapping}"
+        )
     if "messages" in guess:
         return f"if {shown(guess['messages'])} is a conversation, set {mapping}"
     return f"if {shown(guess['text'])} is the text, set {mapping}"
 
 
 def _not_text(row: Mapping[str, Any]) -> list[str]:
-    """The columns of a question or an answer, by their names, whose values are neither text nor null."""
+    """The columns of a question or an answer, by their names, whose values are neither text nor
+    null.
+    """
     return [name for name in _asked_or_answered(row) if not isinstance(row[name], str | None)]
 
 
@@ -375,7 +394,8 @@ def _asked_or_answered(row: Mapping[str, Any]) -> list[str]:
 
 
 def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "output")) -> Columns:
-    """A mapping of the row's own columns to the wanted parts: those with the nearest names, else in the order of the file; empty without.
+    """A mapping of the row's own columns to the wanted parts: those with the nearest names, else in
+    the order of the file; empty without.
 
     For a question with an answer it may be a conversation, or a text, instead.
     """
@@ -428,7 +448,10 @@ def _other_rows(section: SourceSection, objective: str, first: Row, key: str, wh
             f"objective {objective} trains on one answer for each row, and {path} has preference rows",
             where=place,
             why=why,
-            fix=f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other columns, e.g. messages",
+            fix=(
+                f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other"
+                " columns, e.g. messages"
+            ),
         )
     is_pair = objective in PAIRS
     wanted, other = ("pairs of answers", ONLY_RATED) if is_pair else ("answers with a label", ONLY_PAIRS)
@@ -437,9 +460,11 @@ def _other_rows(section: SourceSection, objective: str, first: Row, key: str, wh
         f"objective {objective} needs {wanted}, and {path} has none",
         where=place,
         why=why,
-        fix=other
-        if why.startswith("the row has")
-        else f"name its columns, e.g. {mapping}; or set objective: sft",
+        fix=(
+            other
+            if why.startswith("the row has")
+            else f"name its columns, e.g. {mapping}; or set objective: sft"
+        ),
     )
 
 

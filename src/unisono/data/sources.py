@@ -1,4 +1,6 @@
-"""From what the config names to files on this machine: paths, globs, URLs (through fsspec), hub ids (through `datasets`)."""
+"""From what the config names to files on this machine: paths, globs, URLs (through fsspec), hub ids
+(through `datasets`).
+"""
 
 import datetime as dt
 import hashlib
@@ -155,7 +157,8 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
     pattern = str(path.relative_to(root)) if path.anchor else str(path)
     try:
         matches = sorted(root.glob(pattern))
-    # pathlib raises NotImplementedError for patterns that it does not support, e.g. absolute ones, and ValueError for `**` within a name.
+    # pathlib raises NotImplementedError for patterns that it does not support, e.g. absolute ones,
+    # and ValueError for `**` within a name.
     except (ValueError, NotImplementedError, OSError) as error:
         raise DataError.of(
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
@@ -287,7 +290,8 @@ def _same(note: Path, version: dict[str, str]) -> bool:
 
 
 def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list[str]) -> list[RowFile]:
-    """The rows of a hub dataset as an Arrow file, downloaded once; later starts need neither network nor `datasets`.
+    """The rows of a hub dataset as an Arrow file, downloaded once; later starts need neither
+    network nor `datasets`.
 
     Args:
         section: its path is the hub id.
@@ -312,7 +316,8 @@ def fetch_hub(section: SourceSection, key: str, cache_dir: Path, *, splits: list
 
 
 def _refuse_silent_hub(path: str, key: str) -> None:
-    """Without an answer of the hub, `datasets` would retry for half a minute; with its offline mode it looks only into its own cache.
+    """Without an answer of the hub, `datasets` would retry for half a minute; with its offline mode
+    it looks only into its own cache.
 
     Raises:
         DataError: if the hub does not answer.
@@ -324,8 +329,11 @@ def _refuse_silent_hub(path: str, key: str) -> None:
             f"{path} is neither a file on this machine nor can it be downloaded",
             where=key,
             why=silence,
-            fix="for a file give its path with its suffix; for a hub dataset check the network (a proxy is named by HTTPS_PROXY, a mirror by "
-            "HF_ENDPOINT), or set HF_HUB_OFFLINE=1 to read what `datasets` has in its cache",
+            fix=(
+                "for a file give its path with its suffix; for a hub dataset check the network (a proxy is"
+                " named by HTTPS_PROXY, a mirror by HF_ENDPOINT), or set HF_HUB_OFFLINE=1 to read what"
+                " `datasets` has in its cache"
+            ),
         )
 
 
@@ -348,7 +356,10 @@ def _write_hub(section: SourceSection, key: str, kept: Path, splits: list[str]) 
             f"{path} is neither a file on this machine nor an accessible dataset of the hub",
             where=key,
             why=f"{type(error).__name__}: {one_line(redact(str(error)), limit=300)}",
-            fix="check the spelling, the network and the source's `split` and `subset`; for a file, set its path with its suffix",
+            fix=(
+                "check the spelling, the network and the source's `split` and `subset`; for a file, set its"
+                " path with its suffix"
+            ),
         ) from error
     assert rows is not None
     tables = rows.with_format("arrow")

@@ -1,4 +1,6 @@
-"""What a file of rows asks of a config, before there is a model: its format, how long its rows are, and how many sequences they make."""
+"""What a file of rows asks of a config, before there is a model: its format, how long its rows are,
+and how many sequences they make.
+"""
 
 import json
 import math
@@ -126,7 +128,9 @@ def _objective(first: dict[str, Any]) -> str:
 
 
 def fitting_length(lengths: Sequence[int]) -> tuple[int, int]:
-    """The smallest usual `data.max_length` for all rows, or for almost all if that is beyond the largest; and the number of longer rows."""
+    """The smallest usual `data.max_length` for all rows, or for almost all if that is beyond the
+    largest; and the number of longer rows.
+    """
     longest = max(lengths)
     ordered = sorted(lengths)
     most = longest if longest <= _LENGTHS[-1] else ordered[math.ceil(_SHARE_WITHIN * len(ordered)) - 1]

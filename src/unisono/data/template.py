@@ -1,8 +1,10 @@
-"""The chat template of a run: its origin, its rendering within limits, and the text that it puts around an answer.
+"""The chat template of a run: its origin, its rendering within limits, and the text that it puts
+around an answer.
 
-A template is a third-party program that runs at least once for every row. Jinja's sandbox keeps it from files and from Python's internals,
-but not from infinite loops or from strings that fill the memory. So rendering one conversation has a limit of CPU time, of memory and of
-characters. CPU time, because a busy or suspended machine is not the template's fault.
+A template is a third-party program that runs at least once for every row. Jinja's sandbox keeps it
+from files and from Python's internals, but not from infinite loops or from strings that fill the
+memory. So rendering one conversation has a limit of CPU time, of memory and of characters. CPU
+time, because a busy or suspended machine is not the template's fault.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ from unisono.facts.limits import limit_memory
 from unisono.files import TEMPLATE_BYTES, expand, read_given, read_json
 from unisono.text import one_line
 
-# For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence token.
+# For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence
+# token.
 _CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + 'END' + '\\n' }}"
@@ -79,7 +82,9 @@ class ChatTemplate:
     def try_render(
         self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
     ) -> str | None:
-        """The same, or None: a template may refuse a part of a conversation although it accepts the full one."""
+        """The same, or None: a template may refuse a part of a conversation although it accepts the
+        full one.
+        """
         try:
             return self.render(messages, tools, prompt=prompt)
         except RowError:
@@ -220,7 +225,9 @@ class ChatTemplate:
 
     @cached_property
     def frame(self) -> "Frame | None":
-        """The text that it puts around an answer; None if a plain question and answer do not show it."""
+        """The text that it puts around an answer; None if a plain question and answer do not show
+        it.
+        """
         question = [{"role": "user", "content": _QUESTION}]
         try:
             whole = self.render([*question, {"role": "assistant", "content": _ANSWER}])
@@ -238,8 +245,9 @@ class ChatTemplate:
     def end_of_turn(self) -> str | None:
         """The token that ends an answer.
 
-        The first known stop token after it, else the added token right after it; if it has one, a token that it also writes after an
-        earlier answer: Phi's ends each with `<|end|>`, and only the last one with the end of sequence, too.
+        The first known stop token after it, else the added token right after it; if it has one, a
+        token that it also writes after an earlier answer: Phi's ends each with `<|end|>`, and only
+        the last one with the end of sequence, too.
         """
         if self.frame is None:
             return None
@@ -251,7 +259,9 @@ class ChatTemplate:
 
     @cached_property
     def stop_of_next_turn(self) -> str | None:
-        """The stop token with which the question after an answer begins, if the template ends no answer itself, as GLM's; else None."""
+        """The stop token with which the question after an answer begins, if the template ends no
+        answer itself, as GLM's; else None.
+        """
         if self.frame is None or self.frame.tail.strip():
             return None
         following = self._after_earlier_answer.lstrip()
@@ -259,9 +269,11 @@ class ChatTemplate:
 
     @cached_property
     def end_of_earlier_answer(self) -> str | None:
-        """The added token that it writes after an earlier answer, if that is not the one which ends the last answer; else None.
+        """The added token that it writes after an earlier answer, if that is not the one which ends
+        the last answer; else None.
 
-        Harmony's: `<|end|>` ends any message, and the model ends an answer with `<|return|>`, which templates write only at the end.
+        Harmony's: `<|end|>` ends any message, and the model ends an answer with `<|return|>`, which
+        templates write only at the end.
         """
         following = self._after_earlier_answer
         if self.end_of_turn is None or self.end_of_turn in following:
@@ -288,13 +300,15 @@ class ChatTemplate:
 
 
 class _DirectRendering:
-    """Renders messages of role and content with what apply_chat_template hands to a compiled template, without what it repeats for each call.
+    """Renders messages of role and content with what apply_chat_template hands to a compiled
+    template, without what it repeats for each call.
 
-    That takes a fifth of its time. A release of transformers may hand over something else, so the first texts with and without the
-    generation prompt are compared.
+    That takes a fifth of its time. A release of transformers may hand over something else, so the
+    first texts with and without the generation prompt are compared.
 
     Attributes:
-        agrees: whether the text was the same, with the generation prompt (True) and without; absent before the comparison.
+        agrees: whether the text was the same, with the generation prompt (True) and without; absent
+            before the comparison.
     """
 
     def __init__(self, tokenizer: Any, text: str | None) -> None:
@@ -303,7 +317,10 @@ class _DirectRendering:
         self._text = text
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """The text of a conversation. Each rendering has messages of its own, as in apply_chat_template."""
+        """The text of a conversation.
+
+        Each rendering has messages of its own, as in apply_chat_template.
+        """
         template, special_tokens = self._compiled
         own = [message.copy() for message in messages]
         return template.render(
@@ -314,7 +331,8 @@ class _DirectRendering:
     def _compiled(self) -> tuple[Any, dict[str, str]]:
         """The template, as transformers has compiled it before, and the special tokens by name.
 
-        Jinja copies a template's globals for each rendering, and copies those of a plain dict in a fifth of the time of its own chain of them.
+        Jinja copies a template's globals for each rendering, and copies those of a plain dict in a
+        fifth of the time of its own chain of them.
         """
         from transformers.utils import chat_template_utils
 
@@ -325,7 +343,9 @@ class _DirectRendering:
 
 
 def _are_plain(messages: Sequence[Message]) -> bool:
-    """Whether messages have a role and a content, both text, and nothing else, so that transformers passes them on as they are."""
+    """Whether messages have a role and a content, both text, and nothing else, so that transformers
+    passes them on as they are.
+    """
     for message in messages:
         if type(message) is not dict or len(message) != 2:
             return False
@@ -458,7 +478,9 @@ def _read_text(file: str) -> str:
 
 
 def known_stop_ids(tokenizer: Any, directory: Path) -> set[int]:
-    """The tokens that end an answer with any template: end of sequence, and those of generation_config.json."""
+    """The tokens that end an answer with any template: end of sequence, and those of
+    generation_config.json.
+    """
     found: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
@@ -501,9 +523,11 @@ _meter = _Meter()
 
 
 def timers_armed() -> contextlib.AbstractContextManager[None]:
-    """A context with armed timers, in which renderings are bounded; around many renderings it saves arming them for each.
+    """A context with armed timers, in which renderings are bounded; around many renderings it saves
+    arming them for each.
 
-    Templates are rendered in the main thread of a task; Python delivers no signals to other threads, so nothing is bounded there.
+    Templates are rendered in the main thread of a task; Python delivers no signals to other
+    threads, so nothing is bounded there.
     """
     if _meter.is_armed or threading.current_thread() is not threading.main_thread():
         return _NOTHING
@@ -532,10 +556,12 @@ def _arming() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """A context to render one conversation in at most CPU_S seconds of CPU time and MEMORY_BYTES of additional memory.
+    """A context to render one conversation in at most CPU_S seconds of CPU time and MEMORY_BYTES of
+    additional memory.
 
     Raises:
-        TookTooLong: when the time is over; if C code is busy and does not return, the kernel ends the process later.
+        TookTooLong: when the time is over; if C code is busy and does not return, the kernel ends
+            the process later.
         MemoryError: by whatever asks for more.
     """
     with timers_armed():
@@ -558,7 +584,9 @@ def _tick(_number: int, _frame: FrameType | None) -> None:
 
 
 def line_in_template(error: BaseException) -> int | None:
-    """The line of the template at which an exception was raised, from Jinja's entries in the traceback."""
+    """The line of the template at which an exception was raised, from Jinja's entries in the
+    traceback.
+    """
     found = None
     trace = error.__traceback__
     while trace is not None:

@@ -1,4 +1,6 @@
-"""From texts to tokens, with the tokens of given characters; within limits of time and memory, since a tokenizer.json has patterns of others."""
+"""From texts to tokens, with the tokens of given characters; within limits of time and memory,
+since a tokenizer.json has patterns of others.
+"""
 
 import contextlib
 import json
@@ -33,22 +35,26 @@ class Tokens(Protocol):
         ...
 
     def range(self, first: int, end: int) -> tuple[int, int] | None:
-        """Begin and end of the tokens that contain any of the characters first..end; None if that cannot be determined."""
+        """Begin and end of the tokens that contain any of the characters first..end; None if that
+        cannot be determined.
+        """
         ...
 
 
 class TextEncoder:
     """Encodes texts with one tokenizer.
 
-    The tokenizers library takes a quarter less time if it does not record the characters of each token. Tokens of a byte-level
-    tokenizer are bytes of the text: the lengths of tokens give their characters, for texts in which these are needed.
+    The tokenizers library takes a quarter less time if it does not record the characters of each
+    token. Tokens of a byte-level tokenizer are bytes of the text: the lengths of tokens give their
+    characters, for texts in which these are needed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str], *, special: bool, ranges: bool = True) -> Sequence[Tokens]:
-        """The tokens of each text, as `tokenizer(text, add_special_tokens=special)` gives them, without truncation or padding.
+        """The tokens of each text, as `tokenizer(text, add_special_tokens=special)` gives them,
+        without truncation or padding.
 
         Args:
             texts: any number.
@@ -126,9 +132,11 @@ _PROBE_S, _PROBE_BYTES = 5.0, 256 << 20  # 2 ms and below 1 MB are usual
 def bounded_encoding(
     characters: int, *, cpu_s: float = ENCODING_S, memory_bytes: int = _ENCODING_BYTES
 ) -> Iterator[None]:
-    """A context for the tokenizers library, which no exception can interrupt; a tokenizer.json has patterns of others.
+    """A context for the tokenizers library, which no exception can interrupt; a tokenizer.json has
+    patterns of others.
 
-    The kernel ends a process whose CPU time is over (child.TOKENIZER_HAS_NO_END), and the library one that gets no more memory.
+    The kernel ends a process whose CPU time is over (child.TOKENIZER_HAS_NO_END), and the library
+    one that gets no more memory.
 
     Args:
         characters: of all texts.
@@ -159,7 +167,8 @@ def bounded_encoding(
 
 
 def probe_tokenizer(tokenizer: Any) -> None:
-    """Encodes a text on which patterns that backtrack without end, and replacements that fill the memory, show it at once.
+    """Encodes a text on which patterns that backtrack without end, and replacements that fill the
+    memory, show it at once.
 
     Raises:
         DataError: if the tokenizer cannot encode it.
@@ -199,7 +208,9 @@ class _FastTokens(_Listed):
         return begin, last + 1
 
     def _by_extents(self, first: int, end: int) -> tuple[int, int] | None:
-        """For tokenizers that exclude spaces from a token's characters: a token extends back to the previous one."""
+        """For tokenizers that exclude spaces from a token's characters: a token extends back to the
+        previous one.
+        """
         offsets = np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
         reached: npt.NDArray[np.int64] = np.maximum.accumulate(offsets[:, 1])
         begins = np.minimum(offsets[:, 0], np.concatenate([[0], reached[:-1]]))
@@ -226,7 +237,9 @@ class _ByteVocabulary:
 
     @classmethod
     def of(cls, backend: Any) -> Self | None:
-        """The vocabulary of a tokenizer whose tokens are the bytes of each text that its normalizer leaves as it is; else None."""
+        """The vocabulary of a tokenizer whose tokens are the bytes of each text that its normalizer
+        leaves as it is; else None.
+        """
         try:
             decoder, normalizer = (
                 part and json.loads(part.__getstate__()) for part in (backend.decoder, backend.normalizer)
@@ -241,7 +254,9 @@ class _ByteVocabulary:
         return cls(backend) if is_byte_level and is_kept and not is_random else None
 
     def ends(self, tokens: _Listed, text: str) -> npt.NDArray[np.int64] | None:
-        """Where each token of a text ends, in bytes, (L,) int64; None if the tokens are not the bytes of the text."""
+        """Where each token of a text ends, in bytes, (L,) int64; None if the tokens are not the
+        bytes of the text.
+        """
         ids = tokens.ids
         try:
             joined = b"".join(map(self._bytes.__getitem__, ids))  # type: ignore[arg-type]  # None raises a TypeError
@@ -255,7 +270,9 @@ class _ByteVocabulary:
         return self._sizes.take(tokens.array).cumsum()
 
     def _learn(self, ids: list[int]) -> bool:
-        """Keeps the bytes of tokens that have not occurred before; False if a number is too large to keep it in a list."""
+        """Keeps the bytes of tokens that have not occurred before; False if a number is too large
+        to keep it in a list.
+        """
         new = [n for n in {*ids} if n >= len(self._bytes) or self._bytes[n] is None]
         if max(new) >= _MOST_TOKENS:
             return False
@@ -279,14 +296,18 @@ class _ByteVocabulary:
 
 _MOST_TOKENS = 1 << 24  # a tokenizer.json may give its tokens any numbers
 
-# The byte of each character of a byte-level vocabulary (Radford et al. 2019): printable ones stand for themselves.
+# The byte of each character of a byte-level vocabulary (Radford et al. 2019): printable ones stand
+# for themselves.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 class _ByteTokens(_Listed):
-    """Tokens of a byte-level tokenizer. Where their bytes do not give the characters, the text is encoded again, with offsets."""
+    """Tokens of a byte-level tokenizer.
+
+    Where their bytes do not give the characters, the text is encoded again, with offsets.
+    """
 
     def __init__(self, vocabulary: _ByteVocabulary, text: str, ids: list[int]) -> None:
         self._vocabulary = vocabulary
@@ -336,7 +357,9 @@ class _JoinedTokens(_Listed):
 
 
 class _SlowTokens(_Listed):
-    """Tokens of a tokenizer in Python: places are found by encoding prefixes of the text, if their tokens are prefixes, too."""
+    """Tokens of a tokenizer in Python: places are found by encoding prefixes of the text, if their
+    tokens are prefixes, too.
+    """
 
     def __init__(self, tokenizer: Any, text: str, *, special: bool) -> None:
         self._tokenizer = tokenizer

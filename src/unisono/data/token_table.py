@@ -3,12 +3,15 @@
 A table is a directory:
 
     tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8: 1 where the token is
-                            predicted, 2 where the end of sequence is predicted in its place, 2 + n where the token is predicted and
-                            counts n/200 in the loss, else 0.
-                            Every record batch but the last has ROWS_PER_BATCH rows
+                            predicted, 2 where the end of sequence is predicted in its place, 2 + n
+                            where the token is predicted and counts n/200 in the loss, else 0. Every
+                            record batch but the last has ROWS_PER_BATCH rows
     train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
-                            answers also `label`, 1 for a desirable one; of pictures `picture` and `group`, a number for each size, and `number` is 0. With two sides, a pair or a rated answer with a mismatched one,
-                            these are the rows `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are sums over both
+                            answers also `label`, 1 for a desirable one; of pictures `picture` and
+                            `group`, a number for each size, and `number` is 0. With two sides, a
+                            pair or a rated answer with a mismatched one, these are the rows
+                            `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are
+                            sums over both
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
     meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence, whether any token counts in part
@@ -69,7 +72,8 @@ class TokenTable:
         sequence_columns: `tokens` and `loss_tokens`, (sequences,) int64 each.
         files: the name of each file, and whether its rows are lines.
         eos: the end of sequence; None if the tokenizer has none.
-        sides: rows of tokens of each row of the table: 2 for a pair (chosen, rejected), and for a rated answer with a mismatched one.
+        sides: rows of tokens of each row of the table: 2 for a pair (chosen, rejected), and for a
+            rated answer with a mismatched one.
         has_shares: whether a token of the table counts in part, in either split.
     """
 
@@ -116,7 +120,10 @@ class TokenTable:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the split. With a source's weight above 1 a row may be in several sequences."""
+        """The number of rows of the split.
+
+        With a source's weight above 1 a row may be in several sequences.
+        """
         return len(self.columns["stored"])
 
     @property
@@ -134,7 +141,9 @@ class TokenTable:
         return ids, targets != 0
 
     def labels(self, i: int, side: int = 0) -> npt.NDArray[np.int32]:
-        """What is to be predicted at the targets of a side, (N,) int32: its tokens, or the end of sequence where it closes an answer."""
+        """What is to be predicted at the targets of a side, (N,) int32: its tokens, or the end of
+        sequence where it closes an answer.
+        """
         ids, targets = self._stored(i, side)
         wanted = targets[targets != 0]
         return np.where(wanted == _CLOSES, self.eos or 0, ids[targets != 0])
@@ -175,7 +184,9 @@ class TokenTable:
         return stored[self.columns["stored"] + side]
 
     def row_id(self, i: int) -> str:
-        """The origin of a row: `train.jsonl:17`, `train.parquet#17` for a file without lines, or the file of a picture."""
+        """The origin of a row: `train.jsonl:17`, `train.parquet#17` for a file without lines, or
+        the file of a picture.
+        """
         name, by_line = self.files[int(self.columns["file"][i])]
         number = int(self.columns["number"][i])
         return f"{name}{':' if by_line else '#'}{number}" if number else name
@@ -188,7 +199,9 @@ def _open(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _damage_with_path(path: Path) -> Iterator[None]:
-    """Turns pyarrow's errors into OSErrors with a path: its file errors have none, and damaged contents give a ValueError."""
+    """Turns pyarrow's errors into OSErrors with a path: its file errors have none, and damaged
+    contents give a ValueError.
+    """
     try:
         yield
     except OSError as error:
@@ -232,10 +245,12 @@ class Batch:
         label_index: (N,) int64, the positions whose hidden state predicts a loss token.
         labels: (N,) int64, the token to predict at each.
         loss_counts: loss tokens of each row; they sum to N.
-        common: for each row, how many of its first tokens are those of the side before it; 0 for a first side.
+        common: for each row, how many of its first tokens are those of the side before it; 0 for a
+            first side.
         units: rows of the table, in order; each gives a row here for each side that was requested.
         row_ids: the origin of each row of tokens.
-        weights: (N,) float32, the weight of each loss token, up to 1; None if all tokens of the table count in full.
+        weights: (N,) float32, the weight of each loss token, up to 1; None if all tokens of the
+            table count in full.
     """
 
     input_ids: Ints
@@ -289,9 +304,11 @@ def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] 
         ],
         units=list(units),
         row_ids=[table.row_id(unit) for unit, _ in rows],
-        weights=np.concatenate([np.zeros(0, np.float32), *(table.weights(*row) for row in rows)])
-        if table.has_shares
-        else None,
+        weights=(
+            np.concatenate([np.zeros(0, np.float32), *(table.weights(*row) for row in rows)])
+            if table.has_shares
+            else None
+        ),
     )
 
 
@@ -311,12 +328,15 @@ class Encoded:
 
     Attributes:
         ids: (L,) int32.
-        targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is False.
+        targets: (L,) bool, True where the token is predicted and counts in the loss; targets[0] is
+            False.
         cut: tokens of the row that the encoder has left out.
-        closings: (L,) bool, True where the end of sequence is predicted instead of the token: it closes the answer before it. None: nowhere.
+        closings: (L,) bool, True where the end of sequence is predicted instead of the token: it
+            closes the answer before it. None: nowhere.
         not_rendered: parts of the row that are in no token, in words.
         has_control_tokens: whether texts of the row have control tokens of the tokenizer.
-        shares: (L,) uint8, where a target counts in part its weight in the loss, times SHARES; else 0. None: nowhere.
+        shares: (L,) uint8, where a target counts in part its weight in the loss, times SHARES; else
+            0. None: nowhere.
     """
 
     ids: npt.NDArray[np.int32]
@@ -351,7 +371,8 @@ class EncodedUnit:
     """An encoded unit of an objective.
 
     Attributes:
-        sides: one row; or those of a pair, chosen and rejected; or a rated answer and a mismatched one, both after the same prompt.
+        sides: one row; or those of a pair, chosen and rejected; or a rated answer and a mismatched
+            one, both after the same prompt.
         label: whether a rated answer is desirable; None for other units.
     """
 
@@ -428,7 +449,8 @@ def write_split(
     Args:
         directory: of the table.
         split: train or eval.
-        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, `group` if a step has rows of one group (`plan.order_by_group`), one entry per row.
+        rows: `stored`, `length`, `loss`, `file`, `number`, and `label` of rated answers, `group` if
+            a step has rows of one group (`plan.order_by_group`), one entry per row.
         sequences: rows of each sequence.
     """
     _write(directory / f"{split}-rows.arrow", {name: _column(values) for name, values in rows.items()})
@@ -447,7 +469,8 @@ def write_split(
 def _column(values: npt.NDArray[Any]) -> Any:
     """An Arrow array over the same memory.
 
-    `pa.array` and `to_numpy` of pyarrow import pandas, which would take longer than all other imports of a forked rank or task.
+    `pa.array` and `to_numpy` of pyarrow import pandas, which would take longer than all other
+    imports of a forked rank or task.
     """
     kind = pa.from_numpy_dtype(values.dtype)
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])

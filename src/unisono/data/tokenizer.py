@@ -1,9 +1,10 @@
 """The tokenizer of a run: loads it, and finds what decides the ids of a text.
 
-Equal files do not suffice for equal ids: transformers chooses the class of a tokenizer by `model_type` of config.json, and a class may
-replace the normalizer and the pre-tokenizer of tokenizer.json. So the cache of rows compares the tokenizer as it is loaded. That takes a
-second, mostly for importing transformers: what was found is kept in CACHE/tokenizers/KEY.json until anything that transformers looks at
-changes.
+Equal files do not suffice for equal ids: transformers chooses the class of a tokenizer by
+`model_type` of config.json, and a class may replace the normalizer and the pre-tokenizer of
+tokenizer.json. So the cache of rows compares the tokenizer as it is loaded. That takes a second,
+mostly for importing transformers: what was found is kept in CACHE/tokenizers/KEY.json until
+anything that transformers looks at changes.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 PROBE = (
-    "Hello, wörld! 123 καλημέρα\n\t你好 🙂 def f(x): return x  # end"
-    "  I'LL we've 3.14159 ½ ²\r\n\n   Ａｂ ﬁ e\u0301 नमस्ते สวัสดี مَرْحَبًا ____ <s></s><|im_end|> 👩‍👩‍👧 http://a.b/c?d=1\u00a0\u200b "
+    "Hello, wörld! 123 καλημέρα\n\t你好 🙂 def f(x): return x  # end  I'LL we've 3.14159 ½ ²\r\n\n   Ａｂ ﬁ"
+    " e\u0301 नमस्ते สวัสดี مَرْحَبًا ____ <s></s><|im_end|> 👩‍👩‍👧 http://a.b/c?d=1\u00a0\u200b "
 )
 """A text on which pre-tokenizers and normalizers of common families differ."""
 
@@ -49,7 +50,9 @@ _NO_IDS = ("version", "truncation", "padding", "decoder")  # of a tokenizer.json
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer's files that determine the tokens of a conversation, with the code of tokenizers that have some."""
+    """The tokenizer's files that determine the tokens of a conversation, with the code of
+    tokenizers that have some.
+    """
     more = [*directory.glob("*.py"), *directory.glob("additional_chat_templates/*.jinja")]
     named = [*(directory / name for name in (*TOKENIZER_FILES, "generation_config.json")), *sorted(more)]
     return [file for file in named if file.is_file()]
@@ -126,7 +129,8 @@ class RunTokenizer:
         return load_tokenizer(self.directory, trust_remote_code=self.trust_remote_code)
 
     def traits(self) -> dict[str, str]:
-        """`traits_of` this tokenizer, kept from an earlier start if all that transformers looks at is the same.
+        """`traits_of` this tokenizer, kept from an earlier start if all that transformers looks at
+        is the same.
 
         Raises:
             DataError: if a file cannot be read.
@@ -155,7 +159,9 @@ class RunTokenizer:
             return False
 
     def _key(self) -> str:
-        """The digest of all that decides how transformers loads a tokenizer; it compares names of directories, too."""
+        """The digest of all that decides how transformers loads a tokenizer; it compares names of
+        directories, too.
+        """
         files = [*tokenizer_files(self.directory), *self.directory.glob("config.json")]
         parts = [
             str(self.directory),
@@ -173,7 +179,9 @@ def _version(package: str) -> str:
 
 
 def traits_of(tokenizer: Any) -> dict[str, str]:
-    """What decides the ids of a text: its class by name, and digests of its parts, by their names in tokenizer.json, and of the ids of PROBE."""
+    """What decides the ids of a text: its class by name, and digests of its parts, by their names
+    in tokenizer.json, and of the ids of PROBE.
+    """
     found = {"class": type(tokenizer).__name__, "special tokens": _digest(_special_tokens(tokenizer))}
     if not tokenizer.is_fast:
         return found | {"encoding of a probe text": _digest(tokenizer(PROBE)["input_ids"])}

@@ -1,4 +1,6 @@
-"""The chat template that a run was trained with, and the tokens that end its answers: the same in every file that the run leaves."""
+"""The chat template that a run was trained with, and the tokens that end its answers: the same in
+every file that the run leaves.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,7 +43,8 @@ def trained_template(plan: RunPlan, tokenizer: Any, directories: Iterable[Path])
 def stop_ids_of(
     plan: RunPlan | None, tokenizer: Any, template: ChatTemplate | None, directories: Iterable[Path]
 ) -> set[int]:
-    """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token.
+    """The tokens that end an answer: those of tokenizer and generation_config.json, and the
+    template's end-of-turn token.
 
     Args:
         plan: of the run that trained the model, if one did.

@@ -1,4 +1,6 @@
-"""Which rank and host an event belongs to where its line does not say so, and which host a hypothesis names."""
+"""Which rank and host an event belongs to where its line does not say so, and which host a
+hypothesis names.
+"""
 
 import re
 from bisect import bisect_left
@@ -46,7 +48,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 def with_ranks(logs: Sequence[Scanned]) -> list[Scanned]:
-    """The logs, with the rank of each that is one rank's alone though its name does not say so in words."""
+    """The logs, with the rank of each that is one rank's alone though its name does not say so in
+    words.
+    """
     found = _numbered(logs) or _each_of_one(logs)
     return [
         replace(log, who=replace(log.who, rank=found[log.name])) if log.name in found else log for log in logs
@@ -118,7 +122,9 @@ class Attribution:
         return replace(one, rank=rank, host=one.host or self._hosts.get(one.event.source))
 
     def _reported_origin(self, trace: Traceback, log: Scanned) -> Origin:
-        """The origin of a traceback, from the table that it is in, or from the line of the process that reports it."""
+        """The origin of a traceback, from the table that it is in, or from the line of the process
+        that reports it.
+        """
         who = trace.event.who
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
             return who
@@ -169,7 +175,9 @@ class Attribution:
 
 
 def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
-    """Ranks by the numbers in the names of logs, if these differ in one number only, from 0, and their contents do not contradict it."""
+    """Ranks by the numbers in the names of logs, if these differ in one number only, from 0, and
+    their contents do not contradict it.
+    """
     names = {log.name: _NUMBER.findall(log.name) for log in logs}
     stems = {_NUMBER.sub("#", log.name) for log in logs}
     worlds = {
@@ -265,7 +273,8 @@ def _node_of(log: Scanned) -> int | None:
 def _host_of(log: Scanned) -> str | None:
     """The only host that the lines of a log name, else that of its file name.
 
-    A Ray driver names only other hosts; and a table that lacks some of a log's ranks may belong to a different host.
+    A Ray driver names only other hosts; and a table that lacks some of a log's ranks may belong to
+    a different host.
     """
     if any(event.signature in ("ray_member", "ray_rank") or "ip=" in event.text[:80] for event in log.events):
         return log.who.host
@@ -288,7 +297,9 @@ def _per_node(logs: Sequence[Scanned]) -> int:
 
 
 def _is_cut(log: Scanned) -> bool:
-    """Whether the beginning of a log is missing: its first line is that of a watchdog, a frame or a table."""
+    """Whether the beginning of a log is missing: its first line is that of a watchdog, a frame or a
+    table.
+    """
     first = next((event.text for event in log.head if event.text.strip()), "")
     return first.startswith(("  File ", "    ", "frame #")) or "Watchdog caught" in first
 

@@ -1,4 +1,7 @@
-"""One recording of torch's flight recorder: JSON, or the pickle that NCCL's watchdog leaves. Foreign data: every field is checked and bounded."""
+"""One recording of torch's flight recorder: JSON, or the pickle that NCCL's watchdog leaves.
+
+Foreign data: every field is checked and bounded.
+"""
 
 import json
 import pickletools
@@ -106,7 +109,8 @@ def read_recording(name: str, data: bytes) -> Recording:
         data: all of its bytes.
 
     Raises:
-        NotARecordingError: if it is none, is torn, or is a pickle that asks for more than plain values.
+        NotARecordingError: if it is none, is torn, or is a pickle that asks for more than plain
+            values.
     """
     if len(data) > MOST_BYTES:
         raise NotARecordingError(
@@ -122,7 +126,9 @@ def read_recording(name: str, data: bytes) -> Recording:
 
 
 def rank_of_name(name: str) -> int | None:
-    """The rank of a recording, by the file's name: nccl_trace_rank_3, flight-rank-00003.json, dump.3."""
+    """The rank of a recording, by the file's name: nccl_trace_rank_3, flight-rank-00003.json,
+    dump.3.
+    """
     rank = who_is_file(name).rank
     if rank is None and (found := _LAST_NUMBER.search(name)):
         rank = int(found[1])
@@ -210,7 +216,8 @@ def _place(frames: Any) -> str:
         file = str(frame.get("filename") or "")[:500]
         if file and not any(part in file for part in _NOT_USERS):
             return shown(
-                f"{file.rpartition('/')[2]}:{int(frame.get('line') or 0)} in {one_line(str(frame.get('name'))[:100])}"
+                f"{file.rpartition('/')[2]}:{int(frame.get('line') or 0)} in"
+                f" {one_line(str(frame.get('name'))[:100])}"
             )
     return ""
 
@@ -220,14 +227,17 @@ _PICKLE_MARK: Final = object()
 
 
 class RefusedPickleError(ValueError):
-    """A pickle that is broken, or asks for more than dict, list, tuple, str, int, float, bool and None."""
+    """A pickle that is broken, or asks for more than dict, list, tuple, str, int, float, bool and
+    None.
+    """
 
 
 def read_pickle(data: bytes) -> Any:
     """The value that a pickle holds.
 
     Raises:
-        RefusedPickleError: if it is broken or asks for anything else; the message says what it asks for.
+        RefusedPickleError: if it is broken or asks for anything else; the message says what it asks
+            for.
     """
     reader = _PickleReader(data)
     try:
@@ -352,7 +362,10 @@ class _PickleReader:
         if asks in ("GLOBAL", "INST"):
             names = self._data[self.place : self.place + 200].split(b"\n")[:2]
             asks += " " + ".".join(name.decode("utf-8", "replace") for name in names)
-        return f"byte {self.place - 1}: it asks for {asks}; a recording contains only plain values, and none of it was executed"
+        return (
+            f"byte {self.place - 1}: it asks for {asks}; a recording contains only plain values, and none of"
+            " it was executed"
+        )
 
 
 def _pickled_pairs(items: list[Any]) -> dict[Hashable, Any]:

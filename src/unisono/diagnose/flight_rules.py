@@ -1,4 +1,8 @@
-"""Matches the flight recordings of several ranks: which ranks did not reach a collective, and which called a different one. Pure."""
+"""Matches the flight recordings of several ranks: which ranks did not reach a collective, and which
+called a different one.
+
+Pure.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,7 +17,9 @@ SIZES_MATCH = frozenset(
     ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
 )
 # fmt: on
-"""Collectives to which all ranks bring as many elements; gather, scatter, all_to_all and the *_v ones may differ."""
+"""Collectives to which all ranks bring as many elements; gather, scatter, all_to_all and the *_v
+ones may differ.
+"""
 _WAITS = frozenset(
     ["rank_stalled", "rank_died_first", "collective_mismatch", "device_unbound_barrier", "rdzv_timeout"]
 )
@@ -31,9 +37,11 @@ def judge_recordings(recordings: Sequence[Recording]) -> list[Hypothesis]:
 
 
 def with_recordings(findings: list[Hypothesis], recorded: list[Hypothesis]) -> list[Hypothesis]:
-    """The hypotheses of the logs with those of the recordings, which are more precise than watchdogs about who waited for whom.
+    """The hypotheses of the logs with those of the recordings, which are more precise than
+    watchdogs about who waited for whom.
 
-    A cause that a log states stays first: an exception, a signal or a full disk come before the wait that they cause.
+    A cause that a log states stays first: an exception, a signal or a full disk come before the
+    wait that they cause.
     """
     if not recorded:
         return findings
@@ -79,7 +87,9 @@ class _Run:
         return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
 
     def mismatches(self) -> list[Hypothesis]:
-        """Ranks with different collectives at the same number of a group; the lowest such number counts."""
+        """Ranks with different collectives at the same number of a group; the lowest such number
+        counts.
+        """
         for group, seq in self._compared():
             entries = {rank: entry for rank in self.members[group] if (entry := self.entry(rank, group, seq))}
             odd = _odd(entries)
@@ -110,17 +120,25 @@ class _Run:
         return [self._busy(place, ranks) or self._idle(place, ranks) or self._nobody(place, ranks)]
 
     def _busy(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
-        """All ranks have called it, and on a few GPUs it has not started. Only NCCL's recorder shows that."""
+        """All ranks have called it, and on a few GPUs it has not started.
+
+        Only NCCL's recorder shows that.
+        """
         entries = {rank: entry for rank in ranks if (entry := self.entry(rank, *place))}
         states = Counter(entry.state for entry in entries.values() if entry.backend == "nccl")
         if not states["started"] > states["scheduled"] > 0:
             return None
         late = sorted(rank for rank, entry in entries.items() if entry.state == "scheduled")
-        why = f"all ranks called {self._called(place)}, but on {_ranks(late)} the GPU has not begun it: the GPU still executes an earlier operation, or hangs in it"
+        why = (
+            f"all ranks called {self._called(place)}, but on {_ranks(late)} the GPU has not begun it: the GPU"
+            " still executes an earlier operation, or hangs in it"
+        )
         return Hypothesis("rank_stalled", why, self._evidence(late, place), tuple(late), confidence=0.6)
 
     def _idle(self, place: _Place, ranks: list[int]) -> Hypothesis | None:
-        """Ranks that do not wait while all others do; gloo does not record the members of a group."""
+        """Ranks that do not wait while all others do; gloo does not record the members of a
+        group.
+        """
         idle = [rank for rank, recording in self.of_rank.items() if not recording.waits]
         if not idle:
             return None
@@ -141,7 +159,10 @@ class _Run:
             missing.append(
                 "the recordings of the other ranks: a single one shows which rank waits, not for which"
             )
-        why = f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show no rank that is late or elsewhere"
+        why = (
+            f"{_ranks(ranks)} wait in {self._called(place)}, and the recordings show no rank that is late or"
+            " elsewhere"
+        )
         return Hypothesis(
             "undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing)
         )
@@ -178,7 +199,10 @@ class _Run:
         one = next(iter(entries.values()))
         listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(entries, odd))
         nobody = "" if odd else "; equally many ranks have each, so none can be blamed"
-        why = f"at number {one.seq} of group {one.group} the ranks are in different collectives ({listed}){nobody}"
+        why = (
+            f"at number {one.seq} of group {one.group} the ranks are in different collectives"
+            f" ({listed}){nobody}"
+        )
         order = [*odd, *(rank for rank in entries if rank not in odd)]
         return Hypothesis(
             "collective_mismatch",
@@ -194,7 +218,10 @@ class _Run:
         last = "; ".join(
             f"rank {rank}'s last was {self._last(rank, place[0])}" for rank in late[:_MOST_SHOWN]
         )
-        why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, which {_ranks(late)} did not reach: {last}"
+        why = (
+            f"{_ranks(self.waits[place])} wait in {self._called(place)}, which {_ranks(late)} did not reach:"
+            f" {last}"
+        )
         return Hypothesis(
             "rank_stalled",
             why,
@@ -207,7 +234,10 @@ class _Run:
         place = next(place for place, missing in absent.items() if set(missing) & set(ranks))
         late = [rank for rank in ranks if rank in absent[place]]
         few = len(late) * 2 <= len(self.of_rank)
-        why = f"{_ranks(self.waits[place])} wait in {self._called(place)}, and there is no recording of {_ranks(late)}"
+        why = (
+            f"{_ranks(self.waits[place])} wait in {self._called(place)}, and there is no recording of"
+            f" {_ranks(late)}"
+        )
         missing = (f"the recordings and logs of {_ranks(late)}: a rank that exited leaves none",)
         if not (alone and few):
             return Hypothesis(

@@ -109,7 +109,9 @@ def _hosts(events: Iterable[Event], exits: Iterable[Exit]) -> tuple[str, ...]:
 
 
 def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
-    """The last step in a log and the total, from the progress bar with the most steps that is not a loading bar."""
+    """The last step in a log and the total, from the progress bar with the most steps that is not a
+    loading bar.
+    """
     loading = {
         (event.source, event.order)
         for event in events
@@ -329,7 +331,9 @@ def _is_plain_end(event: Event) -> bool:
 
 
 def _same_run(before: list[Event], after: list[Event]) -> bool:
-    """Whether two parts are logs of two nodes of one run: different nodes, different ranks, or the same time."""
+    """Whether two parts are logs of two nodes of one run: different nodes, different ranks, or the
+    same time.
+    """
     for name, signature in (("node", "lf_nodes"), ("node", "deepspeed_nodes")):
         one, other = (
             {e.fields.get(name) for e in part if e.signature == signature} for part in (before, after)

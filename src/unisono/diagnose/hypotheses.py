@@ -1,8 +1,12 @@
-"""Ranks causes for a report or a log that does not prove one. Pure: features in, hypotheses and questions out.
+"""Ranks causes for a report or a log that does not prove one.
 
-The score of a cause is a softmax over sums of weights, calibrated: `table.toml` says what speaks for a cause and against it, `weights.json` has
-the numbers and the corrections that `scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are right.
-Scores need not add up to 1: several causes may fit a text, e.g. a stalled rank and what stalled it.
+Pure: features in, hypotheses and questions out.
+
+The score of a cause is a softmax over sums of weights, calibrated: `table.toml` says what speaks
+for a cause and against it, `weights.json` has the numbers and the corrections that
+`scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are
+right. Scores need not add up to 1: several causes may fit a text, e.g. a stalled rank and what
+stalled it.
 """
 
 import functools
@@ -33,12 +37,16 @@ _PROVED = 0.8
 """Confidence of a finding of the logs from which it counts as stated by a line."""
 _RULED_OUT_SHARE = 0.02
 NO_FAILURE_FROM = 0.4
-"""Probability of no failure from which log lines are taken for examples of a guide or a changelog, and no cause is called likely."""
+"""Probability of no failure from which log lines are taken for examples of a guide or a changelog,
+and no cause is called likely.
+"""
 _CERTAINLY_NONE = 0.97
 """Probability of no failure from which no cause is named at all."""
 
 DENIED_SHARE = 0.5
-"""A feature that is denied, in a text or as the answer to a question, speaks against a cause with this share of its weight."""
+"""A feature that is denied, in a text or as the answer to a question, speaks against a cause with
+this share of its weight.
+"""
 
 Likelihood = Literal["likely", "possible", "remote"]
 
@@ -126,8 +134,10 @@ class Table:
     """What speaks for each cause, with numbers.
 
     Attributes:
-        entries: by cause; levels: the numbers of the words of the table, and of lines of logs; temperature: of the softmax.
-        slope, shift: of the calibration: log odds of a score = slope * those of the softmax + shift (Platt scaling).
+        entries: by cause; levels: the numbers of the words of the table, and of lines of logs;
+            temperature: of the softmax.
+        slope, shift: of the calibration: log odds of a score = slope * those of the softmax + shift
+            (Platt scaling).
         questions: all of them.
     """
 
@@ -145,7 +155,9 @@ class Table:
 
     @functools.cached_property
     def answers(self) -> Mapping[Question, tuple[Mapping[str, float], frozenset[str]]]:
-        """By question: how probable a yes is with each cause, and the lines of logs that answer it."""
+        """By question: how probable a yes is with each cause, and the lines of logs that answer
+        it.
+        """
         return {
             question: (
                 {cause: _chance(self.weight(cause, question.feature)) for cause in self.entries},
@@ -296,7 +308,8 @@ def rank(
     Args:
         features: of the text and its log lines.
         framework: of the program, as in `RunFacts.framework`.
-        is_failure: whether something is known to have failed; else the text may be a guide or a changelog.
+        is_failure: whether something is known to have failed; else the text may be a guide or a
+            changelog.
         table: another one than that of the package, for fitting and tests.
     """
     used = table or default_table()
@@ -352,7 +365,9 @@ def _devices(features: Sequence[Feature]) -> str:
 
 
 def _questions(features: Sequence[Feature], found: Mapping[str, float], table: Table) -> tuple[Question, ...]:
-    """The questions with the largest expected gain of information, for those that the text does not answer."""
+    """The questions with the largest expected gain of information, for those that the text does not
+    answer.
+    """
     seen = {name for feature in features for name in (feature.id, feature.id.removeprefix("not:"))}
     whole = sum(found.values())
     shares = {cause: chance / whole for cause, chance in found.items()}
@@ -371,7 +386,9 @@ _TELLING = 1.5
 
 
 def _shown_by(feature: str, table: Table) -> set[str]:
-    """Lines of logs that answer the question for a feature: those of the cause whose own sign it is."""
+    """Lines of logs that answer the question for a feature: those of the cause whose own sign it
+    is.
+    """
     causes = [cause for cause in table.entries if table.weight(cause, feature) >= _TELLING]
     return (
         {f"{kind}:{cause}" for cause in causes for kind in ("warning", "line", "proved")}

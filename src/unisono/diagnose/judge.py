@@ -1,4 +1,7 @@
-"""Which hypothesis holds: the order of judgement, the verdict and what is reported beside it. Consequences never win while anything else is there."""
+"""Which hypothesis holds: the order of judgement, the verdict and what is reported beside it.
+
+Consequences never win while anything else is there.
+"""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -212,7 +215,9 @@ def make_diagnosis(
 
 
 _SAID_BY_THE_RANK = ("cuda_oom", "disk_full", "port_in_use", "missing_dependency")
-"""Frequent causes that the rank itself writes down: an exception of its own, before anything else ends."""
+"""Frequent causes that the rank itself writes down: an exception of its own, before anything else
+ends.
+"""
 _MOST_RULED_OUT = 3
 
 
@@ -239,7 +244,9 @@ def _of_excerpt(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
 
 
 def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
-    """An undetermined verdict on a report, in the words that fit: of a log, its last lines would be the evidence."""
+    """An undetermined verdict on a report, in the words that fit: of a log, its last lines would be
+    the evidence.
+    """
     summary = (
         "no log line proves the cause; these fit, most likely first"
         if ranking.hypotheses
@@ -305,7 +312,11 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
     return _evidence((first, *ordered[:MOST_LINKS]))
 
 
-_RECORD = "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9), TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every rank name who did not come"
+_RECORD = (
+    "next time set TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9),"
+    " TORCH_NCCL_DUMP_ON_TIMEOUT=1 and NCCL_DEBUG=INFO on all ranks: the flight recorder's dumps of every"
+    " rank name who did not come"
+)
 
 
 def find_undetermined(view: View) -> list[Hypothesis]:

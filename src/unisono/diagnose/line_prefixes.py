@@ -1,4 +1,6 @@
-"""Parses what surrounds the text of a log line: prefixes of launchers and log collectors, JSON objects, times; and which rank and host they name."""
+"""Parses what surrounds the text of a log line: prefixes of launchers and log collectors, JSON
+objects, times; and which rank and host they name.
+"""
 
 import calendar
 import functools
@@ -12,19 +14,32 @@ from unisono.diagnose.run_facts import NO_ORIGIN, Origin
 from unisono.text import plain
 
 _HOST = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
-_STAMP = r"\[?20\d\d[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d| UTC)?\]? (?:std(?:err|out) [FP] )?"
+_STAMP = (
+    r"\[?20\d\d[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d| UTC)?\]?"
+    r" (?:std(?:err|out) [FP] )?"
+)
 """The time that a log collector adds before each line."""
 _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(pattern)
     for pattern in (
         r"\[rank(?P<rank>\d{1,6})\]:? ?",  # torch since 2.2
         r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",  # torchrun --tee
-        r"\[\d{1,6},(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,63}))?\]<std(?:err|out)>:? ?",  # mpirun --tag-output; SageMaker
-        r"\((?P<actor>[A-Za-z_][\w:.]{0,80}(?: rank=(?P<rank>\d{1,6}))?) pid=(?P<pid>\d{1,10})(?:, ip=(?P<host>[\w.:-]{3,60}))?\) ?",  # Ray
-        r"\((?:head|task|worker\d{0,4}|node-?\d{0,4})(?:, rank=(?P<node_rank>\d{1,5}))?, pid=(?P<pid>\d{1,10})(?:, ip=(?P<host>[\w.:-]{3,60}))?\) ?",  # SkyPilot
+        # mpirun --tag-output; SageMaker
+        r"\[\d{1,6},(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,63}))?\]<std(?:err|out)>:? ?",
+        # Ray
+        (
+            r"\((?P<actor>[A-Za-z_][\w:.]{0,80}(?: rank=(?P<rank>\d{1,6}))?) pid=(?P<pid>\d{1,10})(?:,"
+            r" ip=(?P<host>[\w.:-]{3,60}))?\) ?"
+        ),
+        # SkyPilot
+        (
+            r"\((?:head|task|worker\d{0,4}|node-?\d{0,4})(?:, rank=(?P<node_rank>\d{1,5}))?,"
+            r" pid=(?P<pid>\d{1,10})(?:, ip=(?P<host>[\w.:-]{3,60}))?\) ?"
+        ),
         r"std(?:err|out): ?",
         r"\((?:raylet|gcs_server|autoscaler)(?:, ip=(?P<host>[\w.:-]{3,60})| \+\w{1,12})?\) ?",
-        r"\[(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,200}-(?P<pod_number>\d{1,4}))[/ ][\w.-]{1,63}\] ?",  # kubectl logs --prefix
+        # kubectl logs --prefix
+        r"\[(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,200}-(?P<pod_number>\d{1,4}))[/ ][\w.-]{1,63}\] ?",
         r"(?P<compose>[a-z][\w.-]{0,62}) {1,12}\| ",  # docker compose
         r"\((?P<host>[a-z][\w.-]{0,50}\d)\) ",
         r"(?P<host>"
@@ -33,7 +48,11 @@ _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
         r"20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\t(?P<host>[\w.-]{1,63})\t",
         _STAMP,
         r"\[\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\] ",
-        r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}\d{1,2} \d\d:\d\d:\d\d (?P<host>[\w.-]{1,63}) (?=kernel: |systemd|python\d?\[|slurmd|nvidia)",  # syslog
+        # syslog
+        (
+            r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}\d{1,2} \d\d:\d\d:\d\d"
+            r" (?P<host>[\w.-]{1,63}) (?=kernel: |systemd|python\d?\[|slurmd|nvidia)"
+        ),
         r"\[Global rank (?P<rank>\d{1,6})\]:? ?",
         r"> ",  # quoted
         r" {0,6}\d{1,5}: ?(?=\[rank\d)",  # srun, behind what a collector puts before it
@@ -47,7 +66,8 @@ _INNER = re.compile(r"(?:^\[[Rr]ank ?|Process rank: )(\d{1,6})\b")
 _PDSH = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]{0,62}): ")
 _INSIDE = re.compile(
     r"\[Rank (\d{1,6})\]|\[PG [^\]]{0,120}Rank (\d{1,6})\]|\bglobal[_ ]rank[:=] ?(\d{1,6})\b"
-    r"|[({\[, ]rank[=:] ?(\d{1,6})[,)}\] ]|\bProcess rank: (\d{1,6}),|\bon rank (\d{1,6})\b|^\W{0,3}[Rr]ank[ =:]{1,2}(\d{1,6})(?:/\d{1,6})?[:,\] ]"
+    r"|[({\[, ]rank[=:] ?(\d{1,6})[,)}\] ]|\bProcess rank: (\d{1,6}),|\bon rank (\d{1,6})\b|^\W{0,3}[Rr]ank["
+    r" =:]{1,2}(\d{1,6})(?:/\d{1,6})?[:,\] ]"
 )
 _FILE_RANK = re.compile(
     r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.",
@@ -69,7 +89,9 @@ _MOST_SRUN_SHARE = 0.6
 _FEWEST_STYLED = 2
 _FEWEST_COUNTED = 5
 _BEFORE = re.compile(rf"(?:> )?(?:{_STAMP}){{0,2}}(?:> )?(?:(?P<compose>[a-z][\w.-]{{0,62}}) {{1,12}}\| )?")
-"""Characters that may precede a launcher's prefix: a quotation mark, the time of a log collector."""
+"""Characters that may precede a launcher's prefix: a quotation mark, the time of a log
+collector.
+"""
 
 
 @functools.lru_cache(maxsize=256)  # a line is looked at by several parts of diagnose
@@ -107,7 +129,8 @@ def find_rank(text: str) -> int | None:
 
 
 def find_style(lines: list[str]) -> str:
-    """The prefix style of a log: "srun" (the rank's number), "srun-nodes" (the node's number), "pdsh" (a host), or "" for none.
+    """The prefix style of a log: "srun" (the rank's number), "srun-nodes" (the node's number),
+    "pdsh" (a host), or "" for none.
 
     Lines of a script before the first such line do not count, nor Slurm's own.
     """
@@ -204,14 +227,17 @@ LOOK_CHARS = 120
 """A line's time is within its first characters."""
 
 _ISO = re.compile(
-    r"(?P<y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)[ T_](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?"
+    r"(?P<y>20\d\d)[-/](?P<m>\d\d)[-/](?P<d>\d\d)["
+    r" T_](?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 )
 _GLOG = re.compile(
-    r"(?:^|[\s\]\[])[IWEFDC](?P<m>\d{1,2})(?P<d>\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:\.(?P<f>\d{1,9}))?"
+    r"(?:^|[\s\]\[])[IWEFDC](?P<m>\d{1,2})(?P<d>\d\d)"
+    r" (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?:\.(?P<f>\d{1,9}))?"
 )
 _AMERICAN = re.compile(r"\b(?P<m>\d\d)/(?P<d>\d\d)/(?P<y>20\d\d) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?P<f>)")
 _SYSLOG = re.compile(
-    r"(?P<b>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(?P<d>\d{1,2}) (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<y>20\d\d))?"
+    r"(?P<b>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}(?P<d>\d{1,2})"
+    r" (?P<H>\d\d):(?P<M>\d\d):(?P<S>\d\d)(?: (?P<y>20\d\d))?"
 )
 
 
@@ -256,7 +282,9 @@ _MOST_LINES = 200
 
 
 def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
-    """The origin and message lines of a line that is a JSON object; None: it is not one, or has no message."""
+    """The origin and message lines of a line that is a JSON object; None: it is not one, or has no
+    message.
+    """
     text = line.strip()
     if not (text.startswith('{"') and text.endswith("}")) or len(text) > _MOST_CHARS:
         return None
@@ -313,12 +341,15 @@ _NUMBERED = re.compile(r"\d{1,5}: ?$")
 """srun's prefix, which is not part of a collector's."""
 _PARTS = re.compile(
     r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info|warn|error)\b)"
-    r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank> +)|(?P<other>.)"
+    r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank>"
+    r" +)|(?P<other>.)"
 )
 
 
 class CollectorPrefix:
-    """The prefix that a log collector adds to every line of a log, found by the lines with a known start and confirmed by all others."""
+    """The prefix that a log collector adds to every line of a log, found by the lines with a known
+    start and confirmed by all others.
+    """
 
     def __init__(self) -> None:
         """No line has been seen yet."""
@@ -382,7 +413,9 @@ def _places(data: bytes) -> list[int]:
 
 
 def _before(data: bytes, place: int) -> str | None:
-    """The text before an anchor in its line; None: it is inside other text, e.g. a launcher's table or after a progress bar."""
+    """The text before an anchor in its line; None: it is inside other text, e.g. a launcher's table
+    or after a progress bar.
+    """
     least = max(0, place - 8 * _LONGEST)
     start = max(data.rfind(b"\n", least, place), data.rfind(b"\r", least, place), least - 1) + 1
     text = plain(data[start:place].decode("utf-8", "replace"))
@@ -395,7 +428,9 @@ def _sample(data: bytes) -> list[str]:
 
 
 def _shape(text: str) -> str:
-    """A pattern for this text with any numbers, months and levels; trailing blanks count, since lines are indented."""
+    """A pattern for this text with any numbers, months and levels; trailing blanks count, since
+    lines are indented.
+    """
     body = text.rstrip(" ")
     parts = {"number": r"\d+", "level": r"\w+", "month": r"\w{3}", "blank": " +"}
     shaped = (parts.get(found.lastgroup or "") or re.escape(found[0]) for found in _PARTS.finditer(body))

@@ -1,4 +1,6 @@
-"""Bytes of a log as lines: chunks that end at a line's end, the pieces of a line, the places that may matter, and text without secrets."""
+"""Bytes of a log as lines: chunks that end at a line's end, the pieces of a line, the places that
+may matter, and text without secrets.
+"""
 
 import functools
 import re
@@ -26,7 +28,9 @@ _PIECES = re.compile(
 _LONGEST_PREFIX = 400
 _COLOR_CODE = re.compile(r"\x1b\[[0-9;]{0,12}m")
 _BARE = re.compile(
-    r"(?:\S{1,80} {1,12}\| |\[[^\]\s]{1,120}\](?:<std\w{3}>)?:? ?|\([^)\n]{1,160}\) |[\w.-]{1,63}: ?|\[?20\d\d[-/]\d\d[-/]\d\d[T ]\S{8,36} |20\d\d-\d\d-\d\d[T ]\S{8,20}\s|std(?:err|out) [FP] |[\w.-]{1,63}\t|> ){1,4}"
+    r"(?:\S{1,80} {1,12}\| |\[[^\]\s]{1,120}\](?:<std\w{3}>)?:? ?|\([^)\n]{1,160}\) |[\w.-]{1,63}:"
+    r" ?|\[?20\d\d[-/]\d\d[-/]\d\d[T ]\S{8,36} |20\d\d-\d\d-\d\d[T ]\S{8,20}\s|std(?:err|out) [FP]"
+    r" |[\w.-]{1,63}\t|> ){1,4}"
 )
 
 
@@ -46,7 +50,10 @@ class Chunk:
 
 
 def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
-    """The log in chunks of about CHUNK_BYTES, each ending at a line's end. A corrupt stream (.gz) ends at the error."""
+    """The log in chunks of about CHUNK_BYTES, each ending at a line's end.
+
+    A corrupt stream (.gz) ends at the error.
+    """
     rest, offset, line = b"", 0, 1
     block = _read(stream)
     while block and len(block) < _HEAD_BYTES and (more := _read(stream)):
@@ -87,7 +94,8 @@ def split_pieces(text: str, unwrap: Callable[[str], str | None] = lambda _: None
     """The parts of a line that were written at different moments or by different ranks.
 
     Args:
-        unwrap: the text without what a collector puts before every line of this log; None: it does not bear it.
+        unwrap: the text without what a collector puts before every line of this log; None: it does
+            not bear it.
     """
     if not (
         text.find("[rank", 1) >= 0
@@ -168,7 +176,9 @@ class Prefilter:
         return word in self._often.strong or word in self._often.weak
 
     def _rare(self, chunk: bytes) -> list[int]:
-        """All matches of strings that are not frequent; continues with the remaining strings if one becomes frequent."""
+        """All matches of strings that are not frequent; continues with the remaining strings if one
+        becomes frequent.
+        """
         found: list[int] = []
         place = 0
         while place >= 0:
@@ -236,7 +246,9 @@ def _finder(words: frozenset[bytes]) -> _Find:
 
 
 class Hints:
-    """Finds which of some strings a text holds, by one pass over the text instead of one for each string."""
+    """Finds which of some strings a text holds, by one pass over the text instead of one for each
+    string.
+    """
 
     def __init__(self, words: Iterable[str]) -> None:
         """Takes the strings."""
@@ -260,7 +272,9 @@ class Hints:
 
 SHOWN_CHARS = 600
 _TORN_COLOR_CODE = re.compile(r"\[\d{1,3}(?:;\d{1,3}){0,4}m")
-"""The rest of a terminal color code without its first character: attached to a secret it would hide it."""
+"""The rest of a terminal color code without its first character: attached to a secret it would hide
+it.
+"""
 _KEY_BODY = re.compile(r"^\s*[A-Za-z0-9+/]{60,}={0,2}\s*$")
 
 

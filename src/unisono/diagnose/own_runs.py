@@ -1,4 +1,6 @@
-"""Diagnosis of our own runs: the verdict in the run's directory, or the one that follows from what its ranks reported in events/, metrics.jsonl and logs."""
+"""Diagnosis of our own runs: the verdict in the run's directory, or the one that follows from what
+its ranks reported in events/, metrics.jsonl and logs.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,7 +50,8 @@ class RankEvents:
         rank: its number; host: where it ran.
         events: in order.
         phase: the last phase that it reported.
-        last_time: of its last event or log output. Seconds since 1970 by the head's clock; None: never.
+        last_time: of its last event or log output. Seconds since 1970 by the head's clock; None:
+            never.
     """
 
     rank: int
@@ -359,7 +362,9 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _ended_program(result: RunResult) -> Verdict | None:
-    """The same for a program of `unisono run`: result.json has neither its steps nor its checkpoints, so its log may have the cause."""
+    """The same for a program of `unisono run`: result.json has neither its steps nor its
+    checkpoints, so its log may have the cause.
+    """
     if result.is_completed:
         return Verdict(
             cause="healthy", when="after", severity="none", summary="the program succeeded (exit code 0)"
@@ -428,7 +433,9 @@ def _logs(
 
 
 def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
-    """The verdict without a result, a stored verdict or an exception: which rank is behind, or fell silent first."""
+    """The verdict without a result, a stored verdict or an exception: which rank is behind, or fell
+    silent first.
+    """
     at = f"after step {facts.step}" if facts.step is not None else "before its first step"
     last_seen = sorted(
         (one for one in reports if one.last_time is not None), key=lambda one: one.last_time or 0.0
@@ -449,7 +456,10 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
     unknown_ranks = f"; of rank {', '.join(map(str, absent))} nothing is known" if absent and reports else ""
     if behind:
         others = max((one.phase for one in reports), key=phase_named)
-        summary = f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was still in phase {behind[0].phase or 'start'}, others in {others}{unknown_ranks}"
+        summary = (
+            f"the run ended {at} without a result: rank {', '.join(str(one.rank) for one in behind)} was"
+            f" still in phase {behind[0].phase or 'start'}, others in {others}{unknown_ranks}"
+        )
         return Verdict(
             cause="rank_stalled",
             when="after",
@@ -468,9 +478,15 @@ def _silent(reports: Sequence[RankEvents], facts: RunFacts) -> Verdict:
         if len(last_seen) > 1
         else ""
     )
-    summary = f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory, power){first}{unknown_ranks}"
+    summary = (
+        f"the run ended {at} without a result or a verdict: its front was killed (kill -9, out of memory,"
+        f" power){first}{unknown_ranks}"
+    )
     fix = (
-        "Check the machine's logs of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b -1, the scheduler's messages.",
+        (
+            "Check the machine's logs of that time: dmesg -T | grep -i -E 'oom|killed process', journalctl -b"
+            " -1, the scheduler's messages."
+        ),
     )
     return Verdict(
         cause="undetermined",

@@ -1,4 +1,6 @@
-"""What unisono itself has said about a run: the verdict at its end, or the stall that was not over when its output stopped."""
+"""What unisono itself has said about a run: the verdict at its end, or the stall that was not over
+when its output stopped.
+"""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ _MOST_CHARS = 2_000
 
 
 def find_stated(view: View) -> list[Hypothesis]:
-    """The cause that unisono's own output states, in any language: its last verdict, or else its last warning of a stall."""
+    """The cause that unisono's own output states, in any language: its last verdict, or else its
+    last warning of a stall.
+    """
     for signature, confidence in (("unisono_verdict", 0.95), ("unisono_stall", 0.9)):
         stated = [event for event in view.facts.of(signature) if _is_cause(event.fields["cause"])]
         if stated and not _is_over(view, stated[-1]):
@@ -89,7 +93,9 @@ def _remedy(cause: str, facts: RunFacts) -> tuple[str, ...]:
 
 
 def _suspicions(run: RunDir) -> Iterator[tuple[float, str, dict[str, Any]]]:
-    """Times, places and entries of the suspicions in the timelines of all nodes; an entry without text ended one."""
+    """Times, places and entries of the suspicions in the timelines of all nodes; an entry without
+    text ended one.
+    """
     for path in sorted(run.timeline(0).parent.glob("timeline-*.jsonl")):
         for number, line in enumerate(iterate_lines(path), 1):
             entry = read_entry(line) if b'"warning"' in line else None

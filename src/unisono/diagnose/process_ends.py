@@ -1,4 +1,6 @@
-"""How processes ended: Python's tracebacks, put together from lines, and exits as launchers report them."""
+"""How processes ended: Python's tracebacks, put together from lines, and exits as launchers report
+them.
+"""
 
 import re
 import signal
@@ -19,7 +21,8 @@ _FRAME = re.compile(
 )
 _BOXED = re.compile(r"^[│|] (?:❱ ?)?(?P<file>[^\s:]{1,400}):(?P<line>\d{1,9}) in (?P<function>\S{1,120})")
 _EXCEPTION = re.compile(
-    r"^(?P<module>(?:[A-Za-z_]\w{0,80}\.){0,12})(?P<type>[A-Za-z_]\w{0,80})(?:\((?P<inner>[\w.]{1,120})\))?(?::(?: (?P<message>.*))?)?$"
+    r"^(?P<module>(?:[A-Za-z_]\w{0,80}\.){0,12})(?P<type>[A-Za-z_]\w{0,80})(?:\((?P<inner>[\w.]{1,120})\))?(?::(?:"
+    r" (?P<message>.*))?)?$"
 )
 # fmt: off
 _ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault", "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
@@ -222,7 +225,9 @@ def _remote(message: str) -> Origin | None:
 
 
 def _last_of(chain: list[Traceback]) -> Traceback:
-    """The last traceback of a chain, with the earlier ones in it, the newest first; each says how the next one follows from it."""
+    """The last traceback of a chain, with the earlier ones in it, the newest first; each says how
+    the next one follows from it.
+    """
     if len(chain) == 1 and not chain[0].linked:
         return chain[0]
     links = [after.linked for after in chain[1:]]
@@ -345,7 +350,9 @@ def _spawned_exits(event: Event) -> list[Exit]:
 
 
 def _container_exits(event: Event) -> list[Exit]:
-    """Exit codes that shells, containers and make give to a process that a signal ended: 128 plus the signal's number."""
+    """Exit codes that shells, containers and make give to a process that a signal ended: 128 plus
+    the signal's number.
+    """
     code = event.number("code") or event.number("make") or 0
     return [Exit(event, 128 - code, host=event.fields.get("host") or event.who.host, time=event.time)]
 
@@ -357,7 +364,9 @@ def _deepspeed_exits(event: Event) -> list[Exit]:
 
 
 def _of_shell(code: int) -> int:
-    """Minus the signal if a shell's code contains one: 128 plus its number. 255 is the code of programs that exit with -1."""
+    """Minus the signal if a shell's code contains one: 128 plus its number. 255 is the code of
+    programs that exit with -1.
+    """
     return 128 - code if 128 < code <= 128 + signal.NSIG else code
 
 

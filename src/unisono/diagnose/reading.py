@@ -1,4 +1,6 @@
-"""From paths to a diagnosis: where logs come from, how far they are read, and what they hold, one log after the other."""
+"""From paths to a diagnosis: where logs come from, how far they are read, and what they hold, one
+log after the other.
+"""
 
 import gzip
 import io
@@ -116,7 +118,8 @@ def _of_logs(
     for report in read.reports:
         if report.language == "other":
             on_refused(
-                f"{report.name}: an unsupported language: only English and Chinese words and log lines were read"
+                f"{report.name}: an unsupported language: only English and Chinese words and log lines were"
+                " read"
             )
     return diagnose_logs(read.scanned, read.recordings, read.reports)
 

@@ -1,6 +1,9 @@
-"""What a report says, as features: symptoms, stages, topology, tools, settings, and what was tried. By dictionaries, no model.
+"""What a report says, as features: symptoms, stages, topology, tools, settings, and what was tried.
 
-The dictionaries are `terms/en.toml` and `terms/zh.toml`, a list of phrases for each feature; their syntax is explained in the first.
+By dictionaries, no model.
+
+The dictionaries are `terms/en.toml` and `terms/zh.toml`, a list of phrases for each feature; their
+syntax is explained in the first.
 """
 
 import functools
@@ -32,7 +35,8 @@ class Feature:
     """Something that a report says.
 
     Attributes:
-        id: a name of the dictionaries, `not:NAME` if it is negated, `helped:NAME` or `useless:NAME` for a setting that was tried.
+        id: a name of the dictionaries, `not:NAME` if it is negated, `helped:NAME` or `useless:NAME`
+            for a setting that was tried.
         where: the place, as `file:line`.
         text: the sentence or line.
         kind: as in the JSON of a hypothesis.
@@ -114,7 +118,8 @@ _PART = re.compile(r"\.\.|\[|\]|\||\*|\?|#| |.")
 def pattern_of(phrase: str) -> str:
     """The regular expression of a phrase. Its repetitions are bounded and not nested.
 
-    A word of ASCII letters begins and ends where no letter is beside it; Chinese needs no such boundary.
+    A word of ASCII letters begins and ends where no letter is beside it; Chinese needs no such
+    boundary.
 
     Raises:
         ValueError: if brackets do not match.
@@ -171,7 +176,8 @@ def _piece(part: str, before: str, *, gap_over_commas: bool) -> str:
 
 
 _NEGATION = re.compile(
-    r"(?:\b(?:no|not|never|without|isn't|wasn't|aren't|doesn't|don't|didn't|cannot|neither|nor|instead of|rather than)\s(?:[\w-]{1,14}\s){0,2}"
+    r"(?:\b(?:no|not|never|without|isn't|wasn't|aren't|doesn't|don't|didn't|cannot|neither|nor|instead"
+    r" of|rather than)\s(?:[\w-]{1,14}\s){0,2}"
     r"|(?:没有|并没有|没|不是|并非|不会|不再|未|无)[^,。;,、\s]{0,3})$"
 )
 
@@ -231,7 +237,10 @@ _MOST_PASSAGES = 4000
 _OF_LOGS = frozenset({"setting", "topology"})
 _OF_ERRORS = frozenset({"setting", "topology", "literal"})
 _FAILS = re.compile(
-    r"error|fail|exception|warn|fatal|killed|cannot|can't|unable|not found|no such|no space|refused|timeout|timed out|abort|invalid|mismatch|missing|unexpected|not |signal|undefined|denied|incompatib|corrupt|incomplete|unknown|guess|hang|larger|exceed|too (?:many|old|large)",
+    r"error|fail|exception|warn|fatal|killed|cannot|can't|unable|not found|no such|no"
+    r" space|refused|timeout|timed out|abort|invalid|mismatch|missing|unexpected|not"
+    r" |signal|undefined|denied|incompatib|corrupt|incomplete|unknown|guess|hang|larger|exceed|too"
+    r" (?:many|old|large)",
     re.IGNORECASE,
 )
 """A line of a log that says that something is wrong: its words count as those of a person."""

@@ -1,4 +1,5 @@
-"""A report that a person wrote, as sentences and log lines: Markdown, saved pages, e-mails, issue forms, chat messages.
+"""A report that a person wrote, as sentences and log lines: Markdown, saved pages, e-mails, issue
+forms, chat messages.
 
 Nothing is run, fetched or followed. The size is bounded, line numbers are those of the file.
 """
@@ -29,8 +30,8 @@ class Passage:
     Attributes:
         line: its number in the file, from 1.
         text: without markup, control characters and full-width punctuation.
-        kind: prose: a sentence of the reporter; log: a line that a program printed, or a line of a config or a shell;
-            code: inline code or a quotation within a sentence.
+        kind: prose: a sentence of the reporter; log: a line that a program printed, or a line of a
+            config or a shell; code: inline code or a quotation within a sentence.
     """
 
     line: int
@@ -53,7 +54,10 @@ class Report:
     lines: int
 
     def log_text(self) -> str:
-        """The lines of logs alone; all others are empty, so that line numbers stay. Inline code counts if it is a known log line."""
+        """The lines of logs alone; all others are empty, so that line numbers stay.
+
+        Inline code counts if it is a known log line.
+        """
         rows = [""] * self.lines
         for passage in self.passages:
             if passage.kind == "log" or (passage.kind == "code" and _is_quoted_log(passage.text)):
@@ -92,7 +96,9 @@ def read_report(name: str, data: bytes) -> Report | None:
 
 
 def _with_bare_logs(passages: list[Passage], language: Language) -> Iterator[Passage]:
-    """The passages, with lines of logs that only their words betray: known ones, and English lines of a Chinese report."""
+    """The passages, with lines of logs that only their words betray: known ones, and English lines
+    of a Chinese report.
+    """
     for passage in passages:
         is_bare = (
             passage.kind == "prose"
@@ -289,7 +295,9 @@ _MARKUP = re.compile(
     r"|</?(?:b|i|br|p|details|summary|kbd|sub|sup)/?>",
     re.IGNORECASE,
 )
-"""A link, an emphasis, or a tag. Only pairs are one: `2**3`, `**kwargs` and `__init__` are words of the report."""
+"""A link, an emphasis, or a tag. Only pairs are one: `2**3`, `**kwargs` and `__init__` are words of
+the report.
+"""
 _INLINE = re.compile(
     r"`{1,3}([^`\n]{2,1500})`{1,3}|[“「『]([^“”「」『』\n]{6,600})[”」』]|\"([^\"\n]{12,600})\""
 )
@@ -339,7 +347,9 @@ def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
 
 
 def _prose(row: str, *, fenced: bool) -> str:
-    """The words of a person in a line, without markup; empty for a line of a log and for an empty line."""
+    """The words of a person in a line, without markup; empty for a line of a log and for an empty
+    line.
+    """
     if not row.strip() or _MAIL_HEADER.match(row) or is_log_line(row) or (fenced and not _is_sentence(row)):
         return ""
     text = _normal(_HEADING.sub("", _BULLET.sub("", row)))
@@ -351,7 +361,9 @@ _ENDED = (".", "!", "?", ":", ";", "。", "|")
 
 
 def _continues(before: str, row: str, text: str) -> bool:
-    """Whether a line continues the sentence of the line before: texts of e-mails and some editors are wrapped."""
+    """Whether a line continues the sentence of the line before: texts of e-mails and some editors
+    are wrapped.
+    """
     return bool(
         text
         and len(before) >= _WRAPPED_CHARS
@@ -362,7 +374,9 @@ def _continues(before: str, row: str, text: str) -> bool:
 
 
 def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
-    """The passages of some lines of prose that belong together, each with the line where it begins."""
+    """The passages of some lines of prose that belong together, each with the line where it
+    begins.
+    """
     found: list[Passage] = []
     for number, text in lines:
         found += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
@@ -389,7 +403,9 @@ _BEGINNING = 12
 
 
 def is_log_line(row: str) -> bool:
-    """Whether a line was printed by a program or is part of a config or a shell session, as far as its form tells."""
+    """Whether a line was printed by a program or is part of a config or a shell session, as far as
+    its form tells.
+    """
     if _LOG_LINE.match(row):
         words = len(_WORDS.findall(row))
         return not (_SETTING.match(row.strip()) and _CJK.search(row)) and not (
@@ -399,7 +415,9 @@ def is_log_line(row: str) -> bool:
 
 
 def _is_sentence(row: str) -> bool:
-    """Whether a line in a code block is a sentence all the same: people put whole reports into one."""
+    """Whether a line in a code block is a sentence all the same: people put whole reports into
+    one.
+    """
     if len(_CJK.findall(row)) >= 6:
         return True
     words = _WORDS.findall(row)
@@ -408,7 +426,9 @@ def _is_sentence(row: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    """Full-width letters and punctuation as ASCII, so that a log line that an input method changed is known again."""
+    """Full-width letters and punctuation as ASCII, so that a log line that an input method changed
+    is known again.
+    """
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", text).replace("“", '"').replace("”", '"').replace("’", "'")
@@ -433,13 +453,20 @@ def _sentences(text: str) -> Iterator[str]:
 
 _PROSE_NAMES = (".md", ".html", ".htm", ".eml", ".rst", ".markdown")
 _PERSON = re.compile(
-    r"\b(?:i|i'm|i've|my|we|our|me|hi|hello|thanks|please|anyone|does anybody|help|describe the bug|expected behaviou?r|reproduction|system info|environment|steps to reproduce)\b|我|请问|求助|大佬|怎么|为什么|谢谢|你好|您好|大家|环境|复现|报错|问题",
+    r"\b(?:i|i'm|i've|my|we|our|me|hi|hello|thanks|please|anyone|does anybody|help|describe the bug|expected"
+    r" behaviou?r|reproduction|system info|environment|steps to"
+    r" reproduce)\b|我|请问|求助|大佬|怎么|为什么|谢谢|你好|您好|大家|环境|复现|报错|问题",
     re.IGNORECASE,
 )
 """Words of a person, which some programs print, too."""
 _ADDRESS = re.compile(
-    r"\b(?:I|Im|ive)(?:'m|'ve|'d)?\s[a-z]{2}|^(?:Hi|Hello|Dear|Hey)\b|\b[Tt]hank(?:s| you)\b|\b(?:[Aa]nyone|[Aa]nybody|any (?:idea|help|hint|advice))\b|^#{1,4} \S|\*\*(?:Describe|Expected|To Reproduce|Environment)"
-    r"|\b(?:[Hh]ow (?:can|do|to)|[Ww]hy|[Ww]hat) .{3,200}\?|\b(?:our|my|our) (?:cluster|run|job|training|script|code|setup|server|model|machine|nodes?)\b|\b[Ww]e (?:have|train|run|see|tried|get|use)\b|\b(?:hangs?|stuck|crash(?:es)?|fails?) (?:after|when|at|while|with|on|in)\b"
+    r"\b(?:I|Im|ive)(?:'m|'ve|'d)?\s[a-z]{2}|^(?:Hi|Hello|Dear|Hey)\b|\b[Tt]hank(?:s|"
+    r" you)\b|\b(?:[Aa]nyone|[Aa]nybody|any (?:idea|help|hint|advice))\b|^#{1,4}"
+    r" \S|\*\*(?:Describe|Expected|To Reproduce|Environment)"
+    r"|\b(?:[Hh]ow (?:can|do|to)|[Ww]hy|[Ww]hat) .{3,200}\?|\b(?:our|my|our)"
+    r" (?:cluster|run|job|training|script|code|setup|server|model|machine|nodes?)\b|\b[Ww]e"
+    r" (?:have|train|run|see|tried|get|use)\b|\b(?:hangs?|stuck|crash(?:es)?|fails?)"
+    r" (?:after|when|at|while|with|on|in)\b"
 )
 """Words by which a person addresses others."""
 _LEAST_CJK = 8
@@ -449,7 +476,9 @@ _HEAD_CHARS, _TAIL_CHARS = 24_000, 8_000
 
 
 def _may_be_report(name: str, text: str) -> bool:
-    """A quick look at the ends of a file, where a person's words stand: most files are logs, and there may be thousands."""
+    """A quick look at the ends of a file, where a person's words stand: most files are logs, and
+    there may be thousands.
+    """
     if name.lower().endswith(_PROSE_NAMES) or text.count("\n", 0, _HEAD_CHARS) <= _LONG:
         return True
     ends = text[:_HEAD_CHARS] + text[-_TAIL_CHARS:]
@@ -457,7 +486,9 @@ def _may_be_report(name: str, text: str) -> bool:
 
 
 def _is_report(name: str, passages: list[Passage]) -> bool:
-    """Whether a person wrote the text, or a part of it. Programs print sentences, too, but do not ask for help.
+    """Whether a person wrote the text, or a part of it.
+
+    Programs print sentences, too, but do not ask for help.
 
     A file whose name says that it is a text needs no proof; a log needs two sentences of a person.
     """

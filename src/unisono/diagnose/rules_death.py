@@ -1,4 +1,6 @@
-"""Ranks that ended without an error message: signals, exit codes, silence; and what the kernel and Ray report about them."""
+"""Ranks that ended without an error message: signals, exit codes, silence; and what the kernel and
+Ray report about them.
+"""
 
 import re
 from itertools import pairwise
@@ -179,7 +181,8 @@ def find_cancelled(view: View) -> list[Hypothesis]:
     return [
         Hypothesis(
             "preempted_sigterm",
-            "the job was asked to end from outside (scancel, a service that stops it, a machine that is reclaimed), and nothing had failed before",
+            "the job was asked to end from outside (scancel, a service that stops it, a machine that is"
+            " reclaimed), and nothing had failed before",
             first_of_each(stated),
             confidence=0.6,
             step=view.facts.step,
@@ -323,7 +326,9 @@ def _stem(name: str) -> str:
 
 
 def _left_over(view: View) -> tuple[int, ...]:
-    """The one rank that did not live to complain, where all others did: a launcher may say how a process ended, and not which."""
+    """The one rank that did not live to complain, where all others did: a launcher may say how a
+    process ended, and not which.
+    """
     world = view.facts.world_size
     reporting = {event.rank for event in view.facts.of(*LOST, *WAITED) if event.rank is not None}
     reporting |= {trace.event.rank for trace in view.tracebacks if trace.event.rank is not None}
@@ -332,7 +337,9 @@ def _left_over(view: View) -> tuple[int, ...]:
 
 
 _AT_ONCE_S, _ALIVE_S = 0.1, 0.3
-"""DeepSpeed's launcher ends its processes one after another: one that is dead takes no time, a living one does."""
+"""DeepSpeed's launcher ends its processes one after another: one that is dead takes no time, a
+living one does.
+"""
 
 
 def _dead_before_the_end(view: View) -> tuple[int, ...]:
@@ -415,7 +422,9 @@ def _hosts_of_logs(view: View) -> set[str]:
 
 
 def _gap(view: View) -> set[int]:
-    """The ranks between the first and the last that torchrun's table lists: who is left out there ended with exit code 0."""
+    """The ranks between the first and the last that torchrun's table lists: who is left out there
+    ended with exit code 0.
+    """
     listed = {
         one.rank for one in view.facts.exits if one.rank is not None and one.event.signature == "table_exit"
     }

@@ -233,7 +233,9 @@ def _absent(view: View, waiting: list[Collective]) -> list[Hypothesis]:
 
 
 def _one_continues(view: View, waiting: list[Collective]) -> list[Hypothesis]:
-    """Ranks above 0 waited while the progress bar of the main process, the only one with a bar, advanced: it did not reach the collective."""
+    """Ranks above 0 waited while the progress bar of the main process, the only one with a bar,
+    advanced: it did not reach the collective.
+    """
     ranks = {one.rank for one in waiting if one.rank is not None}
     if not ranks or 0 in ranks or ranks | {0} != set(range(max(ranks) + 1)):
         return []
@@ -350,7 +352,9 @@ def _gloo(view: View) -> list[Hypothesis]:
 
 
 def _listed(view: View) -> list[Hypothesis]:
-    """A coordinator's list of those who did not come: Horovod's inspector of stalls, JAX's coordination service."""
+    """A coordinator's list of those who did not come: Horovod's inspector of stalls, JAX's
+    coordination service.
+    """
     lines = view.facts.of("not_come")
     words = [event for event in view.facts.of("stall_seen", "tasks_unhealthy") if not view.survived(event)]
     numbers = {
@@ -458,5 +462,9 @@ def _missing_logs(ranks: list[int]) -> tuple[str, ...]:
 
 def _next_time() -> tuple[str, ...]:
     return (
-        "next time: TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9) and TORCH_NCCL_DUMP_ON_TIMEOUT=1 for the flight recorder; TORCH_DISTRIBUTED_DEBUG=DETAIL names mismatches",
+        (
+            "next time: TORCH_NCCL_TRACE_BUFFER_SIZE=20000 (TORCH_FR_BUFFER_SIZE since torch 2.9) and"
+            " TORCH_NCCL_DUMP_ON_TIMEOUT=1 for the flight recorder; TORCH_DISTRIBUTED_DEBUG=DETAIL names"
+            " mismatches"
+        ),
     )

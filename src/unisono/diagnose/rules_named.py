@@ -1,4 +1,6 @@
-"""Causes that a log names in so many words: the program's own exceptions, NaN losses, and the ends of runs that finished, healthy or with an error only during teardown."""
+"""Causes that a log names in so many words: the program's own exceptions, NaN losses, and the ends
+of runs that finished, healthy or with an error only during teardown.
+"""
 
 import re
 from collections.abc import Callable, Iterable
@@ -41,9 +43,12 @@ _NAN = re.compile(r"\bnan\b|returned nan|inf`", re.IGNORECASE)
 _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")
 """Words that the whole run says, and not one rank in a program of its own."""
 _KERNELS = frozenset({"kernel_out_of_memory", "kernel_segfault"})
-"""Words of kernels, of whatever ran on the host at whatever time; once all is done they are not about this run."""
+"""Words of kernels, of whatever ran on the host at whatever time; once all is done they are not
+about this run.
+"""
 _TWICE = re.compile(
-    r"Process group cannot be None|assert pg is not None|Invalid process group specified|process group has already been destroyed|Default process group has not been initialized"
+    r"Process group cannot be None|assert pg is not None|Invalid process group specified|process group has"
+    r" already been destroyed|Default process group has not been initialized"
 )
 
 
@@ -57,7 +62,9 @@ class Named:
 
 
 def find_named(view: View) -> list[Hypothesis]:
-    """A hypothesis for each cause that a log states, that ended the run, and that has no rule of its own."""
+    """A hypothesis for each cause that a log states, that ended the run, and that has no rule of
+    its own.
+    """
     causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
     found = []
     for cause in causes:
@@ -120,7 +127,9 @@ def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _alone(view: View, stated: Named) -> bool:
-    """Whether only one rank reports it and the others are victims: then that rank is the culprit, whatever the cause usually is."""
+    """Whether only one rank reports it and the others are victims: then that rank is the culprit,
+    whatever the cause usually is.
+    """
     named = set(ranks_of(stated.events))
     if len(named) != 1 or stated.cause in ALL_TOGETHER:
         return False
@@ -136,7 +145,9 @@ _OF_ONE_NODE = frozenset(
 
 
 def _others_write(view: View, named: set[int]) -> bool:
-    """Whether every other rank has a log of its own with lines in it; none of them reports the cause."""
+    """Whether every other rank has a log of its own with lines in it; none of them reports the
+    cause.
+    """
     others = [known for rank, known in view.facts.ranks.items() if rank not in named]
     logs = [view.facts.sources.get(known.own_source) for known in others]
     return bool(logs) and all(log is not None and log.lines > 0 for log in logs)
@@ -181,7 +192,8 @@ NOT_OWNERS = frozenset({
 # fmt: on
 """Pointed to by lines that explain no exception."""
 _NCCL = re.compile(
-    r"NCCL error in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
+    r"NCCL error"
+    r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
 )
 
 
@@ -250,12 +262,17 @@ def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
     return replace(
         found,
         ranks=ranks,
-        why=f"a thread of {who} ended with {first.type}: {first.message.splitlines()[0] if first.message else ''}; then its rank hung",
+        why=(
+            f"a thread of {who} ended with {first.type}:"
+            f" {first.message.splitlines()[0] if first.message else ''}; then its rank hung"
+        ),
     )
 
 
 def _is_unknown_model(trace: Traceback) -> bool:
-    """A model type that transformers of this version have no entry for; newer ones say so in words."""
+    """A model type that transformers of this version have no entry for; newer ones say so in
+    words.
+    """
     return trace.type == "KeyError" and "configuration_auto.py" in trace.frame
 
 

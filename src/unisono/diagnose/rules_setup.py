@@ -1,4 +1,6 @@
-"""How a run was set up: rendezvous, ranks of each node, network interfaces, versions, shared storage, resources of Ray."""
+"""How a run was set up: rendezvous, ranks of each node, network interfaces, versions, shared
+storage, resources of Ray.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -37,7 +39,9 @@ def find_unequal_nodes(view: View) -> list[Hypothesis]:
 
 
 def _worlds(view: View) -> dict[int, Event]:
-    """The world sizes for which launchers of one run prepared their ranks, each with a line; empty unless they differ and no step was made."""
+    """The world sizes for which launchers of one run prepared their ranks, each with a line; empty
+    unless they differ and no step was made.
+    """
     if view.facts.step or view.finishes:
         return {}
     for signature in ("lightning_member", "deepspeed_world"):

@@ -1,4 +1,6 @@
-"""Facts of a run after its logs were read, the input of the rules; the questions about them that several rules share; and Hypothesis, the result of a rule."""
+"""Facts of a run after its logs were read, the input of the rules; the questions about them that
+several rules share; and Hypothesis, the result of a rule.
+"""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -36,12 +38,14 @@ class Event:
     Attributes:
         source: the name of the log, as it is shown.
         line: its number, from 1; only line feeds count, as in an editor.
-        order: a number that increases along the source, with a different one for each piece of a line.
+        order: a number that increases along the source, with a different one for each piece of a
+            line.
         signature: the id of the line's signature, or of the part of diagnose that made the event.
         cause: the id of the cause that it indicates; None: no particular one.
         text: the line without its prefixes, control characters and secrets.
         who: the rank and host that it names.
-        time: seconds since 1970 by the host's clock read as if it were UTC; None: the line has none.
+        time: seconds since 1970 by the host's clock read as if it were UTC; None: the line has
+            none.
         fields: what was read from it: numbers and names, as text.
     """
 
@@ -218,7 +222,8 @@ class RunFacts:
         ranks: what is known of each rank.
         world_size: the number of ranks, if reported or certain by counting.
         nodes: the number of hosts.
-        framework: of the training program: llamafactory, trl, transformers, lightning, deepspeed, ray, accelerate, recipes, torchrun, "".
+        framework: of the training program: llamafactory, trl, transformers, lightning, deepspeed,
+            ray, accelerate, recipes, torchrun, "".
         tracebacks: of all ranks, the last of each chain.
         exits: as reported by launchers.
         collectives: as reported by watchdogs.
@@ -294,17 +299,29 @@ WRAPPERS = frozenset({
 """Exceptions that only forward an error from elsewhere."""
 
 _VICTIM = re.compile(
-    r"Connection (?:closed|reset) by peer|Broken pipe|Socket (?:Timeout|closed)|recvValue failed|sendBytes failed|failed to recv, got 0 bytes|"
-    r"ncclRemoteError|NCCL communicator (?:was )?abort|remote process exited|Timed out waiting \d{1,10}ms for|wait timeout after \d{1,10}ms|Application timeout caused pair closure|"
-    r"Watchdog caught collective|Timeout at NCCL work|watchdog timeout|timed out in Gloo|Stop_waiting response|Gloo connectFullMesh failed|"
-    r"collective operation timeout|Some NCCL operations have failed|was aborted on rank|Connection timed out.{0,80}store|failed to pass monitoredBarrier|"
-    r"Connection was likely closed|Read error \[|writev \[|Write error \[|store->(?:get|wait)|Failed to (?:recv|send) within|ncclUniqueId.{0,80}store|DistStoreError|"
-    r"Please check the log of (?:rank|other)|A call failed possibly due to a network error|NCCL operation .{0,60}(?:timed out|timeout)|process group (?:has been|was) aborted|"
-    r"Rendezvous(?:Closed|GracefulExit)Error|[Bb]arrier timed out|Horovod(?:InternalError| has been shut down)|Notify register .{0,80}times? out|ACL stream synchronize failed|Getting socket times out|[Ss]tream synchronize timeout|"
-    r"[Cc]oordination service|\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED): |HCCL.{0,60}timeout|Ranks? \d{1,6} (?:didn't|did not) (?:reach|join)|No route to host.{0,40}store|ProcessGroup(?:NCCL|Gloo)?.{0,40} abort"
+    r"Connection (?:closed|reset) by peer|Broken pipe|Socket (?:Timeout|closed)|recvValue failed|sendBytes"
+    r" failed|failed to recv, got 0 bytes|"
+    r"ncclRemoteError|NCCL communicator (?:was )?abort|remote process exited|Timed out waiting \d{1,10}ms"
+    r" for|wait timeout after \d{1,10}ms|Application timeout caused pair closure|"
+    r"Watchdog caught collective|Timeout at NCCL work|watchdog timeout|timed out in Gloo|Stop_waiting"
+    r" response|Gloo connectFullMesh failed|"
+    r"collective operation timeout|Some NCCL operations have failed|was aborted on rank|Connection timed"
+    r" out.{0,80}store|failed to pass monitoredBarrier|"
+    r"Connection was likely closed|Read error \[|writev \[|Write error \[|store->(?:get|wait)|Failed to"
+    r" (?:recv|send) within|ncclUniqueId.{0,80}store|DistStoreError|"
+    r"Please check the log of (?:rank|other)|A call failed possibly due to a network error|NCCL operation"
+    r" .{0,60}(?:timed out|timeout)|process group (?:has been|was) aborted|"
+    r"Rendezvous(?:Closed|GracefulExit)Error|[Bb]arrier timed out|Horovod(?:InternalError| has been shut"
+    r" down)|Notify register .{0,80}times? out|ACL stream synchronize failed|Getting socket times"
+    r" out|[Ss]tream synchronize timeout|"
+    r"[Cc]oordination service|\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED):"
+    r" |HCCL.{0,60}timeout|Ranks? \d{1,6} (?:didn't|did not) (?:reach|join)|No route to"
+    r" host.{0,40}store|ProcessGroup(?:NCCL|Gloo)?.{0,40} abort"
 )
 _LEVEL = re.compile(
-    r"(?:^|[\s\[|(:])(?:WARNING|(?<!NCCL )WARN|Warning|UserWarning|FutureWarning|RuntimeWarning|DeprecationWarning|INFO|DEBUG)\b|^\[?[WID]\d{3,4} \d\d:|Retrying|retrying|will retry|[Ff]ailed to load .{0,200}: "
+    r"(?:^|[\s\[|(:])(?:WARNING|(?<!NCCL"
+    r" )WARN|Warning|UserWarning|FutureWarning|RuntimeWarning|DeprecationWarning|INFO|DEBUG)\b|^\[?[WID]\d{3,4}"
+    r" \d\d:|Retrying|retrying|will retry|[Ff]ailed to load .{0,200}: "
 )
 
 
@@ -423,7 +440,9 @@ class View:
         return [one for one in self.facts.exits if one.code not in (0, -15)]
 
     def table_rank(self) -> int | None:
-        """The one rank that ended by its own exception, as the launchers' tables tell; None: not exactly one."""
+        """The one rank that ended by its own exception, as the launchers' tables tell; None: not
+        exactly one.
+        """
         by_itself = {one.rank for one in self.facts.exits if one.code > 0 and one.rank is not None}
         return next(iter(by_itself)) if len(by_itself) == 1 else None
 

@@ -1,4 +1,7 @@
-"""Reads one log: which lines mean something. Flat memory: of each kind of event of each rank the first and the last are kept."""
+"""Reads one log: which lines mean something.
+
+Flat memory: of each kind of event of each rank the first and the last are kept.
+"""
 
 import codecs
 import functools
@@ -362,7 +365,9 @@ class _Reader:
             kept.add(functools.partial(make, *match))
 
     def _split(self, piece: str) -> tuple[Origin, str]:
-        """Whom the prefixes of a line name, and the line without them and without what a collector put before it."""
+        """Whom the prefixes of a line name, and the line without them and without what a collector
+        put before it.
+        """
         who, rest = split_prefix(piece, style=self._style or "")
         bare = self._wrapping.off(rest)
         if bare is None:
@@ -372,7 +377,9 @@ class _Reader:
 
     @staticmethod
     def _names_itself(rest: str) -> bool:
-        """Whether a rank in the words of a line is the one that speaks: torch's and trainers' own lines."""
+        """Whether a rank in the words of a line is the one that speaks: torch's and trainers' own
+        lines.
+        """
         return "[Rank " in rest or "Rank " in rest[:160] or "rank" in rest[:60]
 
     def _event(
@@ -399,12 +406,13 @@ class _Reader:
 def _segments(
     data: bytes, offsets: list[int], tracebacks: Tracebacks, *, are_often: bool
 ) -> Iterator[tuple[int, int]]:
-    """The lines that are looked at, as (start, end): those with a hit, and all while a traceback is open.
+    """The lines that are looked at, as (start, end): those with a hit, and all while a traceback is
+    open.
 
     Args:
-        are_often: whether there are so many tracebacks that their beginnings are no hits, except for the first and the
-            last in the chunk: others are left out, and the line before one of these tells whether Python only reports
-            it.
+        are_often: whether there are so many tracebacks that their beginnings are no hits, except
+            for the first and the last in the chunk: others are left out, and the line before one of
+            these tells whether Python only reports it.
     """
     place = 0
     while place < len(data):
@@ -454,7 +462,9 @@ def _pieces(raw: bytes, offset: int, wrapping: CollectorPrefix) -> Iterator[tupl
 
 
 def _inner(piece: str) -> tuple[Origin, list[str]] | None:
-    """Whom a line that is a JSON object names and its message's lines, also within another and behind a collector's prefixes."""
+    """Whom a line that is a JSON object names and its message's lines, also within another and
+    behind a collector's prefixes.
+    """
     if '{"' not in piece[:_OBJECT_CHARS]:
         return None
     who, rest = (NO_ORIGIN, piece) if piece.startswith('{"') else split_prefix(piece)

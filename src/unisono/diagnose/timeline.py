@@ -1,4 +1,7 @@
-"""Draws the ranks of a run over time, for a terminal: one row a rank, the first cause marked. Pure."""
+"""Draws the ranks of a run over time, for a terminal: one row a rank, the first cause marked.
+
+Pure.
+"""
 
 import time
 from bisect import bisect_right
@@ -25,7 +28,10 @@ _SIGNS = {
 _CAUSE = "#"
 _WEIGHT = " -+w~FEX#"  # of two things in one cell the later one is shown
 _COLOURS = {"#": "1;41;37", "X": "1;31", "E": "31", "~": "33", "w": "2;33", "F": "32", "+": "36", "-": "2"}
-LEGEND = "# first cause   X death   E error   ~ consequence   w warning   F finished   + progress   - something else"
+LEGEND = (
+    "# first cause   X death   E error   ~ consequence   w warning   F finished   + progress   - something"
+    " else"
+)
 
 
 @dataclass(slots=True)
@@ -70,7 +76,9 @@ def draw(
 
 
 def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
-    """All events with their places: times, where logs have them, else how far down their log they are (0 to 1)."""
+    """All events with their places: times, where logs have them, else how far down their log they
+    are (0 to 1).
+    """
     by_source: dict[str, dict[int, Event]] = defaultdict(dict)
     for event in facts.events:
         by_source[event.source][event.order] = event
@@ -87,7 +95,9 @@ def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
 
 
 def _with_times(ordered: Sequence[Event]) -> list[tuple[float, Event]]:
-    """A line without a time is as late as the last one above it that has one; the first ones as the next one below."""
+    """A line without a time is as late as the last one above it that has one; the first ones as the
+    next one below.
+    """
     known = [(index, event.time) for index, event in enumerate(ordered) if event.time is not None]
     if not known:
         return []
@@ -126,7 +136,9 @@ def _narrow(text: str) -> str:
 
 
 def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """From when to when each host's rows are drawn: one scale for all, unless their clocks cannot be compared."""
+    """From when to when each host's rows are drawn: one scale for all, unless their clocks cannot
+    be compared.
+    """
     if not timed:
         note = "no line has a time: a row shows how far down its log a line is; rows are not to be compared"
         return dict.fromkeys((row.host for row in rows), (0.0, 1.0)), [note]
@@ -142,7 +154,10 @@ def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float
         return {row.host: whole for row in rows}, []
     if _overlap(list(spans.values())):
         return {row.host: whole for row in rows}, [f"the clocks of {len(hosts)} hosts are taken as they are"]
-    note = "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale, columns of two hosts are not to be compared"
+    note = (
+        "the times of the hosts do not overlap (other clocks or time zones): each host has its own scale,"
+        " columns of two hosts are not to be compared"
+    )
     return {row.host: spans.get(row.host, whole) for row in rows}, [note]
 
 

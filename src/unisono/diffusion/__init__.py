@@ -1,1 +1,3 @@
-"""Image models: pictures with captions, Stable Diffusion pipelines, their LoRA files, and pictures that they draw."""
+"""Image models: pictures with captions, Stable Diffusion pipelines, their LoRA files, and pictures
+that they draw.
+"""

@@ -1,4 +1,5 @@
-"""Captions as they are written, and what becomes of them in a use: a line, alternatives, and the order of their parts.
+"""Captions as they are written, and what becomes of them in a use: a line, alternatives, and the
+order of their parts.
 
 The order of operations is that of sd-scripts. Without torch.
 """
@@ -24,9 +25,13 @@ VARIED = (
     "tag_warmup",
     "tag_warmup_min",
 )
-"""The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets them."""
+"""The keys of `diffusion` by which captions vary; a picture's entry has its own where a source sets
+them.
+"""
 _ESCAPED = (("{{", "\ufdd0", "{"), ("}}", "\ufdd1", "}"))
-"""Doubled braces, the noncharacters that stand for them while alternatives are chosen, and what they become."""
+"""Doubled braces, the noncharacters that stand for them while alternatives are chosen, and what
+they become.
+"""
 _ALTERNATIVES = re.compile(r"\{([^}]+)\}")
 
 Choose = Callable[[Sequence[str]], str]
@@ -34,7 +39,9 @@ Choose = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a caption: those that stay at its beginning, those that are shuffled and omitted, and those that stay at its end."""
+    """The parts of a caption: those that stay at its beginning, those that are shuffled and
+    omitted, and those that stay at its end.
+    """
 
     first: list[str]
     free: list[str]
@@ -46,7 +53,9 @@ class Parts:
 
 
 def captions_vary(section: DiffusionSection) -> bool:
-    """Whether a caption can be another text in each use, beside the empty one of `caption_dropout`."""
+    """Whether a caption can be another text in each use, beside the empty one of
+    `caption_dropout`.
+    """
     return _changes_parts(section) or section.wildcards
 
 
@@ -55,7 +64,9 @@ def _changes_parts(section: DiffusionSection) -> bool:
 
 
 def plain_caption(written: str, section: DiffusionSection) -> str:
-    """A caption where nothing is drawn, as in evaluation: its first line, the first of alternatives, and all parts in their order."""
+    """A caption where nothing is drawn, as in evaluation: its first line, the first of
+    alternatives, and all parts in their order.
+    """
     return _undrawn(written, section, lambda found: found[0])
 
 
@@ -103,7 +114,9 @@ def varied_caption(
 
 
 def split_parts(text: str, section: DiffusionSection) -> Parts:
-    """The parts of a caption, around `keep_tokens_separator` where it has one, else by `keep_tokens`."""
+    """The parts of a caption, around `keep_tokens_separator` where it has one, else by
+    `keep_tokens`.
+    """
     if not _has_separator(text, section):
         parts = [part.strip() for part in text.split(section.caption_separator)]
         return Parts(parts[: section.keep_tokens], parts[section.keep_tokens :], [])
@@ -126,7 +139,9 @@ def _with_secondary(text: str, section: DiffusionSection) -> str:
 
 
 def _with_choices(written: str, section: DiffusionSection, choose: Choose) -> str:
-    """With `wildcards` one of the lines, and of each `{a|b}` one of the alternatives; `{{` and `}}` are braces."""
+    """With `wildcards` one of the lines, and of each `{a|b}` one of the alternatives; `{{` and `}}`
+    are braces.
+    """
     if not section.wildcards:
         return written
     lines = written.split("\n")

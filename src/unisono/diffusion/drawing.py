@@ -1,4 +1,6 @@
-"""Pictures that a pipeline draws, as PNG files with their settings, and strips of them over the steps of a run."""
+"""Pictures that a pipeline draws, as PNG files with their settings, and strips of them over the
+steps of a run.
+"""
 
 import json
 from collections.abc import Callable
@@ -96,7 +98,8 @@ def open_pipeline(
 
 
 def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lambda _step: False) -> Any:
-    """One picture, as `pipeline(prompt, generator=torch.Generator().manual_seed(seed), …)` of diffusers draws it.
+    """One picture, as `pipeline(prompt, generator=torch.Generator().manual_seed(seed), …)` of
+    diffusers draws it.
 
     Args:
         opened: a pipeline of diffusers.
@@ -142,7 +145,9 @@ def save_picture(image: Any, path: Path, drawing: Drawing, *, model: str, schedu
 
 
 def save_strip(folder: Path) -> None:
-    """One picture of all samples of a run: a row for each prompt, a column for each step; nothing if there are no samples."""
+    """One picture of all samples of a run: a row for each prompt, a column for each step; nothing
+    if there are no samples.
+    """
     image_module = need_pillow()
     files = sorted(folder.glob("step-*-*.png"))
     steps = sorted({file.name.split("-")[1] for file in files})
@@ -167,7 +172,9 @@ def save_strip(folder: Path) -> None:
 
 
 class Sampler:
-    """Draws with the model that is being trained; the other parts of its pipeline are loaded when they are first needed, and kept."""
+    """Draws with the model that is being trained; the other parts of its pipeline are loaded when
+    they are first needed, and kept.
+    """
 
     def __init__(
         self, pipeline: Pipeline, denoiser: Denoiser, *, dtype: torch.dtype, device: torch.device

@@ -1,15 +1,17 @@
-"""Latents of pictures and embeddings of captions: on disk, by content, and as the uses of a micro batch.
+"""Latents of pictures and embeddings of captions: on disk, by content, and as the uses of a micro
+batch.
 
     CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT.safetensors    `mean` and `std` of the VAE's distribution, (C, H, W) float32
                                    PICTURE-WIDTHxHEIGHT-flipped        likewise, of the mirrored picture
     CACHE/pictures/text/ENCODER/CAPTION.safetensors                    `states` (S, E) and, for SDXL, `pooled` (P,), float32
     CACHE/pictures/decoded.json                                        size or fault of each picture that was decoded, by its digest
 
-They are computed once, and verified whenever they are read. ENCODER is the digest of the weights and settings that compute them, PICTURE and
-CAPTION that of the contents. Each file has the digest of its tensors in its metadata.
+They are computed once, and verified whenever they are read. ENCODER is the digest of the weights
+and settings that compute them, PICTURE and CAPTION that of the contents. Each file has the digest
+of its tensors in its metadata.
 
-What is drawn for a use, its noise and its timestep, depends on the seed of its place in the order of the run alone, so it is the same for any
-micro batch and number of ranks, with caches or without.
+What is drawn for a use, its noise and its timestep, depends on the seed of its place in the order
+of the run alone, so it is the same for any micro batch and number of ranks, with caches or without.
 """
 
 import random
@@ -36,7 +38,9 @@ from unisono.text import Warmup
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""
 EVAL_NOISES = 8
-"""Noises and timesteps at which each evaluation picture is measured, the same in each evaluation."""
+"""Noises and timesteps at which each evaluation picture is measured, the same in each
+evaluation.
+"""
 _METADATA = "xxh3_64"
 _MASK = (1 << 63) - 1
 _IN_MEMORY_BYTES = 1 << 28
@@ -83,7 +87,10 @@ def write_entry(path: Path, tensors: Tensors) -> int:
             why=storage_reason(error),
             fix=storage_remedy(
                 error,
-                full="free space there, set XDG_CACHE_HOME to a disk with free space, or set diffusion.cache: false",
+                full=(
+                    "free space there, set XDG_CACHE_HOME to a disk with free space, or set diffusion.cache:"
+                    " false"
+                ),
                 else_="fix that file system, or set XDG_CACHE_HOME to a different place",
             ),
         ) from error
@@ -123,7 +130,9 @@ class Places:
 
 
 def encode_pixels(vae: Any, pixels: Pixels, *, flipped: bool = False) -> Tensors:
-    """`mean` and `std` (C, H, W) float32 of the latents of one picture, or of the mirrored one, scaled as the UNet sees them."""
+    """`mean` and `std` (C, H, W) float32 of the latents of one picture, or of the mirrored one,
+    scaled as the UNet sees them.
+    """
     values = torch.tensor(pixels, device=vae.device).permute(2, 0, 1)[None].float() / 127.5 - 1
     values = values.flip(3) if flipped else values
     with torch.no_grad():
@@ -227,7 +236,8 @@ class PictureUse:
         timestep: from 0.
         caption: as it is for this use.
         weight: of its loss.
-        time_ids: original height and width, top and left of the cut, height and width: what SDXL is told of the picture.
+        time_ids: original height and width, top and left of the cut, height and width: what SDXL is
+            told of the picture.
     """
 
     latents: torch.Tensor
@@ -280,7 +290,9 @@ class PictureLoader:
         self._total_steps = total_steps
 
     def load(self, pictures: Sequence[int], seeds: Sequence[int], steps: Sequence[int]) -> PictureBatch:
-        """The uses of some pictures of the table in training, one for each seed, each in a step, from 0."""
+        """The uses of some pictures of the table in training, one for each seed, each in a step,
+        from 0.
+        """
         return self._batch(
             [
                 self._use(self._entries[i], seed, step=step)
@@ -289,7 +301,9 @@ class PictureLoader:
         )
 
     def load_evaluation(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
-        """The uses of evaluation pictures: each with several noises at timesteps that are spread evenly, and its caption as it is."""
+        """The uses of evaluation pictures: each with several noises at timesteps that are spread
+        evenly, and its caption as it is.
+        """
         uses = []
         for i, seed in zip(pictures, seeds, strict=True):
             for number in range(EVAL_NOISES):
@@ -323,7 +337,8 @@ class PictureLoader:
         flipped = timestep is None and "flipped" in entry and _draws_flipped(seed)
         moments = self._moments(entry, flipped=flipped)
         shape = moments["mean"].shape
-        # All of these are drawn, also those that the config does not use: a use then draws the same for any of its settings.
+        # All of these are drawn, also those that the config does not use: a use then draws the same
+        # for any of its settings.
         latents = moments["mean"] + moments["std"] * torch.randn(shape, generator=generator)
         drop, order = torch.rand(2, generator=generator).tolist()
         drawn = int(torch.randint(self.timesteps, (1,), generator=generator))
@@ -367,12 +382,16 @@ class PictureLoader:
 
 
 def _draws_flipped(seed: int) -> bool:
-    """Whether a use has the mirrored picture; of a generator of its own, since it decides which latents are read."""
+    """Whether a use has the mirrored picture; of a generator of its own, since it decides which
+    latents are read.
+    """
     return random.Random(seed).random() < 0.5  # noqa: S311 - not for secrets
 
 
 def _time_ids(entry: dict[str, Any], *, flipped: bool) -> tuple[int, ...]:
-    """What SDXL is told of a picture; the left of the mirrored cut is what was cut from the right."""
+    """What SDXL is told of a picture; the left of the mirrored cut is what was cut from the
+    right.
+    """
     size, original = entry["size"], entry["original"]
     scale = max(own / side for own, side in zip(size, original, strict=True))
     excess = [max(0, round(side * scale) - own) for own, side in zip(size, original, strict=True)]

@@ -1,7 +1,9 @@
-"""LoRA files of image models: `pytorch_lora_weights.safetensors` of diffusers, and the file of sd-scripts that A1111 and ComfyUI read.
+"""LoRA files of image models: `pytorch_lora_weights.safetensors` of diffusers, and the file of
+sd-scripts that A1111 and ComfyUI read.
 
-A LoRA has a *part* (unet, text_encoder, text_encoder_2), and in it for each layer two matrices, *down* (A, the rank's rows) and *up* (B), and an
-alpha: the layer's output changes by up·down · alpha / rank.
+A LoRA has a *part* (unet, text_encoder, text_encoder_2), and in it for each layer two matrices,
+*down* (A, the rank's rows) and *up* (B), and an alpha: the layer's output changes by up·down ·
+alpha / rank.
 """
 
 import hashlib
@@ -60,9 +62,11 @@ class LoraFile:
     """The contents of a LoRA file.
 
     Attributes:
-        layers: by part and name of the layer as diffusers has it, e.g. `unet.down_blocks.0.attentions.0.proj_in`.
+        layers: by part and name of the layer as diffusers has it, e.g.
+            `unet.down_blocks.0.attentions.0.proj_in`.
         metadata: of the file, without what describes ranks and alphas.
-        sgm: layers per block of the UNet if the file of sd-scripts uses the names of the original SDXL UNet; 0: those of diffusers.
+        sgm: layers per block of the UNet if the file of sd-scripts uses the names of the original
+            SDXL UNet; 0: those of diffusers.
     """
 
     layers: dict[str, Layer]
@@ -88,7 +92,8 @@ def lora_of(tensors: Mapping[str, torch.Tensor], alpha: float) -> LoraFile:
 def write_lora(
     denoiser: torch.nn.Module, plan: RunPlan, directory: Path, *, step: int
 ) -> dict[str, FileEntry]:
-    """Writes the weights that a run has at a step: the file for diffusers, and what it was trained on.
+    """Writes the weights that a run has at a step: the file for diffusers, and what it was trained
+    on.
 
     Raises:
         OSError: if the storage fails.
@@ -115,7 +120,9 @@ def write_lora(
 
 
 def write_diffusers(file: LoraFile, path: Path) -> FileEntry:
-    """Writes a file that `pipeline.load_lora_weights` takes as it is, with ranks and alphas in its metadata."""
+    """Writes a file that `pipeline.load_lora_weights` takes as it is, with ranks and alphas in its
+    metadata.
+    """
     settings: dict[str, Any] = {}
     for part in _PREFIXES:
         own = {
@@ -364,7 +371,9 @@ def write_kohya(
 
 
 def _hashes(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, str]:
-    """The two hashes that A1111 shows: of the file with the metadata `ss_…` only, after its header, and of a part of it."""
+    """The two hashes that A1111 shows: of the file with the metadata `ss_…` only, after its header,
+    and of a part of it.
+    """
     from safetensors.torch import save
 
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=metadata)
@@ -376,7 +385,9 @@ def _hashes(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> di
 def kohya_metadata(
     file: LoraFile, plan: RunPlan | None, pipeline: Pipeline | None, *, step: int | None
 ) -> dict[str, str]:
-    """The metadata that sd-scripts writes and other tools show, as far as they are known; `step` is that of the weights."""
+    """The metadata that sd-scripts writes and other tools show, as far as they are known; `step` is
+    that of the weights.
+    """
     ranks, alphas = (
         {f(layer) for layer in file.layers.values()} for f in (lambda o: o.rank, lambda o: o.scale)
     )

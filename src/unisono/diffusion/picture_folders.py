@@ -1,6 +1,8 @@
-"""Folders of pictures with captions, as sd-scripts has them: `4_name/picture.png` with `picture.txt`, used four times an epoch.
+"""Folders of pictures with captions, as sd-scripts has them: `4_name/picture.png` with
+`picture.txt`, used four times an epoch.
 
-Every file is a picture or its caption, or is dropped or bad, and the ledger says why. Without torch.
+Every file is a picture or its caption, or is dropped or bad, and the ledger says why. Without
+torch.
 """
 
 import contextlib
@@ -28,7 +30,9 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 _OTHERS = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".svg", ".psd")
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 MOST_PIXELS = 89_478_485
-"""A larger picture is refused before it is decoded, as a possible decompression bomb: the limit at which Pillow warns."""
+"""A larger picture is refused before it is decoded, as a possible decompression bomb: the limit at
+which Pillow warns.
+"""
 _MOST_BYTES = 1 << 28
 _MOST_CAPTION_BYTES = 1 << 16
 _MOST_ENLARGED = 4.0
@@ -126,7 +130,8 @@ class BadPictureError(Exception):
 
 
 def list_files(root: Path) -> Iterator[tuple[Path, int | None, str]]:
-    """Each file of a folder of pictures with its repeats and its folder's name; None where the folder's name has no number.
+    """Each file of a folder of pictures with its repeats and its folder's name; None where the
+    folder's name has no number.
 
     Links to directories are not followed: a linked directory is given as a file.
     """
@@ -267,7 +272,9 @@ def _refuse_link(path: Path, inside: Path) -> None:
 
 
 class _Captions:
-    """Finds captions: beside the picture, or in metadata.jsonl of its folder or of the folder above."""
+    """Finds captions: beside the picture, or in metadata.jsonl of its folder or of the folder
+    above.
+    """
 
     def __init__(self, section: DiffusionSection, *, folder_names: bool, usual: str | None) -> None:
         self._section = section
@@ -301,7 +308,8 @@ class _Captions:
         )
 
     def why_unused(self, path: Path, lost: set[Path], used: set[Path]) -> tuple[str, bool] | None:
-        """Why a file that is no picture is not used, and whether a warning counts it; None: it is, or its picture accounts for it.
+        """Why a file that is no picture is not used, and whether a warning counts it; None: it is,
+        or its picture accounts for it.
 
         Args:
             path: of the file.
@@ -334,7 +342,9 @@ class _Captions:
 
 
 def _read_caption(file: Path, *, all_lines: bool) -> tuple[str, int]:
-    """The first line of a caption file, or all of them, as sd-scripts reads it, and the number of those after it; blank lines do not count."""
+    """The first line of a caption file, or all of them, as sd-scripts reads it, and the number of
+    those after it; blank lines do not count.
+    """
     try:
         with open_plain(file) as stream:
             data = stream.read(_MOST_CAPTION_BYTES + 1)
@@ -362,7 +372,9 @@ def _refuse_empty(caption: str, name: str) -> str:
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """Captions by file name; lines of another form are ignored, so that their pictures have no caption."""
+    """Captions by file name; lines of another form are ignored, so that their pictures have no
+    caption.
+    """
     found: dict[str, str] = {}
     if not file.is_file():
         return found
@@ -379,7 +391,8 @@ def _read_metadata(file: Path) -> dict[str, str]:
 
 
 def probe(path: Path, decoded: dict[str, Any]) -> tuple[int, int, str]:
-    """Width and height after rotation, and the digest of the file, which is decoded completely unless that has been done before.
+    """Width and height after rotation, and the digest of the file, which is decoded completely
+    unless that has been done before.
 
     Args:
         path: of the file.
@@ -421,7 +434,10 @@ def _size_of(data: bytes) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _decoded(data: bytes, *, smallest: tuple[int, int] | None = None) -> Iterator[Any]:
-    """A decoded picture. With `smallest` a JPEG is decoded at a fraction of its size that is not below it."""
+    """A decoded picture.
+
+    With `smallest` a JPEG is decoded at a fraction of its size that is not below it.
+    """
     import io
 
     Image = need_pillow()  # noqa: N806 - a module
@@ -462,7 +478,8 @@ def _orientation(image: Any) -> int:
 
 
 def read_pixels(path: Path, digest: str, size: tuple[int, int]) -> Pixels:
-    """(height, width, 3): the picture upright, in RGB, resized to cover `size` and cut to it at the center.
+    """(height, width, 3): the picture upright, in RGB, resized to cover `size` and cut to it at the
+    center.
 
     Transparent parts are white, as sd-scripts has them.
 
@@ -505,7 +522,9 @@ def _upright(image: Any, orientation: int) -> Any:
 
 
 def fit(image: Any, size: tuple[int, int]) -> Pixels:
-    """The pixels of an RGB picture, resized to cover `size` (width, height), and cut to it at the center."""
+    """The pixels of an RGB picture, resized to cover `size` (width, height), and cut to it at the
+    center.
+    """
     Image = need_pillow()  # noqa: N806
     scale = max(size[0] / image.width, size[1] / image.height)
     covered = max(size[0], round(image.width * scale)), max(size[1], round(image.height * scale))
@@ -519,7 +538,9 @@ def fit(image: Any, size: tuple[int, int]) -> Pixels:
 
 
 def bucket_sizes(resolution: tuple[int, int], section: DiffusionSection) -> list[tuple[int, int]]:
-    """The sizes (width, height) that pictures can have, sorted: multiples of the step with at most the area of the resolution."""
+    """The sizes (width, height) that pictures can have, sorted: multiples of the step with at most
+    the area of the resolution.
+    """
     if not section.buckets:
         return [resolution]
     step, area = section.bucket_step, resolution[0] * resolution[1]
@@ -535,7 +556,11 @@ def bucket_sizes(resolution: tuple[int, int], section: DiffusionSection) -> list
 def own_size(
     picture: Picture, resolution: tuple[int, int], section: DiffusionSection
 ) -> tuple[int, int] | None:
-    """The size of a picture that is not enlarged: its own, reduced to the area of the resolution, in multiples of the step. None if too small."""
+    """The size of a picture that is not enlarged: its own, reduced to the area of the resolution,
+    in multiples of the step.
+
+    None if too small.
+    """
     step = section.bucket_step
     scale = min(1.0, (resolution[0] * resolution[1] / (picture.width * picture.height)) ** 0.5)
     size = int(picture.width * scale) // step * step, int(picture.height * scale) // step * step
@@ -545,7 +570,8 @@ def own_size(
 def with_bucket(
     picture: Picture, sizes: Sequence[tuple[int, int]], resolution: tuple[int, int], section: DiffusionSection
 ) -> Picture:
-    """The picture with the size whose aspect ratio is nearest to its own, of equally near ones the larger.
+    """The picture with the size whose aspect ratio is nearest to its own, of equally near ones the
+    larger.
 
     Raises:
         BadPictureError: if it would have to be enlarged too much.

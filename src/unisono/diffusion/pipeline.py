@@ -1,6 +1,8 @@
-"""The parts of a Stable Diffusion pipeline as torch modules: encoders for the caches, and the denoiser that is trained.
+"""The parts of a Stable Diffusion pipeline as torch modules: encoders for the caches, and the
+denoiser that is trained.
 
-Letters: U pictures, C latent channels, H and W latent positions, S tokens of a caption, E width of its embeddings.
+Letters: U pictures, C latent channels, H and W latent positions, S tokens of a caption, E width of
+its embeddings.
 """
 
 import re
@@ -93,7 +95,8 @@ class PictureForward(Forward):
     def predict(
         self, noisy: torch.Tensor, timesteps: torch.Tensor, text: TextStates, time_ids: torch.Tensor
     ) -> torch.Tensor:
-        """(U, C, H, W) float32, with a gradient: what the UNet predicts for noisy latents of one size.
+        """(U, C, H, W) float32, with a gradient: what the UNet predicts for noisy latents of one
+        size.
 
         Args:
             noisy: (U, C, H, W).
@@ -125,9 +128,11 @@ class PictureForward(Forward):
 
 
 class FullAttention(torch.autograd.Function):
-    """Attention of all queries to all keys in bfloat16 on a CPU: q (B, N, D), k and v (B, M, D) → (B, N, D), for B pictures × heads.
+    """Attention of all queries to all keys in bfloat16 on a CPU: q (B, N, D), k and v (B, M, D) →
+    (B, N, D), for B pictures × heads.
 
-    The probabilities (B, N, M) are kept for the backward, in bfloat16. torch's function recomputes them, in float32, and takes 1.5 × as long.
+    The probabilities (B, N, M) are kept for the backward, in bfloat16. torch's function recomputes
+    them, in float32, and takes 1.5 × as long.
     """
 
     @staticmethod
@@ -160,7 +165,9 @@ class FullAttention(torch.autograd.Function):
 
 
 def fast_attention(kernels: Kernels) -> Any:
-    """What a UNet of diffusers calls for its attention: `FullAttention` where it can, else torch's function."""
+    """What a UNet of diffusers calls for its attention: `FullAttention` where it can, else torch's
+    function.
+    """
     from diffusers.models.attention_processor import AttnProcessor2_0
 
     class Processor(AttnProcessor2_0):
@@ -241,8 +248,11 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
 
 
 def import_diffusers() -> Any:
-    """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that import takes half the time of its own."""
-    # Who has imported diffusers before, e.g. in a notebook, has let it find bitsandbytes, and it would fail without.
+    """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that
+    import takes half the time of its own.
+    """
+    # Who has imported diffusers before, e.g. in a notebook, has let it find bitsandbytes, and it
+    # would fail without.
     with nullcontext() if "diffusers" in sys.modules else without_bitsandbytes():
         import diffusers
         from diffusers import UNet2DConditionModel  # noqa: F401 - loads the code of models and quantizers
@@ -308,8 +318,9 @@ class TextEncoding:
     def encode(self, captions: Sequence[str]) -> TextStates:
         """The embeddings of captions, as the pipeline of diffusers computes them.
 
-        A caption is cut at `max_tokens`. If these are more than 75, it is encoded in parts of 75, each between begin and end, and the UNet
-        sees one begin, all parts, and one end, as in sd-scripts. The pooled state is that of the first part.
+        A caption is cut at `max_tokens`. If these are more than 75, it is encoded in parts of 75,
+        each between begin and end, and the UNet sees one begin, all parts, and one end, as in
+        sd-scripts. The pooled state is that of the first part.
         """
         tokens = [
             token_ids(tokenizer, captions, length=token_limit(tokenizer, self.max_tokens))
@@ -347,7 +358,9 @@ class TextEncoding:
 
 
 def _final_norm(encoder: Any) -> Any:
-    """The norm after the last layer: transformers 5 has it in the encoder itself, earlier versions in `text_model`."""
+    """The norm after the last layer: transformers 5 has it in the encoder itself, earlier versions
+    in `text_model`.
+    """
     body = getattr(encoder, "text_model", encoder)
     return body.final_layer_norm
 
@@ -361,7 +374,9 @@ def text_encoding(config: RunConfig, pipeline: Pipeline, encoders: list[Any]) ->
 
 
 def token_limit(tokenizer: Any, max_tokens: int) -> int:
-    """The tokens of a caption that are read, with begin and end: `diffusion.max_tokens`, of which 75 are what any text encoder reads."""
+    """The tokens of a caption that are read, with begin and end: `diffusion.max_tokens`, of which
+    75 are what any text encoder reads.
+    """
     return max_tokens + 2 if max_tokens != _CHUNK else int(tokenizer.model_max_length)
 
 
@@ -378,9 +393,11 @@ def token_ids(tokenizer: Any, captions: Sequence[str], *, length: int) -> torch.
 
 
 def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: torch.device) -> LoadedModel:
-    """The UNet with its LoRA, and the text encoders if they are trained or captions change in each step.
+    """The UNet with its LoRA, and the text encoders if they are trained or captions change in each
+    step.
 
-    Frozen weights are in `dtype`, trained ones in float32. The caller must seed torch's global generator.
+    Frozen weights are in `dtype`, trained ones in float32. The caller must seed torch's global
+    generator.
 
     Raises:
         ModelError: if a part cannot be loaded, or no layer matches the targets.
@@ -403,7 +420,9 @@ def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: tor
 
 
 def needs_text_encoders(config: RunConfig) -> bool:
-    """Whether captions are encoded in each step: they change, or the text encoders are trained, or nothing is cached."""
+    """Whether captions are encoded in each step: they change, or the text encoders are trained, or
+    nothing is cached.
+    """
     vary = any(captions_vary(section) for section in picture_settings(config))
     return trains_text(config) or vary or not config.diffusion.cache
 
@@ -463,7 +482,9 @@ def lora_config(section: AdapterSection, names: list[str]) -> Any:
 def choose_picture_forward(
     loaded: LoadedModel, config: RunConfig, *, directory: Path, dtype: str, gradient_checkpointing: bool
 ) -> PictureForward:
-    """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product where they can."""
+    """The forward of a loaded denoiser, whose LoRA layers compute weight and adapter in one product
+    where they can.
+    """
     from unisono.model.layers import kernels_of, speed_up_lora
 
     pipeline = read_pipeline(directory)

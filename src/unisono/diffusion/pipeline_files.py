@@ -1,4 +1,8 @@
-"""The files of a Stable Diffusion pipeline in diffusers' layout: where they are, what they are, their digests. Without torch."""
+"""The files of a Stable Diffusion pipeline in diffusers' layout: where they are, what they are,
+their digests.
+
+Without torch.
+"""
 
 import hashlib
 import json
@@ -165,7 +169,9 @@ def read_pipeline(root: Path) -> Pipeline:
 
 
 def _refuse_numbers(file: Path, settings: dict[str, Any], limits: dict[str, int]) -> None:
-    """Refuses numbers, alone or in a list, for which far more memory would be taken than the weights need."""
+    """Refuses numbers, alone or in a list, for which far more memory would be taken than the
+    weights need.
+    """
     for name, most in limits.items():
         value = settings.get(name)
         for number in value if isinstance(value, list) else [value]:

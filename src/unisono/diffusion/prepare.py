@@ -1,7 +1,9 @@
-"""From a config to a DataSummary of pictures: folders, captions, buckets, caches, and a table whose rows are pictures.
+"""From a config to a DataSummary of pictures: folders, captions, buckets, caches, and a table whose
+rows are pictures.
 
-The table is a token table: a row's tokens are those of its caption, its `length` is the number of its latent positions, and a sequence is one use
-of a picture in an epoch. `pictures.json` beside it has what a rank needs to load each picture.
+The table is a token table: a row's tokens are those of its caption, its `length` is the number of
+its latent positions, and a sequence is one use of a picture in an epoch. `pictures.json` beside it
+has what a rank needs to load each picture.
 """
 
 import hashlib
@@ -99,7 +101,8 @@ class Folder:
 
 
 def folders_of(config: RunConfig, pipeline: Pipeline) -> list[Folder]:
-    """The folders in the order in which they are numbered: for training, the regularization pictures of `diffusion.prior`, for evaluation.
+    """The folders in the order in which they are numbered: for training, the regularization
+    pictures of `diffusion.prior`, for evaluation.
 
     Raises:
         ConfigError: if latents have no such size.
@@ -148,10 +151,12 @@ def _resolution(
 
 
 def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> Rows:
-    """All pictures with their captions and buckets, the split, and the order of uses before it is shuffled.
+    """All pictures with their captions and buckets, the split, and the order of uses before it is
+    shuffled.
 
     Raises:
-        DataError: if a folder is missing, a picture is bad and `data.on_bad_row` is error, or nothing is left.
+        DataError: if a folder is missing, a picture is bad and `data.on_bad_row` is error, or
+            nothing is left.
     """
     need_pillow()
     folders = folders_of(config, pipeline)
@@ -172,7 +177,10 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
             "no picture is left to train on",
             where="data.train",
             why=_reasons(every.lost) or "there is no picture in the folder",
-            fix="put pictures into a folder such as 4_name, each with a caption in a .txt file of the same name",
+            fix=(
+                "put pictures into a folder such as 4_name, each with a caption in a .txt file of the same"
+                " name"
+            ),
         )
     resolutions = [folder.resolution for folder in folders]
     return Rows(
@@ -253,7 +261,9 @@ def _split(every: Found, folders: list[Folder], config: RunConfig) -> tuple[list
 
 
 def _held(share: float, count: int) -> int:
-    """How many of a source's pictures are held out: at least one, and not the only one unless it is all of them."""
+    """How many of a source's pictures are held out: at least one, and not the only one unless it is
+    all of them.
+    """
     return count if share == 1 else min(count - 1, max(1, round(share * count))) if share and count else 0
 
 
@@ -292,7 +302,9 @@ def _reasons(lost: Sequence[Lost]) -> str:
 
 
 def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests) -> str:
-    """The digest of what computes embeddings: the files, and the tokenizers as transformers loads them, which changes with its version."""
+    """The digest of what computes embeddings: the files, and the tokenizers as transformers loads
+    them, which changes with its version.
+    """
     section = config.diffusion
     traits = [traits_of(tokenizer) for tokenizer in load_tokenizers(pipeline)]
     found = digest_parts({"files": digests.text, "tokenizers": json.dumps(traits, sort_keys=True)})
@@ -302,7 +314,9 @@ def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests)
 def fill_caches(
     config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
 ) -> tuple[dict[Path, int], int, int]:
-    """Computes the latents and embeddings that are missing; gives the digest of each file of latents, how many were computed, and bytes on disk."""
+    """Computes the latents and embeddings that are missing; gives the digest of each file of
+    latents, how many were computed, and bytes on disk.
+    """
     pictures = rows.train + rows.eval
     if not config.diffusion.cache:
         return {}, 0, 0
@@ -374,7 +388,8 @@ def prepare_pictures(
     report: Reporter,
     ledger: Path | None = None,
 ) -> DataSummary:
-    """The summary of a config's pictures; afterwards their table is in the cache, with the caches that the config asks for.
+    """The summary of a config's pictures; afterwards their table is in the cache, with the caches
+    that the config asks for.
 
     Raises:
         DataError: if pictures are refused.
@@ -409,9 +424,11 @@ def prepare_pictures(
     reason = (
         "nothing is cached: latents and embeddings are computed in each step"
         if not config.diffusion.cache
-        else f"{computed} latents and embeddings were computed, {show_bytes(size)} on disk"
-        if computed
-        else f"the same pictures, captions and encoders as before, {show_bytes(size)} on disk"
+        else (
+            f"{computed} latents and embeddings were computed, {show_bytes(size)} on disk"
+            if computed
+            else f"the same pictures, captions and encoders as before, {show_bytes(size)} on disk"
+        )
     )
     return DataSummary(
         cache_dir=str(directory),
@@ -432,7 +449,9 @@ def prepare_pictures(
 
 
 def _accounted(rows: Rows) -> list[Any]:
-    """What only the ledger has: the files that are not used, and the lines of captions that are not read."""
+    """What only the ledger has: the files that are not used, and the lines of captions that are not
+    read.
+    """
     lost = [[one.name, one.what, one.why] for one in rows.found.lost]
     return [lost, [picture.unread_lines for picture in rows.train + rows.eval]]
 
@@ -478,17 +497,19 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
     if cut:
         first = cuts[rows.longest_caption(cut[0])]
         found.append(
-            f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text encoder reads {first.read};"
-            " diffusion.max_tokens can be 75, 150 or 225"
+            f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text"
+            f" encoder reads {first.read}; diffusion.max_tokens can be 75, 150 or 225"
         )
     if long:
         found.append(
-            f"{len(long)} caption files have more than one line, and only the first is read, as in sd-scripts, e.g. of {long[0].name}"
+            f"{len(long)} caption files have more than one line, and only the first is read, as in"
+            f" sd-scripts, e.g. of {long[0].name}"
         )
     if partly:
         found.append(
-            f"{len(partly)} captions have more than one line; as in sd-scripts caption_prefix is before the first one only, and caption_suffix"
-            f" after the last one: write them into each line, e.g. of {partly[0].name}"
+            f"{len(partly)} captions have more than one line; as in sd-scripts caption_prefix is before the"
+            " first one only, and caption_suffix after the last one: write them into each line, e.g. of"
+            f" {partly[0].name}"
         )
     return found
 
@@ -522,7 +543,9 @@ def _varied(section: DiffusionSection, usual: DiffusionSection) -> dict[str, Any
 def _latents_of(
     picture: Picture, places: Places, digests: dict[Path, int], *, has_flipped: bool
 ) -> dict[str, int]:
-    """The digests of a picture's latents, and of those of the mirrored one; 0 where they are not cached."""
+    """The digests of a picture's latents, and of those of the mirrored one; 0 where they are not
+    cached.
+    """
     views = {"latent": False, "flipped": True} if has_flipped else {"latent": False}
     return {
         name: digests.get(places.latents(picture.digest, picture.size, flipped=flipped), 0)
@@ -531,7 +554,9 @@ def _latents_of(
 
 
 def _entry(picture: Picture, latents: dict[str, int]) -> dict[str, Any]:
-    """What a rank needs to load a picture; the order of its keys is that of earlier versions, and its digest is theirs."""
+    """What a rank needs to load a picture; the order of its keys is that of earlier versions, and
+    its digest is theirs.
+    """
     written = {"written": picture.written} if picture.written != picture.caption else {}
     return written | {
         "digest": picture.digest,
@@ -667,7 +692,10 @@ def _write_ledger(
 
 
 def _total_steps(config: RunConfig, *, sequences: int) -> int:
-    """The steps of the duration, or with `batch.per_rank` its sequences. `sequences` are those of an epoch."""
+    """The steps of the duration, or with `batch.per_rank` its sequences.
+
+    `sequences` are those of an epoch.
+    """
     duration = Duration.parse(config.duration)
     if duration.unit == "steps":
         return int(duration.amount)

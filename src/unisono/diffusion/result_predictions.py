@@ -1,6 +1,8 @@
-"""What an image model predicts for fixed inputs, by which its LoRA files are compared with the model that was trained when they are loaded again.
+"""What an image model predicts for fixed inputs, by which its LoRA files are compared with the
+model that was trained when they are loaded again.
 
-Letters: C latent channels, S tokens of a caption, E width of its embeddings, P width of SDXL's pooled state.
+Letters: C latent channels, S tokens of a caption, E width of its embeddings, P width of SDXL's
+pooled state.
 """
 
 from collections.abc import Sequence
@@ -23,10 +25,12 @@ _TIME_IDS = 6
 
 @dataclass(frozen=True)
 class ResultPredictions(ResultOutputs):
-    """The noise that a UNet predicts at a few timesteps, and the states of text encoders, each for inputs that its config determines.
+    """The noise that a UNet predicts at a few timesteps, and the states of text encoders, each for
+    inputs that its config determines.
 
     Attributes:
-        outputs: of the UNet, (1, C, 16, 16) for each timestep; then of each text encoder, (1, S, E).
+        outputs: of the UNet, (1, C, 16, 16) for each timestep; then of each text encoder, (1, S,
+            E).
         text_encoders: their names.
     """
 
@@ -39,9 +43,11 @@ class ResultPredictions(ResultOutputs):
         """Computes them.
 
         Args:
-            model: has the attribute `unet`, and those that `text_encoders` names: our denoiser, or a pipeline of diffusers.
+            model: has the attribute `unet`, and those that `text_encoders` names: our denoiser, or
+                a pipeline of diffusers.
             dtype: of the computation.
-            text_encoders: e.g. `text_encoder_2`; the UNet does not depend on them, as its inputs are fixed.
+            text_encoders: e.g. `text_encoder_2`; the UNet does not depend on them, as its inputs
+                are fixed.
         """
         with torch.no_grad():
             found = [_predict(model.unet, timestep) for timestep in _TIMESTEPS]

@@ -1,7 +1,9 @@
-"""A whole Stable Diffusion model in one `.safetensors` file of the original layout: converted once, into the cache, to a pipeline of diffusers.
+"""A whole Stable Diffusion model in one `.safetensors` file of the original layout: converted once,
+into the cache, to a pipeline of diffusers.
 
-diffusers maps the names of tensors, as in its `from_single_file`; the configs, which it would download, are made from the shapes of the tensors.
-What such a file does not have is its tokenizer. Only the conversion needs torch.
+diffusers maps the names of tensors, as in its `from_single_file`; the configs, which it would
+download, are made from the shapes of the tensors. What such a file does not have is its tokenizer.
+Only the conversion needs torch.
 """
 
 import shutil
@@ -30,7 +32,9 @@ from unisono.plan.run_plan import ModelFacts
 from unisono.text import library_words
 
 TOKENIZER = "openai/clip-vit-large-patch14"
-"""The hub id whose vocabulary all Stable Diffusion models use, as sd-scripts does; a single file has no tokenizer."""
+"""The hub id whose vocabulary all Stable Diffusion models use, as sd-scripts does; a single file
+has no tokenizer.
+"""
 
 _TOKENIZER_FILES = (
     "vocab.json",
@@ -45,7 +49,9 @@ _CLIP = {
     True: "conditioner.embedders.0.transformer.text_model.",
 }
 _OPEN_CLIP = {False: "cond_stage_model.model.", True: "conditioner.embedders.1.model."}
-"""Text encoders of OpenAI's CLIP (1.x and the first of SDXL) and of OpenCLIP (2.x and the second of SDXL), by whether it is SDXL."""
+"""Text encoders of OpenAI's CLIP (1.x and the first of SDXL) and of OpenCLIP (2.x and the second of
+SDXL), by whether it is SDXL.
+"""
 _UNREAD = ("position_ids", "logit_scale")
 _HEAD = 64  # width of an attention head, but for the UNet of 1.x, which has eight heads
 _CONVERSION = 1
@@ -61,7 +67,8 @@ def single_file(config: RunConfig) -> Path | None:
 
 
 def is_whole_model(file: Path) -> bool:
-    """Whether a safetensors file has parts of a whole model in the original layout; a LoRA has none.
+    """Whether a safetensors file has parts of a whole model in the original layout; a LoRA has
+    none.
 
     Raises:
         ModelError: if it is not a safetensors file.
@@ -70,7 +77,8 @@ def is_whole_model(file: Path) -> bool:
 
 
 def tokenizer_of_file(named: str | None) -> Path:
-    """The directory of the tokenizer for a single file: `model.tokenizer`, else that of CLIP in the hub's cache or on the hub.
+    """The directory of the tokenizer for a single file: `model.tokenizer`, else that of CLIP in the
+    hub's cache or on the hub.
 
     Raises:
         ModelError: if there is none.
@@ -87,12 +95,16 @@ def tokenizer_of_file(named: str | None) -> Path:
             "the tokenizer of the model is missing",
             where="model.tokenizer",
             why=f"a single file has none, and {error.problems[0].what}: {error.problems[0].why}",
-            fix="set model.tokenizer to a directory with vocab.json and merges.txt of CLIP, or to a pipeline of the same kind of model",
+            fix=(
+                "set model.tokenizer to a directory with vocab.json and merges.txt of CLIP, or to a pipeline"
+                " of the same kind of model"
+            ),
         ) from error
 
 
 def open_files(config: RunConfig, *, cache_dir: Path) -> tuple[Pipeline, ModelFacts, PipelineDigests]:
-    """The pipeline of a config with its figures and digests; a single file is converted unless that has been done before.
+    """The pipeline of a config with its figures and digests; a single file is converted unless that
+    has been done before.
 
     Raises:
         ModelError: if there is none, or it cannot be read or converted.
@@ -113,7 +125,8 @@ def open_files(config: RunConfig, *, cache_dir: Path) -> tuple[Pipeline, ModelFa
 def open_single_file(
     file: Path, *, tokenizer: str | None, prediction: str, cache_dir: Path
 ) -> tuple[Pipeline, ModelFacts, PipelineDigests]:
-    """The pipeline of a single file with its figures and digests; it is converted unless that has been done before.
+    """The pipeline of a single file with its figures and digests; it is converted unless that has
+    been done before.
 
     Args:
         file: the safetensors file.
@@ -161,8 +174,10 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
     found = {
         "v1": _CLIP[False] + "embeddings.token_embedding.weight" in shapes,
         "v2": _OPEN_CLIP[False] + "token_embedding.weight" in shapes,
-        "xl": _OPEN_CLIP[True] + "token_embedding.weight" in shapes
-        and _CLIP[True] + "embeddings.token_embedding.weight" in shapes,
+        "xl": (
+            _OPEN_CLIP[True] + "token_embedding.weight" in shapes
+            and _CLIP[True] + "embeddings.token_embedding.weight" in shapes
+        ),
     }
     lacks = [
         word
@@ -176,8 +191,10 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
         raise ModelError.of(
             f"{file.name} is not a whole Stable Diffusion model: it has no {' and no '.join(lacks)}",
             where=str(file),
-            why="single files are read in the original layout of Stable Diffusion 1.x, 2.x and SDXL; a LoRA, a part of a model, FLUX and"
-            " Stable Diffusion 3 are not such a file",
+            why=(
+                "single files are read in the original layout of Stable Diffusion 1.x, 2.x and SDXL; a LoRA,"
+                " a part of a model, FLUX and Stable Diffusion 3 are not such a file"
+            ),
             fix="use the complete checkpoint, or the directory of a pipeline of diffusers",
         )
     return next(kind for kind, is_it in found.items() if is_it)
@@ -192,14 +209,19 @@ def _prediction_of(named: str, file: Path, shapes: Shapes) -> str:
         raise ModelError.of(
             f"{file.name} does not show what its UNet predicts",
             where="diffusion.prediction",
-            why="the files of Stable Diffusion 2.x with 512 pixels (epsilon) and 768 pixels (v) have the same shapes",
+            why=(
+                "the files of Stable Diffusion 2.x with 512 pixels (epsilon) and 768 pixels (v) have the same"
+                " shapes"
+            ),
             fix="set diffusion.prediction to epsilon, or to v_prediction",
         )
     return "epsilon"
 
 
 def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: str, prediction: str) -> None:
-    """Writes the pipeline of a single file; its configs come from the shapes, the mapping of names is diffusers'."""
+    """Writes the pipeline of a single file; its configs come from the shapes, the mapping of names
+    is diffusers'.
+    """
     import torch
 
     from unisono.diffusion.pipeline import import_diffusers, quiet
@@ -243,7 +265,10 @@ def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: 
             f"{file.name} cannot be converted to a pipeline of diffusers",
             where=str(file),
             why=library_words(error, library="diffusers"),
-            fix="check the file, or convert it with diffusers: pipeline.from_single_file(…).save_pretrained(…)",
+            fix=(
+                "check the file, or convert it with diffusers:"
+                " pipeline.from_single_file(…).save_pretrained(…)"
+            ),
         ) from error
     pipeline = read_pipeline(temporary)
     _refuse_lost_values(file, shapes, pipeline)
@@ -285,7 +310,9 @@ def _refuse_lost_values(file: Path, shapes: Shapes, pipeline: Pipeline) -> None:
 
 
 def _is_unread(name: str) -> bool:
-    """Whether no pipeline has this tensor; Stable Diffusion 2.x does not use the last of 24 layers, nor the projection."""
+    """Whether no pipeline has this tensor; Stable Diffusion 2.x does not use the last of 24 layers,
+    nor the projection.
+    """
     unused = (_OPEN_CLIP[False] + "transformer.resblocks.23.", _OPEN_CLIP[False] + "text_projection")
     return name.endswith(_UNREAD) or name.startswith(unused)
 
@@ -436,7 +463,9 @@ def _text_config(
 
 
 def _scheduler_config(kind: str, prediction: str, *, zero_snr: bool) -> tuple[str, dict[str, Any]]:
-    """The noise schedule of all Stable Diffusion models, with the sampler that the pipelines on the hub have."""
+    """The noise schedule of all Stable Diffusion models, with the sampler that the pipelines on the
+    hub have.
+    """
     name = {"v1": "PNDMScheduler", "v2": "DDIMScheduler", "xl": "EulerDiscreteScheduler"}[kind]
     own = {
         "v1": {"skip_prk_steps": True, "set_alpha_to_one": False},

@@ -1,1 +1,3 @@
-"""Checks before a start whether training will work on this machine and between nodes, and prints the fix for each problem."""
+"""Checks before a start whether training will work on this machine and between nodes, and prints
+the fix for each problem.
+"""

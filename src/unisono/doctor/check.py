@@ -1,4 +1,6 @@
-"""What a check of doctor is and judges: its request, a finding, the surroundings, and this node's report to which agreement's rules apply."""
+"""What a check of doctor is and judges: its request, a finding, the surroundings, and this node's
+report to which agreement's rules apply.
+"""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +51,8 @@ class DoctorRequest:
         head: address of node 0.
         hosts: `--hosts` as typed: this machine, and those on which it starts doctor over SSH.
         join_timeout_s: how long the nodes wait for each other.
-        ladder: whether a real collective runs, and if it fails, runs again with one setting after the other.
+        ladder: whether a real collective runs, and if it fails, runs again with one setting after
+            the other.
         debug_comm: whether the libraries' logs of that collective are kept.
         end_orphans: whether orphaned ranks of earlier runs are killed.
         launcher: `--launcher` as typed.
@@ -109,7 +112,8 @@ class DoctorRequest:
     def command_words(
         self, config: str | None, *, resolved: bool = False
     ) -> tuple[tuple[str, ...], dict[str, object]]:
-        """The same doctor command for a different node: words of `unisono`, and options by name; options of None are omitted.
+        """The same doctor command for a different node: words of `unisono`, and options by name;
+        options of None are omitted.
 
         Args:
             config: path of the config on that node; None: no config.
@@ -148,7 +152,8 @@ class Check:
         id: stable, `AREA.NAME`: `system.shm`.
         title: what is checked, in a few words.
         why: what goes wrong in training if the check fails, one sentence.
-        how: how the check works, and what makes it pass, warn, fail or unknown; for the reference page.
+        how: how the check works, and what makes it pass, warn, fail or unknown; for the reference
+            page.
         causes: ids of the causes that it prevents.
     """
 
@@ -169,7 +174,8 @@ class Finding:
     """Result of a check; a check may have several findings, one per problem.
 
     Attributes:
-        status: fail: a run would fail or misbehave; warn: it would run with a drawback; unknown: could not be checked.
+        status: fail: a run would fail or misbehave; warn: it would run with a drawback; unknown:
+            could not be checked.
         evidence: the observed value in one line; further lines are rows of a table.
         fix: what to type, the best first; empty if nothing needs to be done.
         where: the node concerned, in a job of several nodes: `node 1 (b)`; empty: this machine.
@@ -189,14 +195,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Input of all checks; `doctor.check.read_surroundings` reads it once. Anything else a check reads goes through `probes`.
+    """Input of all checks; `doctor.check.read_surroundings` reads it once.
+
+    Anything else a check reads goes through `probes`.
 
     Tests put recorded answers into the request's probes, and variables into the environment.
 
     Attributes:
         request: config, nodes, devices, ladder and the other options.
-        local_node: machine (cores, memory, accelerators), environment, topology, and the devices of this node's ranks.
-        report: this node's report for agreement: limits, interfaces, versions, settings, output_dir …
+        local_node: machine (cores, memory, accelerators), environment, topology, and the devices of
+            this node's ranks.
+        report: this node's report for agreement: limits, interfaces, versions, settings, output_dir
+            …
         loaded: the config, its paths absolute; None without CONFIG.
     """
 
@@ -222,11 +232,15 @@ class Surroundings:
 
 
 CheckFunction = Callable[[Surroundings], list[Finding]]
-"""Makes the findings of a check; areas run concurrently, in threads. An exception is a bug of unisono."""
+"""Makes the findings of a check; areas run concurrently, in threads. An exception is a bug of
+unisono.
+"""
 
 
 def findings_of(value: object) -> list[Finding]:
-    """Findings of a different machine or process, from doctor's JSON; invalid entries are dropped."""
+    """Findings of a different machine or process, from doctor's JSON; invalid entries are
+    dropped.
+    """
     read = []
     for one in value.get("checks") or [] if isinstance(value, dict) else []:
         with contextlib.suppress(KeyError, TypeError):
@@ -259,7 +273,8 @@ class LocalRun:
     """The config to check, and this node's resources for it.
 
     Attributes:
-        loaded: the given config with absolute paths; without CONFIG the defaults, with output below `runs`.
+        loaded: the given config with absolute paths; without CONFIG the defaults, with output below
+            `runs`.
         given: whether a config was given.
     """
 

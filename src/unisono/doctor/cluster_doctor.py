@@ -1,4 +1,6 @@
-"""`unisono doctor --launcher`: the checks run on nodes that Slurm or Ray allocates; node 0's table comes back here."""
+"""`unisono doctor --launcher`: the checks run on nodes that Slurm or Ray allocates; node 0's table
+comes back here.
+"""
 
 import os
 import re
@@ -32,14 +34,19 @@ from unisono.supervise.task_process import refusal, run_task
 from unisono.text import one_line, plain
 
 OnLine = Callable[[int | None, bytes], None]
-"""Called with the number of the task that printed a line (None: srun itself), and the line; srun splits longer lines into pieces of 1 KiB."""
+"""Called with the number of the task that printed a line (None: srun itself), and the line; srun
+splits longer lines into pieces of 1 KiB.
+"""
 
 _LABEL = re.compile(rb"^ *(\d{1,9}): ?")
 _PATIENCE_S = 10.0
 
 
 class SrunStep:
-    """A step in this allocation, or in one that srun requests. As a context manager it ends all of its tasks."""
+    """A step in this allocation, or in one that srun requests.
+
+    As a context manager it ends all of its tasks.
+    """
 
     def __init__(
         self,
@@ -144,7 +151,9 @@ _DISAGREE = 3
 
 
 def read_answer(line: str) -> dict[str, Any] | None:
-    """The JSON object of a line of doctor's output: its checks, or its refusal; None for any other line."""
+    """The JSON object of a line of doctor's output: its checks, or its refusal; None for any other
+    line.
+    """
     try:
         body = parse_json(line)
     except ValueError:
@@ -215,7 +224,9 @@ def examine_on_ray(request: DoctorRequest) -> Examination:
 
 
 def _ray_words(request: DoctorRequest) -> list[str | None]:
-    """Command words of each node's `unisono`; null stands for its config, which contains the overrides."""
+    """Command words of each node's `unisono`; null stands for its config, which contains the
+    overrides.
+    """
     words, options = request.command_words(None, resolved=True)
     config = [None] if request.config_path is not None else []
     return ["--json", *words, *config, *option_args(options)]
@@ -316,7 +327,9 @@ class _StepOutput:
             self.printed += piece
 
     def talk(self, task: int | None, line: bytes) -> None:
-        """A line of stderr: those of node 0 and srun are shown, except how a task ended, which the result says better."""
+        """A line of stderr: those of node 0 and srun are shown, except how a task ended, which the
+        result says better.
+        """
         text = line.decode("utf-8", "replace")
         if task not in (None, 0) or not text.strip() or _EXIT_LINE.match(text):
             return
@@ -328,7 +341,8 @@ def examine_with_launcher(request: DoctorRequest) -> Examination:
     """Runs doctor with the launcher of the request.
 
     Raises:
-        UnisonoError: as `examine`; or if an option belongs to a different launcher, or its cluster cannot provide the nodes.
+        UnisonoError: as `examine`; or if an option belongs to a different launcher, or its cluster
+            cannot provide the nodes.
     """
     refuse_contradictions(request.training)
     if request.debug_comm and not request.ladder:
@@ -336,7 +350,11 @@ def examine_with_launcher(request: DoctorRequest) -> Examination:
             "--debug-comm keeps the libraries' logs of the collectives of --ladder",
             where="command line",
             why="without --ladder doctor reports only the outcome of a collective",
-            fix=f"unisono doctor --ladder --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other options as they are",
+            fix=(
+                "unisono doctor --ladder"
+                f" --debug-comm{'' if request.nproc is None else f' --nproc {request.nproc}'}, with the other"
+                " options as they are"
+            ),
         )
     if request.launcher == "slurm":
         return _redacted_examination(examine_on_slurm(request))

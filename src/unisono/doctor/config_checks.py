@@ -1,4 +1,6 @@
-"""Checks of what a run with this config needs: model, data, memory, disk, packages, the hub; and whether it may start."""
+"""Checks of what a run with this config needs: model, data, memory, disk, packages, the hub; and
+whether it may start.
+"""
 
 import re
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ HUB = Check(
     "config.hub",
     "the Hub, if this run needs it",
     "a model or data set that cannot be downloaded fails the start, perhaps on one node only",
-    "Only if the config names a model, tokenizer or data set by its Hub id: whether it is in the cache, whether offline mode is on, whether the Hub responds within two"
-    " seconds, and whether there is a token (never shown). Warns at most.",
+    "Only if the config names a model, tokenizer or data set by its Hub id: whether it is in the cache,"
+    " whether offline mode is on, whether the Hub responds within two seconds, and whether there is a token"
+    " (never shown). Warns at most.",
     ("hub_unreachable", "gated_model"),
 )
 
@@ -46,7 +49,10 @@ def check_hub(facts: Surroundings) -> list[Finding]:
 
 
 def hub_ids(config: RunConfig) -> list[tuple[str, str]]:
-    """Kind and id of everything that the config names by Hub id. Paths, URLs and built-in models are not on the Hub."""
+    """Kind and id of everything that the config names by Hub id.
+
+    Paths, URLs and built-in models are not on the Hub.
+    """
     models = [name for name in (config.model.path, config.model.tokenizer) if name and _is_id(name)]
     sources = [section.path for _, section in sources_of(config.data)]
     return [("models", name) for name in models] + [("datasets", name) for name in sources if _is_id(name)]
@@ -63,7 +69,10 @@ def _is_id(name: str) -> bool:
 def judge_hub(
     named: list[tuple[str, str]], missing: list[tuple[str, str]], known: Hub, answer: str, *, cache: Path
 ) -> Finding:
-    """The finding on the Hub. Pure. `answer`: why the Hub does not respond; empty if it does or was not contacted."""
+    """The finding on the Hub.
+
+    Pure. `answer`: why the Hub does not respond; empty if it does or was not contacted.
+    """
     token = f"there is a token ({known.token})" if known.token else "there is no token"
     names = ", ".join(name for _, name in missing)
     if not named:
@@ -93,7 +102,8 @@ def judge_hub(
         return found(
             HUB,
             "pass",
-            f"{names}: to be downloaded from {known.endpoint}, which responds; {token}, which gated and private repositories need",
+            f"{names}: to be downloaded from {known.endpoint}, which responds; {token}, which gated and"
+            " private repositories need",
         )
     return found(HUB, "pass", f"{names}: to be downloaded from {known.endpoint}, which responds; {token}")
 
@@ -101,41 +111,51 @@ def judge_hub(
 START = Check(
     "config.start",
     "whether this run may start",
-    "a start is refused if output_dir contains a finished run, a different run or other files, or if another process holds its lock",
-    "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix. Warns if a live process holds the run, or if the run there is finished: then nothing is wrong with this machine.",
+    "a start is refused if output_dir contains a finished run, a different run or other files, or if another"
+    " process holds its lock",
+    "The first decision of `unisono train`: a new run, a resumed one, or a refusal, which fails with the fix."
+    " Warns if a live process holds the run, or if the run there is finished: then nothing is wrong with this"
+    " machine.",
 )
 MODEL = Check(
     "config.model",
     "the model and its tokenizer",
-    "a missing file, or a config and weights of different models, fails the start on the first node that reads them",
-    "Everything that a start reads: config.json, the shapes of the weights, the tokenizer. Fails, with all problems.",
+    "a missing file, or a config and weights of different models, fails the start on the first node that"
+    " reads them",
+    "Everything that a start reads: config.json, the shapes of the weights, the tokenizer. Fails, with all"
+    " problems.",
     ("model_path_missing", "tokenizer_mismatch"),
 )
 DATA = Check(
     "config.data",
     "the rows",
-    "an unreadable row, a row that is too long, or a template that masks all tokens is found now rather than after the wait in a queue",
-    "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails, with all problems.",
+    "an unreadable row, a row that is too long, or a template that masks all tokens is found now rather than"
+    " after the wait in a queue",
+    "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails,"
+    " with all problems.",
 )
 MEMORY = Check(
     "config.memory",
     "memory of a rank",
     "a rank runs out of memory at its longest batch, usually not the first",
-    "The plan's estimate of weights, state, activations and loss, compared with the free memory of the rank's device. Warns above 90 %, fails above 100 %.",
+    "The plan's estimate of weights, state, activations and loss, compared with the free memory of the rank's"
+    " device. Warns above 90 %, fails above 100 %.",
     ("cuda_oom", "host_oom_killed"),
 )
 DISK = Check(
     "config.disk",
     "disk for checkpoints",
     "a full disk loses the checkpoint being written, and ends the run",
-    "Maximum size of (keep + 2) checkpoints and the final weights, compared with free space in output_dir. Warns above 90 %, fails above 100 %.",
+    "Maximum size of (keep + 2) checkpoints and the final weights, compared with free space in output_dir."
+    " Warns above 90 %, fails above 100 %.",
     ("disk_full",),
 )
 PACKAGES = Check(
     "config.packages",
     "packages that this run needs",
     "a missing package for one option fails only when that option is first used",
-    "The packages for `track`, `model.quantize` and images, the storage's package for `checkpoint.storage` and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
+    "The packages for `track`, `model.quantize` and images, the storage's package for `checkpoint.storage`"
+    " and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
 CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
@@ -239,10 +259,19 @@ def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Findin
             findings.append(found(other, "unknown", f"not checked completely: {what} failed first"))
         return findings
     model, train = prepared.plan.model, prepared.plan.data.train
-    text = f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters, {show_bytes(model.weight_bytes)}"
-    rows = f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} of them trained on; {prepared.plan.total_steps:,} steps"
+    text = (
+        f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters,"
+        f" {show_bytes(model.weight_bytes)}"
+    )
+    rows = (
+        f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)}"
+        f" of them trained on; {prepared.plan.total_steps:,} steps"
+    )
     if model.is_picture_model:
-        rows = f"{show_count(train.rows)} pictures, {show_count(train.sequences)} uses an epoch; {prepared.plan.total_steps:,} steps"
+        rows = (
+            f"{show_count(train.rows)} pictures, {show_count(train.sequences)} uses an epoch;"
+            f" {prepared.plan.total_steps:,} steps"
+        )
     return [found(MODEL, "pass", text), found(DATA, "pass", rows)]
 
 
@@ -269,7 +298,10 @@ def _memory_and_disk(facts: Surroundings, prepared: _PreparedRun) -> list[Findin
 def judge_memory(plan: RunPlan) -> Finding:
     """Pure."""
     need, free = plan.memory.total, plan.device.memory_bytes
-    parts = f"weights {show_bytes(plan.memory.weights)}, state {show_bytes(plan.memory.trainable)}, activations {show_bytes(plan.memory.activations)}, loss {show_bytes(plan.memory.loss_head)}"
+    parts = (
+        f"weights {show_bytes(plan.memory.weights)}, state {show_bytes(plan.memory.trainable)}, activations"
+        f" {show_bytes(plan.memory.activations)}, loss {show_bytes(plan.memory.loss_head)}"
+    )
     text = f"about {show_bytes(need)} per rank ({parts}); {show_bytes(free)} free on {plan.device.name}"
     if need <= _TIGHT * free:
         return found(MEMORY, "pass", text)

@@ -32,49 +32,57 @@ SEEN = Check(
     "devices.seen",
     "visible and physical devices",
     "a rank without its device fails at once, and a device that fails ends the whole job",
-    "NVML's list (nvidia-ml-py) is compared with the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also if a device on the bus is not assigned to this container or job."
-    " FAIL: the driver cannot be used, a listed device does not respond, or one has fallen off the bus (Xid 79 in the kernel log)."
-    " UNKNOWN: there is NVIDIA hardware but no nvidia-ml-py, or the driver has not responded for 30 s.",
+    "NVML's list (nvidia-ml-py) is compared with the PCI bus and CUDA_VISIBLE_DEVICES. PASS: also if a device"
+    " on the bus is not assigned to this container or job. FAIL: the driver cannot be used, a listed device"
+    " does not respond, or one has fallen off the bus (Xid 79 in the kernel log). UNKNOWN: there is NVIDIA"
+    " hardware but no nvidia-ml-py, or the driver has not responded for 30 s.",
     ("gpu_fell_off", "no_cuda_build"),
 )
 LINKS = Check(
     "devices.links",
     "links between devices",
     "two devices without a direct link send every gradient through host memory, at a fraction of the speed",
-    "Topology, NVLinks and peer access of each pair of devices from NVML; the transport that NCCL is expected to use follows its own rule"
-    " (NCCL_P2P_LEVEL, processor vendor). FAIL: NVLink without peer access. WARN: a setting prevents a faster link, or PCIe"
-    " switches redirect the traffic to the host (ACS in the bridges' registers, which only root can read): slow, and may hang with an IOMMU.",
+    "Topology, NVLinks and peer access of each pair of devices from NVML; the transport that NCCL is expected"
+    " to use follows its own rule (NCCL_P2P_LEVEL, processor vendor). FAIL: NVLink without peer access. WARN:"
+    " a setting prevents a faster link, or PCIe switches redirect the traffic to the host (ACS in the"
+    " bridges' registers, which only root can read): slow, and may hang with an IOMMU.",
     ("p2p_blocked",),
 )
 SELECTION = Check(
     "devices.selection",
     "the selected devices",
-    "with devices on different sockets, of several types or in use by others, the slowest pair slows down all ranks",
-    "All selections of the same number of devices, each as large and as new as the selected ones, are compared: errors, memory in use, MIG, types, transport between each pair, NUMA nodes, gaps."
-    " In a Slurm job, only the devices of the job are considered. WARN: a different selection is better; the finding lists it.",
+    "with devices on different sockets, of several types or in use by others, the slowest pair slows down all"
+    " ranks",
+    "All selections of the same number of devices, each as large and as new as the selected ones, are"
+    " compared: errors, memory in use, MIG, types, transport between each pair, NUMA nodes, gaps. In a Slurm"
+    " job, only the devices of the job are considered. WARN: a different selection is better; the finding"
+    " lists it.",
     ("device_mismatch", "duplicate_gpu"),
 )
 MEMORY = Check(
     "devices.memory",
     "device memory in use",
     "if a forgotten process holds memory, the run fails with `out of memory` at the longest batch",
-    "NVML's list of processes on each selected device. WARN: more than a tenth is in use. FAIL: more than half, or the device allows one process"
-    " and already has one.",
+    "NVML's list of processes on each selected device. WARN: more than a tenth is in use. FAIL: more than"
+    " half, or the device allows one process and already has one.",
     ("cuda_oom", "stale_process"),
 )
 HEALTH = Check(
     "devices.health",
     "device errors",
     "a device with memory errors computes wrong results or ends the job after hours",
-    "ECC counts, retired pages and rows, clock throttle reasons, NVLinks and the NVSwitch fabric from NVML; Xid errors of the last day from the"
-    " kernel log. FAIL: a serious error on a selected device; WARN: other errors.",
+    "ECC counts, retired pages and rows, clock throttle reasons, NVLinks and the NVSwitch fabric from NVML;"
+    " Xid errors of the last day from the kernel log. FAIL: a serious error on a selected device; WARN: other"
+    " errors.",
     ("ecc_error", "gpu_fell_off"),
 )
 DRIVER = Check(
     "devices.driver",
     "driver, CUDA and torch",
-    "a torch that is too new for the driver, or too old for the device, fails at the first tensor on the device",
-    "The driver's newest CUDA (NVML), the CUDA that torch was built for (from its files, without import) and the devices' compute capability.",
+    "a torch that is too new for the driver, or too old for the device, fails at the first tensor on the"
+    " device",
+    "The driver's newest CUDA (NVML), the CUDA that torch was built for (from its files, without import) and"
+    " the devices' compute capability.",
     ("driver_too_old", "cuda_arch_unsupported", "no_cuda_build"),
 )
 SLICES = Check(
@@ -86,14 +94,17 @@ SLICES = Check(
 PROCESSOR = Check(
     "devices.processor",
     "processors",
-    "idle cores, and ranks that access memory of a different socket, cost half of the speed without a message",
-    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Only if ranks run on the CPU. WARN: half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
+    "idle cores, and ranks that access memory of a different socket, cost half of the speed without a"
+    " message",
+    "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Only if ranks run on the CPU. WARN:"
+    " half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
 )
 BFLOAT16 = Check(
     "devices.bfloat16",
     "arithmetic in bfloat16",
     "emulated bfloat16 is slower than float32 on a CPU",
-    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config uses bfloat16, and the processor has none of these flags.",
+    "The flags amx_bf16, avx512_bf16 and bf16 of /proc/cpuinfo. WARN: the config uses bfloat16, and the"
+    " processor has none of these flags.",
 )
 
 CATALOGUE = (SEEN, LINKS, SELECTION, MEMORY, HEALTH, DRIVER, SLICES, PROCESSOR, BFLOAT16)
@@ -195,11 +206,13 @@ def judge_devices(context: DeviceContext) -> list[Finding]:
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=[INSTALL])]
         if NO_ANSWER in details.note:
             fix = [
-                "sudo nvidia-smi -pm 1   # persistence mode: without it each query initializes the driver; then run doctor again"
+                "sudo nvidia-smi -pm 1   # persistence mode: without it each query initializes the driver;"
+                " then run doctor again"
             ]
             return [found(SEEN, "unknown", details.note, *details.on_bus, fix=fix)]
         fix = [
-            "check with `nvidia-smi`; reboot, or load the driver that matches its libraries: sudo modprobe nvidia"
+            "check with `nvidia-smi`; reboot, or load the driver that matches its libraries: sudo modprobe"
+            " nvidia"
         ]
         return [found(SEEN, "fail", details.note, *details.on_bus, fix=fix)]
     if not details.devices:
@@ -220,7 +233,10 @@ def _seen(context: DeviceContext) -> Finding:
     known = {device.bus_id for device in details.devices if not device.trouble}
     silent = [address for address in details.on_bus if address not in known]
     lost = [f"device {device.index}: {device.trouble}" for device in details.devices if device.trouble]
-    text = f"{len(details.devices)} physical, {len(context.visible)} visible, {len(context.chosen)} for this node's ranks"
+    text = (
+        f"{len(details.devices)} physical, {len(context.visible)} visible, {len(context.chosen)} for this"
+        " node's ranks"
+    )
     rows = device_rows(details, context.visible)
     fallen = [
         bus
@@ -257,7 +273,8 @@ def _links(context: DeviceContext) -> list[Finding]:
     broken = [pair for pair, way in now.items() if way.kind == "broken"]
     if broken:
         fix = [
-            "check with `nvidia-smi topo -p2p rw`; reboot, and restart the fabric manager; as a workaround export NCCL_IGNORE_DISABLED_P2P=1"
+            "check with `nvidia-smi topo -p2p rw`; reboot, and restart the fabric manager; as a workaround"
+            " export NCCL_IGNORE_DISABLED_P2P=1"
         ]
         return [
             found(
@@ -286,7 +303,9 @@ def _links(context: DeviceContext) -> list[Finding]:
 def _longer_path(
     details: DevicesDetails, pairs: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], list[str]] | None:
-    """The first pair of devices whose traffic PCIe switches redirect to the host, and all such bridges."""
+    """The first pair of devices whose traffic PCIe switches redirect to the host, and all such
+    bridges.
+    """
     redirecting = details.redirecting or {}
     below = [pair for pair in pairs if details.pair(*pair).level in ("single", "multiple")]
     bridges: dict[tuple[int, int], list[str]] = {}
@@ -302,10 +321,19 @@ def _longer_path(
 
 def _redirected_finding(pair: tuple[int, int], bridges: list[str], *, rows: list[str]) -> Finding:
     shown = ", ".join(bridges[:8]) + (" …" if len(bridges) > 8 else "")
-    text = f"traffic between {pair[0]} and {pair[1]} is redirected to the host, although they share a PCIe switch: ACS is on in {shown}"
+    text = (
+        f"traffic between {pair[0]} and {pair[1]} is redirected to the host, although they share a PCIe"
+        f" switch: ACS is on in {shown}"
+    )
     fix = [
-        "on bare metal disable ACS (and the IOMMU, or set iommu=pt) in the BIOS; for a virtual machine do it on the host",
-        f"until the next reboot: for b in {' '.join(bridges)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000; done",
+        (
+            "on bare metal disable ACS (and the IOMMU, or set iommu=pt) in the BIOS; for a virtual machine do"
+            " it on the host"
+        ),
+        (
+            f"until the next reboot: for b in {' '.join(bridges)}; do sudo setpci -s $b ECAP_ACS+0x6.w=0000;"
+            " done"
+        ),
     ]
     return found(LINKS, "warn", text, *rows, fix=fix)
 

@@ -36,7 +36,9 @@ XIDS: dict[int, tuple[str, Gravity, str]] = {
     140: ("an uncorrectable memory error", "grave", _RESET),
     149: ("an NVLink failed", "grave", _RETURN),
 }
-"""Xid errors of NVIDIA's list (docs.nvidia.com/deploy/xid-errors) that matter to training: meaning, gravity, fix."""
+"""Xid errors of NVIDIA's list (docs.nvidia.com/deploy/xid-errors) that matter to training: meaning,
+gravity, fix.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,10 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
             )
         )
     if health.fabric and health.fabric != "completed":
-        text = f"the NVSwitch fabric is not ready: {health.fabric}; CUDA fails with `system not yet initialized` (802)"
+        text = (
+            f"the NVSwitch fabric is not ready: {health.fabric}; CUDA fails with `system not yet initialized`"
+            " (802)"
+        )
         found.append(
             _grave(device, text, "sudo systemctl start nvidia-fabricmanager (same version as the driver)")
         )
@@ -203,7 +208,8 @@ def judge_driver(
         fixes = [f"update the driver to at least {least}"]
         if details.driver_cuda >= (12, 0):  # for older ones there is no torch that we work with
             fixes.append(
-                f"or pip install torch --index-url https://download.pytorch.org/whl/{_wheel(details.driver_cuda)}"
+                "or pip install torch --index-url"
+                f" https://download.pytorch.org/whl/{_wheel(details.driver_cuda)}"
             )
         return "fail", f"{text}: the driver is too old", fixes
     if needed > details.driver_cuda:
@@ -217,7 +223,10 @@ def judge_driver(
 
 def _unsupported_device(chosen: Sequence[DeviceDetails], cuda: Version) -> str:
     for device in chosen:
-        name = f"device {device.index} ({one_line(device.name, limit=40)}, capability {_shown(device.capability)})"
+        name = (
+            f"device {device.index} ({one_line(device.name, limit=40)}, capability"
+            f" {_shown(device.capability)})"
+        )
         newer = next((least for since, least in _MIN_CUDA if device.capability >= since), None)
         if newer is not None and cuda < newer:
             return f"{name} needs CUDA {_shown(newer)} or newer"
@@ -251,7 +260,10 @@ def processor_text(found: Processors) -> str:
     nodes = len(found.numa_nodes) or 1
     parts = [
         one_line(found.name, limit=60) or "unknown processor",
-        f"{_count(found.sockets, 'socket')}, {_count(found.cores, 'core')}, {_count(found.threads, 'thread')}, {_count(nodes, 'NUMA node')}",
+        (
+            f"{_count(found.sockets, 'socket')}, {_count(found.cores, 'core')},"
+            f" {_count(found.threads, 'thread')}, {_count(nodes, 'NUMA node')}"
+        ),
         f"{found.usable} usable by this process",
     ]
     return "; ".join(parts)
@@ -260,7 +272,8 @@ def processor_text(found: Processors) -> str:
 def judge_threads(
     found: Processors, *, ranks: int, threads: int, origin: str
 ) -> tuple[Status, str, list[str]]:
-    """Whether the ranks' threads use all cores, and no rank spans NUMA nodes; `system.cores` checks for too many threads.
+    """Whether the ranks' threads use all cores, and no rank spans NUMA nodes; `system.cores` checks
+    for too many threads.
 
     Args:
         ranks: of this node, on the CPU.
@@ -274,7 +287,10 @@ def judge_threads(
     if nodes > 1 and ranks % nodes:
         return (
             "warn",
-            f"{text}: {ranks} ranks do not divide evenly over {nodes} NUMA nodes, and a rank that spans two has slow memory access",
+            (
+                f"{text}: {ranks} ranks do not divide evenly over {nodes} NUMA nodes, and a rank that spans"
+                " two has slow memory access"
+            ),
             [f"--nproc {nodes}"],
         )
     return "pass", text, []

@@ -1,7 +1,11 @@
-"""How devices are joined, which transport NCCL is expected to use, and which devices are the best choice. Pure.
+"""How devices are joined, which transport NCCL is expected to use, and which devices are the best
+choice.
 
-The transport follows NCCL's own rule (ncclTopoCheckP2p in graph/paths.cc, 2.2x): peer access up to NCCL_P2P_LEVEL, else shared
-memory, else the network. It is an expectation: NCCL's log shows what it used, see `ladder`.
+Pure.
+
+The transport follows NCCL's own rule (ncclTopoCheckP2p in graph/paths.cc, 2.2x): peer access up to
+NCCL_P2P_LEVEL, else shared memory, else the network. It is an expectation: NCCL's log shows what it
+used, see `ladder`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +37,8 @@ _LEVEL_WORDS: dict[Level, str] = {
     "unknown": "?",
 }
 LEGEND = (
-    "NVn: n NVLinks; PIX: one PCIe switch; PXB: several switches; PHB: the processor's host bridge; NODE: one NUMA node, two bridges;"
-    " SYS: across sockets"
+    "NVn: n NVLinks; PIX: one PCIe switch; PXB: several switches; PHB: the processor's host bridge; NODE: one"
+    " NUMA node, two bridges; SYS: across sockets"
 )
 _REACH = {"LOC": 0, "NVL": 1, "PIX": 2, "PXB": 3, "PHB": 4, "NODE": 4, "SYS": 5}
 _OLD_REACH = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
@@ -286,7 +290,8 @@ def judge_selection(
 def visible_line(devices: Sequence[DeviceDetails], *, mixed: bool) -> str:
     """The shell line that makes these devices visible, in this order.
 
-    With different types CUDA orders by speed and nvidia-smi by bus, so the same index means different devices.
+    With different types CUDA orders by speed and nvidia-smi by bus, so the same index means
+    different devices.
     """
     indices = ",".join(str(device.index) for device in devices)
     order = "export CUDA_DEVICE_ORDER=PCI_BUS_ID " if mixed else "export "
@@ -344,7 +349,9 @@ class _Weigher:
         )
 
     def best(self, chosen: Sequence[int], *, within: Sequence[int] | None) -> tuple[int, ...]:
-        """The best selection of as many devices, each as large and as new; of equal ones the one with the fewest changes."""
+        """The best selection of as many devices, each as large and as new; of equal ones the one
+        with the fewest changes.
+        """
         own = set(chosen)
         own_devices = [self._devices[index] for index in own if index in self._devices]
         memory = _MIN_MEMORY_SHARE * min((one.memory_bytes for one in own_devices), default=0)
@@ -378,7 +385,8 @@ def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, sc
     ]
     if now.types > 0:
         found.append(
-            f"types differ: {_grouped_by(devices, lambda device: device.name)}; the slowest limits the speed, the smallest the batch"
+            f"types differ: {_grouped_by(devices, lambda device: device.name)}; the slowest limits the speed,"
+            " the smallest the batch"
         )
     if now.worst > 1:
         bad = sorted(

@@ -1,4 +1,6 @@
-"""One doctor run: the table of all checks, the examination that runs them side by side, and its report."""
+"""One doctor run: the table of all checks, the examination that runs them side by side, and its
+report.
+"""
 
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,7 +91,9 @@ class Examination:
         return {"schema": 1, "checks": [finding.to_json() for finding in self.findings]}
 
     def exit_code(self, *, strict: bool) -> int:
-        """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do not agree."""
+        """0; 6 if a check failed, with `strict` also if one warns or is unknown; 3 if the nodes do
+        not agree.
+        """
         if self.verdict is not None or not self.agreed:
             return 3
         bad: tuple[Status, ...] = ("fail", "warn", "unknown") if strict else ("fail",)
@@ -131,7 +135,8 @@ def examine(request: DoctorRequest) -> Examination:
 
 
 def run_checks(facts: Surroundings) -> list[Finding]:
-    """Findings of all areas, which run concurrently: a check that waits for a disk or a name server does not delay the others.
+    """Findings of all areas, which run concurrently: a check that waits for a disk or a name server
+    does not delay the others.
 
     On an interrupt nothing waits for these threads, and their tasks end with this process.
     """
@@ -144,7 +149,9 @@ def _run_area(checks: Sequence[CheckFunction], facts: Surroundings, _show: objec
 
 
 def redacted(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings without secrets and without terminal control characters: people paste them into issues."""
+    """The findings without secrets and without terminal control characters: people paste them into
+    issues.
+    """
     return [
         replace(
             finding,
@@ -181,7 +188,10 @@ def report_lines(examination: Examination) -> list[str]:
 
 def heading(examination: Examination) -> str:
     """Machine, versions and platform."""
-    return f"unisono {__version__} doctor on {examination.host}: Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+    return (
+        f"unisono {__version__} doctor on {examination.host}: Python {platform.python_version()},"
+        f" {platform.system()} {platform.release()} {platform.machine()}"
+    )
 
 
 def _text_rows(finding: Finding) -> Iterator[str]:
@@ -225,7 +235,10 @@ def html_page(examination: Examination, *, made: str) -> str:
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         f"<title>unisono doctor: {escape(examination.host)}</title><style>{_STYLE}</style>",
-        f"<h1>unisono doctor: {escape(examination.host)}</h1><p>{escape(heading(examination))}<br>{escape(made)}</p>",
+        (
+            "<h1>unisono doctor:"
+            f" {escape(examination.host)}</h1><p>{escape(heading(examination))}<br>{escape(made)}</p>"
+        ),
         f"<p><strong>{escape(summary_line(examination))}</strong></p>",
     ]
     if examination.verdict is not None:
@@ -248,7 +261,8 @@ def _html_row(finding: Finding) -> str:
         else ""
     )
     return (
-        f"<tr><td class={finding.status}>{finding.status.upper()}<td><code>{escape(finding.id)}</code>{title}{where}"
+        "<tr><td"
+        f" class={finding.status}>{finding.status.upper()}<td><code>{escape(finding.id)}</code>{title}{where}"
         f"<td><pre>{evidence}</pre>{f'<ol>{fix}</ol>' if fix else ''}"
     )
 

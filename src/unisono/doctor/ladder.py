@@ -1,7 +1,11 @@
-"""The ladder: a real collective, and if it fails, the fewest settings with which it works; and the parser of NCCL's log. Pure.
+"""The ladder: a real collective, and if it fails, the fewest settings with which it works; and the
+parser of NCCL's log.
 
-Climbs from the current settings one step at a time until the collective works and is fast enough, then drops each step
-that was not needed. Of NCCL's log (NCCL_DEBUG=INFO) the formats of 2.10 to 2.28 are known; lines of other programs are ignored.
+Pure.
+
+Climbs from the current settings one step at a time until the collective works and is fast enough,
+then drops each step that was not needed. Of NCCL's log (NCCL_DEBUG=INFO) the formats of 2.10 to
+2.28 are known; lines of other programs are ignored.
 """
 
 import re
@@ -16,7 +20,9 @@ Settings = Mapping[str, str | None]
 """Variables of the child processes; None removes one."""
 
 OWN = "{interface}"
-"""Placeholder in a value: the interface on which other nodes reach a node; each node inserts its own."""
+"""Placeholder in a value: the interface on which other nodes reach a node; each node inserts its
+own.
+"""
 SETTABLE = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -32,11 +38,13 @@ _NEEDED = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 _INFO = re.compile(r"NCCL (?:INFO|WARN) (?P<text>.*)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _CHANNEL = re.compile(
-    r"^(?:Channel|Ring) (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
+    r"^(?:Channel|Ring)"
+    r" (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
     r"(?:\s*\[(?P<way>send|receive)\])?\s+via\s+(?P<transport>\S+(?: pointer)?)"
 )
 _INIT = re.compile(
-    r"comm 0x\w+ rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+) .*?cudaDev (?P<cuda>\d+)(?: nvmlDev (?P<nvml>\d+))? busId (?P<bus>\w+)"
+    r"comm 0x\w+ rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+) .*?cudaDev (?P<cuda>\d+)(?: nvmlDev"
+    r" (?P<nvml>\d+))? busId (?P<bus>\w+)"
 )
 _CHANNELS = re.compile(r"(\d+) coll channels")
 _USING = re.compile(r"(?P<net>NET/\w+|Bootstrap) : Using (?P<what>.*)")
@@ -183,7 +191,8 @@ class Climb:
 
     Attributes:
         tried: in order; the first one has the current settings.
-        chosen: the attempt with the settings that are needed; the first one if the current settings suffice; None: nothing works.
+        chosen: the attempt with the settings that are needed; the first one if the current settings
+            suffice; None: nothing works.
         best: the fastest one.
         enough: bytes per second that are fast enough.
         costs: drawbacks of the steps that are needed.
@@ -209,7 +218,8 @@ def climb(steps: Sequence[Rung], attempt: Attempt, *, enough: float) -> Climb:
     """Tries steps until the collective works and is fast enough.
 
     Args:
-        steps: after the current settings; steps of a layer replace each other, and if none helped the first one stays.
+        steps: after the current settings; steps of a layer replace each other, and if none helped
+            the first one stays.
         attempt: never raises.
         enough: bytes per second that are fast enough.
     """
@@ -229,7 +239,9 @@ def climb(steps: Sequence[Rung], attempt: Attempt, *, enough: float) -> Climb:
 
 
 def _without_unneeded(layers: dict[str, Rung], way: "_Attempts") -> dict[str, Rung]:
-    """Only the steps that are needed: each one but the last is left out once, and stays out if that works."""
+    """Only the steps that are needed: each one but the last is left out once, and stays out if that
+    works.
+    """
     kept = dict(layers)
     for name in list(layers)[:-1]:
         fewer = {layer: rung for layer, rung in kept.items() if layer != name}
@@ -276,11 +288,14 @@ class _Attempts:
 LADDER = Check(
     "network.ladder",
     "a real collective, and the settings with which it works",
-    "settings found by trial and error stay for years; the ladder finds the setting that is needed, and its cost",
-    "With --ladder. Child processes run an all-reduce with the real backend, first with the current settings: one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that"
-    " fails, hangs or is very slow: without the current settings, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or interface"
-    " pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each step that was not needed is dropped. PASS: it works with the current settings. FAIL: it"
-    " does not; the first settings that work are listed. Settings apply to the child processes only.",
+    "settings found by trial and error stay for years; the ladder finds the setting that is needed, and its"
+    " cost",
+    "With --ladder. Child processes run an all-reduce with the real backend, first with the current settings:"
+    " one number, then 4 MiB (gloo) or 64 MiB (NCCL). If that fails, hangs or is very slow: without the"
+    " current settings, interface pinned, InfiniBand off, peer access off, shared memory off (NCCL), or"
+    " interface pinned to each candidate, transport tcp, transport uv (gloo), each with a deadline; then each"
+    " step that was not needed is dropped. PASS: it works with the current settings. FAIL: it does not; the"
+    " first settings that work are listed. Settings apply to the child processes only.",
     ("address_unreachable", "nccl_socket_iface", "ib_unreachable"),
 )
 
@@ -307,7 +322,10 @@ def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:
                 *rows,
                 *transports,
             )
-        text = f"works with the current settings but is very slow ({_speed_text(climb.chosen)}; {climb.enough / 1e6:,.0f} MB/s is normal); no setting makes it faster"
+        text = (
+            f"works with the current settings but is very slow ({_speed_text(climb.chosen)};"
+            f" {climb.enough / 1e6:,.0f} MB/s is normal); no setting makes it faster"
+        )
         return found(
             LADDER,
             "warn",
@@ -318,7 +336,10 @@ def ladder_finding(climb: Climb, *, interface: str = "") -> Finding:
         )
     lines = [line.replace(OWN, interface or "INTERFACE") for line in export_lines(climb.chosen.settings)]
     how = "fails" if not first.ok else f"is very slow ({first.rate / 1e6:,.1f} MB/s)"
-    text = f"with the current settings it {how}: {first.text}; works with: {climb.chosen.name} ({_speed_text(climb.chosen)}{_against_best(climb)})"
+    text = (
+        f"with the current settings it {how}: {first.text}; works with: {climb.chosen.name}"
+        f" ({_speed_text(climb.chosen)}{_against_best(climb)})"
+    )
     costs = [f"cost: {cost}" for cost in climb.costs]
     return found(
         LADDER,
@@ -529,7 +550,8 @@ def nccl_rows(log: NcclLog) -> list[str]:
         )
     if log.ways:
         rows.append(
-            f"{'rings connected' if log.rings else 'rings NOT connected'}, {'trees connected' if log.trees else 'no trees'}"
+            f"{'rings connected' if log.rings else 'rings NOT connected'},"
+            f" {'trees connected' if log.trees else 'no trees'}"
             + (f", {log.channels} channels" if log.channels else "")
         )
     rows += [

@@ -1,4 +1,6 @@
-"""Attempts of the ladder: child processes that run a collective with the real backend, their logs, and the check on this machine."""
+"""Attempts of the ladder: child processes that run a collective with the real backend, their logs,
+and the check on this machine.
+"""
 
 import contextlib
 import os
@@ -43,7 +45,8 @@ def logs_name(mark: str) -> str:
     """Name of the folder for all attempts of this doctor run.
 
     Args:
-        mark: distinguishes doctor runs of the same second: a process id, or the nonce of the job's nodes.
+        mark: distinguishes doctor runs of the same second: a process id, or the nonce of the job's
+            nodes.
     """
     return (
         f"doctor-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{_NOT_IN_NAMES.sub('', mark.lower())[:12]}"
@@ -52,7 +55,9 @@ def logs_name(mark: str) -> str:
 
 @dataclass
 class AttemptLogs:
-    """Folders of logs: one per attempt with a file per rank. Created when needed; if that fails, the attempt still runs.
+    """Folders of logs: one per attempt with a file per rank.
+
+    Created when needed; if that fails, the attempt still runs.
 
     Attributes:
         folder: `runs/doctor-…`, in the working directory.
@@ -71,7 +76,9 @@ class AttemptLogs:
         return cls(Path("runs") / name) if isinstance(name, str) and _NAME.fullmatch(name) else None
 
     def attempt(self, name: str) -> Path | None:
-        """The next attempt's folder, e.g. `runs/doctor-…/02-interface-pinned-to-lo`; None: it cannot be created."""
+        """The next attempt's folder, e.g. `runs/doctor-…/02-interface-pinned-to-lo`; None: it
+        cannot be created.
+        """
         self._attempts += 1
         path = self.folder / f"{self._attempts:02d}-{_NOT_IN_NAMES.sub('-', name.lower()).strip('-')[:60]}"
         try:
@@ -118,7 +125,9 @@ class AttemptRank:
 
 @dataclass
 class AttemptRanks:
-    """This node's ranks of one attempt. A context manager: on exit no process and no temporary file is left.
+    """This node's ranks of one attempt.
+
+    A context manager: on exit no process and no temporary file is left.
 
     Attributes:
         world_size: of all nodes together.
@@ -199,7 +208,10 @@ class AttemptRanks:
         return made
 
     def ready(self) -> tuple[int, str]:
-        """Waits until all ranks have loaded torch. Gives the port of rank 0's store (0: it is on a different node), and the error."""
+        """Waits until all ranks have loaded torch.
+
+        Gives the port of rank 0's store (0: it is on a different node), and the error.
+        """
         port = 0
         try:
             for stream in self._streams:
@@ -211,7 +223,8 @@ class AttemptRanks:
     def run(self, host: str, port: int) -> AttemptOutcome:
         """Runs the collective; gives the worst outcome.
 
-        After one rank has failed, the others would wait for it until the deadline: they get two seconds to report more.
+        After one rank has failed, the others would wait for it until the deadline: they get two
+        seconds to report more.
         """
         try:
             for task in self._tasks:
@@ -314,7 +327,9 @@ _ENOUGH_BY_TRANSPORT: dict[TransportKind, float] = {
     "net": 0.1e9,
     "broken": 0.1e9,
 }
-"""Minimum bytes per second of an all-reduce of 64 MiB by expected transport: about a tenth of normal."""
+"""Minimum bytes per second of an all-reduce of 64 MiB by expected transport: about a tenth of
+normal.
+"""
 _ENOUGH_ON_CPU = 2e6  # on one machine, whose cores may all be busy; of nodes see unisono.doctor.node_trials
 
 

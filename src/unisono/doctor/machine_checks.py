@@ -1,6 +1,8 @@
-"""Checks of this machine: limits, shared memory, cores, memory, disks, clock, versions, processes of earlier runs; its network; and environment variables.
+"""Checks of this machine: limits, shared memory, cores, memory, disks, clock, versions, processes
+of earlier runs; its network; and environment variables.
 
-The variables are those that decide how ranks find and understand each other. Nothing is sent to other machines.
+The variables are those that decide how ranks find and understand each other. Nothing is sent to
+other machines.
 """
 
 import difflib
@@ -51,15 +53,18 @@ OUTPUT = Check(
     "system.output",
     "the output directory",
     "a disk that is full, read-only or unresponsive loses the first checkpoint, hours after the start",
-    "A separate process writes, syncs, renames, reads back and removes a megabyte in output_dir (without CONFIG: ./runs) or its nearest parent."
-    " Fails if that fails, if the disk does not respond for ten seconds, or if less than 64 MiB is free. Warns if the folder is in memory (tmpfs).",
+    "A separate process writes, syncs, renames, reads back and removes a megabyte in output_dir (without"
+    " CONFIG: ./runs) or its nearest parent. Fails if that fails, if the disk does not respond for ten"
+    " seconds, or if less than 64 MiB is free. Warns if the folder is in memory (tmpfs).",
     ("storage_unfit", "disk_full", "io_blocked"),
 )
 CACHES = Check(
     "system.caches",
     "caches and temporary files",
-    "tokens, downloads and temporary files need space beside the run, and a hanging cache blocks every rank in its first seconds",
-    "The same trial as for system.output, in unisono's cache, the Hub's cache and the temporary directory. Fails if one is not writable or does not respond; warns below 1 GiB free.",
+    "tokens, downloads and temporary files need space beside the run, and a hanging cache blocks every rank"
+    " in its first seconds",
+    "The same trial as for system.output, in unisono's cache, the Hub's cache and the temporary directory."
+    " Fails if one is not writable or does not respond; warns below 1 GiB free.",
     ("disk_full", "io_blocked"),
 )
 _MIN_FREE = 2**30
@@ -79,7 +84,10 @@ def check_output(facts: Surroundings) -> list[Finding]:
 
 
 def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
-    """A finding with the path and its file system. A start waits longer and finds out; doctor reports an unresponsive disk as a failure."""
+    """A finding with the path and its file system.
+
+    A start waits longer and finds out; doctor reports an unresponsive disk as a failure.
+    """
     kind = output.file_system or "file system unknown"
     if finding.status == "unknown" and "does not answer" in output.trouble:
         return found(
@@ -87,7 +95,8 @@ def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
             "fail",
             f"{output.path} ({kind}): {output.trouble}",
             fix=[
-                f"`df {output.path}` in a second shell; `dmesg | tail`, here or on its server; or choose a different output_dir"
+                f"`df {output.path}` in a second shell; `dmesg | tail`, here or on its server; or choose a"
+                " different output_dir"
             ],
         )
     first = f"{output.path} ({kind}): {finding.evidence[0]}"
@@ -99,7 +108,10 @@ def _with_file_system(finding: Finding, output: OutputFacts) -> Finding:
 def _in_memory(output: OutputFacts) -> list[Finding]:
     if output.file_system not in _MEMORY_TYPES:
         return []
-    text = f"{output.path} is in memory ({output.file_system}): it is lost on reboot, and files there use up memory"
+    text = (
+        f"{output.path} is in memory ({output.file_system}): it is lost on reboot, and files there use up"
+        " memory"
+    )
     return [found(OUTPUT, "warn", text, fix=["choose an output_dir on a disk"])]
 
 
@@ -139,8 +151,8 @@ ORPHANS = Check(
     "system.orphans",
     "processes of earlier runs",
     "a rank that outlived its run keeps its GPU memory, port and cores, and the next run fails because of it",
-    "Processes with a rank's command line, or under `unisono run`, whose front has ended; each with run id, pid and age. Warns."
-    " Nothing is killed without `--end-orphans`, and then only your own processes.",
+    "Processes with a rank's command line, or under `unisono run`, whose front has ended; each with run id,"
+    " pid and age. Warns. Nothing is killed without `--end-orphans`, and then only your own processes.",
     ("stale_process",),
 )
 _SHOWN = 20
@@ -188,29 +200,34 @@ LIMITS = Check(
     "system.limits",
     "ulimits and container limits",
     "a rank opens hundreds of files, sockets and threads, and fails mid-run when it reaches a limit",
-    "`ulimit -n`, `-u`, `-l`, `-s`, and the cgroup's pids.max. Fails below 256 open files per process; warns below 4,096 (32,768 from 128 ranks on),"
-    " below 1,024 processes and threads, below 64 MiB of locked memory with InfiniBand, and for an unlimited stack with NCCL before 2.28.",
+    "`ulimit -n`, `-u`, `-l`, `-s`, and the cgroup's pids.max. Fails below 256 open files per process; warns"
+    " below 4,096 (32,768 from 128 ranks on), below 1,024 processes and threads, below 64 MiB of locked"
+    " memory with InfiniBand, and for an unlimited stack with NCCL before 2.28.",
     ("ulimit",),
 )
 SHM = Check(
     "system.shm",
     "shared memory",
-    "ranks and data loaders of one machine communicate through /dev/shm, and NCCL fails with a bus error or an allocation error if it is full",
-    "Size and free bytes of /dev/shm. Warns below 64 MiB. For several ranks with GPUs, fails below 64 MiB and warns below 1 GiB.",
+    "ranks and data loaders of one machine communicate through /dev/shm, and NCCL fails with a bus error or"
+    " an allocation error if it is full",
+    "Size and free bytes of /dev/shm. Warns below 64 MiB. For several ranks with GPUs, fails below 64 MiB and"
+    " warns below 1 GiB.",
     ("shm_too_small",),
 )
 CORES = Check(
     "system.cores",
     "cores compared with ranks and threads",
     "ranks that share cores slow each other down in every step",
-    "Cores by CPU affinity and by cgroup CPU quota, compared with ranks × threads. Warns if there are too few.",
+    "Cores by CPU affinity and by cgroup CPU quota, compared with ranks × threads. Warns if there are too"
+    " few.",
     ("straggler",),
 )
 MEMORY = Check(
     "system.memory",
     "host memory",
     "the kernel kills a process, usually a rank, when memory runs out",
-    "Free memory within all cgroup limits, compared with the reserve of the system (a tenth, at least 1 GiB). Warns if only the reserve is left.",
+    "Free memory within all cgroup limits, compared with the reserve of the system (a tenth, at least 1 GiB)."
+    " Warns if only the reserve is left.",
     ("host_oom_killed",),
 )
 CORE_DUMPS = Check(
@@ -223,15 +240,18 @@ CORE_DUMPS = Check(
 CLOCK = Check(
     "system.clock",
     "clock",
-    "with a wrong clock certificates are rejected, files seem to be from the future, and torchrun's rendezvous considers live nodes dead; unisono itself compares no clocks",
-    "Fails if the clock is earlier than the day on which unisono was installed; warns if the kernel reports that no time service synchronizes it.",
+    "with a wrong clock certificates are rejected, files seem to be from the future, and torchrun's"
+    " rendezvous considers live nodes dead; unisono itself compares no clocks",
+    "Fails if the clock is earlier than the day on which unisono was installed; warns if the kernel reports"
+    " that no time service synchronizes it.",
     ("clock_skew",),
 )
 VERSIONS = Check(
     "system.versions",
     "versions with known bugs",
     "some versions of torch, NCCL and others hang or compute wrong results, which takes days to find out",
-    "Installed versions are compared with a table of reported bugs that apply to this machine. Warns, with the first fixed version and the bug report.",
+    "Installed versions are compared with a table of reported bugs that apply to this machine. Warns, with"
+    " the first fixed version and the bug report.",
     ("version_known_bad",),
 )
 
@@ -291,9 +311,12 @@ def check_clock(facts: Surroundings) -> list[Finding]:
 
 
 def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None) -> Finding:
-    """The finding on the clock. Pure. Seconds since 1970; `installed_s`: modification time of unisono's files.
+    """The finding on the clock.
 
-    The time is shown only where it matters or nothing is wrong, so that nodes with the same problem share a line.
+    Pure. Seconds since 1970; `installed_s`: modification time of unisono's files.
+
+    The time is shown only where it matters or nothing is wrong, so that nodes with the same problem
+    share a line.
     """
     now = f"{datetime.fromtimestamp(wall_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if wall_s < installed_s - _DAY_S:
@@ -412,7 +435,10 @@ def check_port(around: Surroundings) -> list[Finding]:
         return [found(PORT, "fail" if named else "warn", f"port {port}: {problem}{who}", fix=fix)]
     low, high = _ephemeral_range()
     if named and low <= port <= high:
-        text = f"port {port} is free now, but in the ephemeral range ({low}–{high}), from which the system assigns ports"
+        text = (
+            f"port {port} is free now, but in the ephemeral range ({low}–{high}), from which the system"
+            " assigns ports"
+        )
         return [found(PORT, "warn", text, fix=[f"choose one below {low}, e.g. {_TORCHRUN_PORT}"])]
     return [found(PORT, "pass", f"port {port} is free")]
 
@@ -445,16 +471,18 @@ VALUES_CHECK = Check(
     "settings.values",
     "values of variables that are set",
     "a library reads an invalid value as a different one or ignores it, usually without a message",
-    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and similar, from the environment and from nccl.conf, with its meaning and whether"
-    " nodes must agree on it. Warns for an invalid value; fails if no process group can be created with it.",
+    "Every variable of the catalogue, and of the families NCCL_, TORCH_NCCL_, GLOO_ and similar, from the"
+    " environment and from nccl.conf, with its meaning and whether nodes must agree on it. Warns for an"
+    " invalid value; fails if no process group can be created with it.",
     ("env_suspicious",),
 )
 SUSPICIOUS = Check(
     "settings.suspicious",
     "suspicious settings",
     "workarounds stay in a shell profile, and slow down or hang later jobs",
-    "A table of settings that are obsolete, slow, contradictory, or workarounds for hardware that this machine does not have; and unknown names of NCCL, torch and gloo"
-    ", with the nearest known one. Warns; fails if the run could not start.",
+    "A table of settings that are obsolete, slow, contradictory, or workarounds for hardware that this"
+    " machine does not have; and unknown names of NCCL, torch and gloo, with the nearest known one. Warns;"
+    " fails if the run could not start.",
     ("env_suspicious", "invalid_device_ordinal", "duplicate_gpu"),
 )
 MISSPELT = Check(
@@ -467,8 +495,10 @@ MISSPELT = Check(
 LEFT_OVER = Check(
     "settings.left_over",
     "variables left over from an earlier job",
-    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that never start; unisono ignores them with a note",
-    "Variables that launchers set for the processes of a job, found in an environment without a launcher. Warns.",
+    "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that never start; unisono"
+    " ignores them with a note",
+    "Variables that launchers set for the processes of a job, found in an environment without a launcher."
+    " Warns.",
     ("world_mismatch", "env_suspicious"),
 )
 SETTINGS: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
@@ -542,7 +572,9 @@ def _with_reason(finding: Finding, reasons: Mapping[str, str]) -> Finding:
 
 
 def check_misspelt(facts: Surroundings) -> list[Finding]:
-    """Unknown names that resemble known variables; names with the prefixes of NCCL, torch and gloo are among the suspicious ones."""
+    """Unknown names that resemble known variables; names with the prefixes of NCCL, torch and gloo
+    are among the suspicious ones.
+    """
     known = [variable.name for variable in VARIABLES]
     wrong = []
     for name in facts.environment.strangers:

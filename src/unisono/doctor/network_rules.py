@@ -1,7 +1,10 @@
-"""Rules of the network checks: which interface NCCL and gloo choose, names, InfiniBand, firewall. Pure.
+"""Rules of the network checks: which interface NCCL and gloo choose, names, InfiniBand, firewall.
 
-NCCL (socket.cc, ncclFindInterfaces): NCCL_SOCKET_IFNAME; else names that begin with ib; else all but docker, lo and virbr; else docker; else lo.
-gloo (torch, ProcessGroupGloo): GLOO_SOCKET_IFNAME, exact names; else the interface with an address of the host's own name; else loopback.
+Pure.
+
+NCCL (socket.cc, ncclFindInterfaces): NCCL_SOCKET_IFNAME; else names that begin with ib; else all
+but docker, lo and virbr; else docker; else lo. gloo (torch, ProcessGroupGloo): GLOO_SOCKET_IFNAME,
+exact names; else the interface with an address of the host's own name; else loopback.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,48 +19,55 @@ from unisono.text import nearest, one_line
 INTERFACES = Check(
     "network.interfaces",
     "network interfaces",
-    "nodes meet over one interface each; if it is down, slow or missing they wait for each other until a timeout",
-    "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and only loopback and bridges are up with"
-    " an address. WARN: interfaces that are up differ in MTU.",
+    "nodes meet over one interface each; if it is down, slow or missing they wait for each other until a"
+    " timeout",
+    "The kernel's list over netlink: kind, state, addresses, MTU, speed. FAIL: several nodes, and only"
+    " loopback and bridges are up with an address. WARN: interfaces that are up differ in MTU.",
     ("address_unreachable", "mtu_blackhole"),
 )
 CHOICE = Check(
     "network.choice",
     "the interface that NCCL and gloo choose",
-    "a variable copied from a different machine, or a container bridge, gives ranks addresses that no peer can reach",
-    "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) compared with the interfaces of this machine; without them the default order of NCCL"
-    " (ib…, others, docker…, lo) and gloo (the host name's address). FAIL: no interface matches, or the one chosen does not reach the other nodes.",
+    "a variable copied from a different machine, or a container bridge, gives ranks addresses that no peer"
+    " can reach",
+    "NCCL_SOCKET_IFNAME (prefixes, ^, =) and GLOO_SOCKET_IFNAME (exact names) compared with the interfaces of"
+    " this machine; without them the default order of NCCL (ib…, others, docker…, lo) and gloo (the host"
+    " name's address). FAIL: no interface matches, or the one chosen does not reach the other nodes.",
     ("nccl_socket_iface", "address_unreachable"),
 )
 NAMES = Check(
     "network.names",
     "host names",
     "a host name that resolves to 127.0.1.1, as some installers write it, sends each peer to itself",
-    "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no address, or resolves on other nodes to"
-    " themselves. WARN: the own name resolves to loopback or not at all, or the resolver takes more than a second.",
+    "This machine's own name and the head's, through the system's resolver. FAIL: the head's name has no"
+    " address, or resolves on other nodes to themselves. WARN: the own name resolves to loopback or not at"
+    " all, or the resolver takes more than a second.",
     ("hostname_loopback", "dns_failure"),
 )
 INFINIBAND = Check(
     "network.infiniband",
     "InfiniBand and RoCE ports",
     "with an inactive port, or one disabled by a variable, a job uses a network that is ten times slower",
-    "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a port is down, rates differ, or"
-    " active ports are unused.",
+    "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a"
+    " port is down, rates differ, or active ports are unused.",
 )
 PORT = Check(
     "network.port",
     "the head's port",
     "if a different program has the port, the other nodes connect to it and hang silently",
-    "On node 0 the port of --head or MASTER_PORT (default 29500, torchrun's) is bound and released. FAIL: it is in use, and the job needs it. WARN: it is"
-    " in use and only torchrun's default, or is in the ephemeral range.",
+    "On node 0 the port of --head or MASTER_PORT (default 29500, torchrun's) is bound and released. FAIL: it"
+    " is in use, and the job needs it. WARN: it is in use and only torchrun's default, or is in the ephemeral"
+    " range.",
     ("port_in_use",),
 )
 FIREWALL = Check(
     "network.firewall",
     "firewall of this machine",
-    "ranks listen on ports that are chosen at run time, so with a firewall that opens only some ports a job starts and then hangs",
-    "Rules for incoming packets, from iptables and nft; only root can list them. WARN: several nodes, and some packets are rejected. UNKNOWN: several nodes, and no root access or neither program."
-    " Firewalls between nodes are found when nodes dial each other (--nodes).",
+    "ranks listen on ports that are chosen at run time, so with a firewall that opens only some ports a job"
+    " starts and then hangs",
+    "Rules for incoming packets, from iptables and nft; only root can list them. WARN: several nodes, and"
+    " some packets are rejected. UNKNOWN: several nodes, and no root access or neither program. Firewalls"
+    " between nodes are found when nodes dial each other (--nodes).",
     ("address_unreachable",),
 )
 
@@ -168,7 +178,8 @@ def judge_interfaces(interfaces: Sequence[Interface], *, several: bool) -> Findi
     text = f"{len(out)} external: {', '.join(one_line(one.name) for one in out) or 'none'}"
     if several and len(sizes) > 1:
         fix = [
-            "set the same MTU on interfaces and switches of the common network: sudo ip link set dev NAME mtu SIZE"
+            "set the same MTU on interfaces and switches of the common network: sudo ip link set dev NAME mtu"
+            " SIZE"
         ]
         return found(
             INTERFACES,
@@ -355,7 +366,10 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
     rows = [str(port) for port in ports]
     active = [port for port in ports if port.is_active]
     if active and settings.get("NCCL_IB_DISABLE", "0").strip() == "1":
-        text = f"NCCL_IB_DISABLE=1, but {len(active)} ports are active: NCCL uses sockets, at least ten times slower"
+        text = (
+            f"NCCL_IB_DISABLE=1, but {len(active)} ports are active: NCCL uses sockets, at least ten times"
+            " slower"
+        )
         return [found(INFINIBAND, "warn", text, *rows, fix=["unset NCCL_IB_DISABLE"])]
     requested = settings.get("NCCL_IB_HCA", "").strip()
     if requested and active and not _selects(requested, active):
@@ -379,13 +393,17 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
             if idle[0].state == "INIT"
             else "check cable and switch: `ibstat`"
         )
-        text = f"{len(idle)} of {len(ports)} ports are not active, {idle[0].device}:{idle[0].port} is {idle[0].state} ({idle[0].physical})"
+        text = (
+            f"{len(idle)} of {len(ports)} ports are not active, {idle[0].device}:{idle[0].port} is"
+            f" {idle[0].state} ({idle[0].physical})"
+        )
         return [found(INFINIBAND, "warn", text, *rows, fix=[why])]
     taken = [port for port in active if not requested or _selects(requested, [port])]
     rates = {port.gbit for port in taken if port.gbit}
     if len(rates) > 1:
         fix = [
-            f"use ports of one rate: export NCCL_IB_HCA='={','.join(port.device for port in taken if port.gbit == max(rates))}'"
+            "use ports of one rate: export"
+            f" NCCL_IB_HCA='={','.join(port.device for port in taken if port.gbit == max(rates))}'"
         ]
         return [
             found(
@@ -400,7 +418,9 @@ def judge_infiniband(ports: Sequence[InfinibandPort], settings: Mapping[str, str
 
 
 def _selects(value: str, ports: Sequence[InfinibandPort]) -> bool:
-    """Whether NCCL_IB_HCA selects one of the ports: prefixes, `=` for exact names, `^` to exclude; a port may follow: mlx5_0:1."""
+    """Whether NCCL_IB_HCA selects one of the ports: prefixes, `=` for exact names, `^` to exclude;
+    a port may follow: mlx5_0:1.
+    """
     excluding, exact = value.startswith("^"), value.lstrip("^").startswith("=")
     words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
 
@@ -436,7 +456,8 @@ def judge_firewall(firewall: Firewall | None, *, several: bool) -> list[Finding]
         else f"{len(firewall.refusals)} rules reject incoming packets"
     )
     fix = [
-        "open all ports above 1023 between the nodes: sudo iptables -I INPUT -p tcp -s PEER -j ACCEPT, on each node for each other one"
+        "open all ports above 1023 between the nodes: sudo iptables -I INPUT -p tcp -s PEER -j ACCEPT, on"
+        " each node for each other one"
     ]
     return [
         found(FIREWALL, "warn", text, *(one_line(rule, limit=160) for rule in firewall.refusals[:8]), fix=fix)

@@ -1,8 +1,10 @@
-"""Latency and bandwidth between nodes: who measures with whom, the measurement, and what the figures say.
+"""Latency and bandwidth between nodes: who measures with whom, the measurement, and what the
+figures say.
 
-A node that is slow with every partner is slow itself; a slow pair whose nodes are both fast with others has a slow link.
-Two rounds with different partners tell these apart; up to eight nodes measure all pairs. Ports, authentication and messages are
-those of `control.reachability`. The stream itself is unauthenticated zeros: only its length is used.
+A node that is slow with every partner is slow itself; a slow pair whose nodes are both fast with
+others has a slow link. Two rounds with different partners tell these apart; up to eight nodes
+measure all pairs. Ports, authentication and messages are those of `control.reachability`. The
+stream itself is unauthenticated zeros: only its length is used.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ Pair = tuple[int, int]
 """Two nodes, the lower first."""
 
 ALL_PAIRS_UP_TO = 8
-"""Nodes; above that there are two rounds, or three for an odd number, so that each node has at least two partners."""
+"""Nodes; above that there are two rounds, or three for an odd number, so that each node has at
+least two partners.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class SlowParts:
 
 
 def rounds(nodes: Iterable[int]) -> list[list[Pair]]:
-    """Pairs that measure in each round: a node has at most one partner per round, so that pairs do not disturb each other."""
+    """Pairs that measure in each round: a node has at most one partner per round, so that pairs do
+    not disturb each other.
+    """
     places: list[int | None] = [*sorted(nodes)]
     if len(places) < 2:
         return []
@@ -69,8 +75,8 @@ def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float
     Args:
         speeds: of each measured pair; more is better, 0: no connection.
         factor: slow is this many times below normal.
-        usual: the expected speed; None: the upper quartile of the measurements, since with three nodes one slow node makes two of three
-            pairs slow, and with them the median.
+        usual: the expected speed; None: the upper quartile of the measurements, since with three
+            nodes one slow node makes two of three pairs slow, and with them the median.
     """
     if not speeds:
         return SlowParts()
@@ -91,7 +97,9 @@ def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float
 
 
 def _slow_nodes(partners: Mapping[int, list[Pair]], slow: set[Pair]) -> set[int]:
-    """Nodes slow with each of two or more partners, at least one of which is not: otherwise the whole network may be slow."""
+    """Nodes slow with each of two or more partners, at least one of which is not: otherwise the
+    whole network may be slow.
+    """
     always = {node for node, pairs in partners.items() if len(pairs) > 1 and slow.issuperset(pairs)}
     return {
         node
@@ -140,7 +148,10 @@ def stream_listener(address: str, key: bytes) -> EchoListener:
 
 
 def measure(address: str, port: int, key: bytes) -> LinkSpeed:
-    """Pings a peer, and streams to it and from it; a few tenths of a second each. Network errors are in the result."""
+    """Pings a peer, and streams to it and from it; a few tenths of a second each.
+
+    Network errors are in the result.
+    """
     try:
         return asyncio.run(_measure(address, port, key))
     except TimeoutError:
@@ -221,9 +232,11 @@ SPEED = Check(
     "peers.speed",
     "speed between the nodes",
     "one slow link or node slows down every step of all nodes",
-    "Nodes measure in pairs, with a different partner in each round: the shortest of ten pings, and a stream of 0.3 s each way over a connection on which both have"
-    " proven the job's token. FAIL: a pair cannot be measured. WARN: a pair has less than half of the normal bandwidth, or five times the latency. A node that is"
-    " slow with all partners is slow itself; a pair whose nodes are fast with others has a slow link.",
+    "Nodes measure in pairs, with a different partner in each round: the shortest of ten pings, and a stream"
+    " of 0.3 s each way over a connection on which both have proven the job's token. FAIL: a pair cannot be"
+    " measured. WARN: a pair has less than half of the normal bandwidth, or five times the latency. A node"
+    " that is slow with all partners is slow itself; a pair whose nodes are fast with others has a slow"
+    " link.",
     ("address_unreachable", "straggler"),
 )
 _LATE_S = 2e-3  # below that a difference is a matter of scheduling
@@ -249,7 +262,8 @@ def judge_speed(measured: Mapping[Pair, LinkSpeed], reports: Sequence[NodeReport
     if lost:
         text = f"{_pair_text(lost[0], hosts)}: {measured[lost[0]].trouble}"
         fix = [
-            "`ping -M do -s 1472 ADDRESS` and `sudo iptables -S INPUT` on both; then check the switch between them"
+            "`ping -M do -s 1472 ADDRESS` and `sudo iptables -S INPUT` on both; then check the switch between"
+            " them"
         ]
         return found(SPEED, "fail", text, *rows, fix=fix)
     usual = _expected(reports) if len(hosts) == 2 else None
@@ -309,12 +323,14 @@ def _culprits(slow: SlowParts, hosts: Mapping[int, str]) -> str:
 
 def _fixes(slow: SlowParts, hosts: Mapping[int, str]) -> list[str]:
     fixes = [
-        f"on {name_node(node, hosts.get(node, '?'))}: check port, cable and load: `ethtool IFACE`, `ip -s link`, `top`"
+        f"on {name_node(node, hosts.get(node, '?'))}: check port, cable and load: `ethtool IFACE`, `ip -s"
+        " link`, `top`"
         for node in slow.nodes[:2]
     ]
     if slow.links or slow.undetermined:
         fixes.append(
-            "check the switches between them: try a different port or cable, and see `ip -s link` for errors on both"
+            "check the switches between them: try a different port or cable, and see `ip -s link` for errors"
+            " on both"
         )
     return fixes
 

@@ -1,4 +1,5 @@
-"""Checks between all nodes of a job: the agreement of a start without the run; and trials led by the head: speed of each pair, and the ladder.
+"""Checks between all nodes of a job: the agreement of a start without the run; and trials led by
+the head: speed of each pair, and the ladder.
 
                                                                node → head  measures_ready {port}
     head → node  measure {target: [address, port] or null}     node → head  measured {…}
@@ -58,13 +59,17 @@ _ENOUGH = {"gloo": 20e6, "nccl": 500e6}
 """Minimum bytes per second of an all-reduce over the nodes, if their interfaces are fast enough."""
 _SHARE = 0.1
 _STORE_PORTS = range(29_510, 29_520)
-"""Below the ephemeral ports: if only those are blocked, ranks still meet, and the backend is what fails."""
+"""Below the ephemeral ports: if only those are blocked, ranks still meet, and the backend is what
+fails.
+"""
 AGREEMENT = Check(
     "peers.agreement",
     "whether all nodes have the same run",
-    "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each other forever",
-    "With `--nodes` or `--hosts`: all nodes meet at the head, as before a run. Each sends its report and its own findings; every node dials the others with"
-    " small and large messages, and one process per node takes part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, if a rule"
+    "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each"
+    " other forever",
+    "With `--nodes` or `--hosts`: all nodes meet at the head, as before a run. Each sends its report and its"
+    " own findings; every node dials the others with small and large messages, and one process per node takes"
+    " part in a small collective. [All rules](agreement.md). Fails, with exit code 3 on every node, if a rule"
     " forbids a start; a warning is listed under its rule, e.g. peers.clock.",
     (
         "nproc_mismatch",
@@ -85,7 +90,8 @@ def head_trial(*, ladder: bool, debug_comm: bool, findings: list[Finding]) -> Ca
     """The head's trial for `hold_meeting`; it adds to `findings`.
 
     Args:
-        ladder: whether a failed collective is retried with different settings; otherwise its failure ends the meeting.
+        ladder: whether a failed collective is retried with different settings; otherwise its
+            failure ends the meeting.
         debug_comm: whether the libraries' logs are kept.
     """
 
@@ -115,7 +121,8 @@ def node_trial(*, ladder: bool, debug_comm: bool) -> Callable[[MemberSide, NodeR
 
     Args:
         ladder: must be the same at the head.
-        debug_comm: whether the libraries' logs of this node are kept, in the folder that the head names.
+        debug_comm: whether the libraries' logs of this node are kept, in the folder that the head
+            names.
     """
 
     def trial(member_side: MemberSide, report: NodeReport) -> None:
@@ -149,7 +156,9 @@ def _key(token: bytes, run_nonce: str) -> bytes:
 
 
 def _dial_findings(meeting: Meeting) -> list[Finding]:
-    """Findings of the dial matrix, which do not end the meeting: the ladder may find settings that work."""
+    """Findings of the dial matrix, which do not end the meeting: the ladder may find settings that
+    work.
+    """
     agreement = head_dials(meeting)
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     return [
@@ -231,7 +240,9 @@ def _climb_ladder(meeting: Meeting, record: AttemptLogs | None) -> Finding:
 
 
 def _common_interfaces(reports: list[NodeReport]) -> list[str]:
-    """Names of external interfaces that all nodes have; the interfaces on which the nodes met are OWN."""
+    """Names of external interfaces that all nodes have; the interfaces on which the nodes met are
+    OWN.
+    """
     named = [
         {one.name for one in usable_interfaces(report.interfaces) if leads_out(one)} for report in reports
     ]
@@ -312,7 +323,9 @@ def _take_part(
 
 
 def _allowed_settings(settings: object) -> dict[str, str | None]:
-    """Settings that a head may apply to this node's rank: some variables can be set, any can be removed."""
+    """Settings that a head may apply to this node's rank: some variables can be set, any can be
+    removed.
+    """
     if not isinstance(settings, dict):
         return {}
     return {
@@ -330,7 +343,9 @@ def _attempt_ranks(
     programs: Programs,
     record: Path | None,
 ) -> AttemptRanks:
-    """Started as this node's first rank would be: unless the user sets one, the interface is the one on which the nodes met."""
+    """Started as this node's first rank would be: unless the user sets one, the interface is the
+    one on which the nodes met.
+    """
     interface = interface_name(report.interfaces, report.address) or ""
     child = AttemptRank(sorted(present).index(report.node_rank), report.places[0], f"node {report.node_rank}")
     return AttemptRanks(
@@ -422,7 +437,9 @@ def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[F
 
 
 def merge_findings(by_node: Mapping[Member, list[Finding]]) -> list[Finding]:
-    """Findings of all nodes merged: one line for a check that passes everywhere, else one for each group of nodes."""
+    """Findings of all nodes merged: one line for a check that passes everywhere, else one for each
+    group of nodes.
+    """
     ids = dict.fromkeys(finding.id for findings in by_node.values() for finding in findings)
     merged = []
     for check in ids:
@@ -493,7 +510,10 @@ def _report_maker(request: TrainRequest, local_run: LocalRun) -> MakeReport:
 
 @contextlib.contextmanager
 def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, Any]]:
-    """Creates a file in the head's output_dir, by which the others see whether theirs is the same. It is removed on exit."""
+    """Creates a file in the head's output_dir, by which the others see whether theirs is the same.
+
+    It is removed on exit.
+    """
     folder = Path(local_run.loaded.config.output_dir)
     if (
         not local_run.given or read_holder(RunDir(folder).lock) is not None

@@ -1,4 +1,6 @@
-"""The table of drills: the fault of a run, and the verdict it must lead to; and their results: whether the right cause was reported in time."""
+"""The table of drills: the fault of a run, and the verdict it must lead to; and their results:
+whether the right cause was reported in time.
+"""
 
 import io
 import re
@@ -52,7 +54,8 @@ class Drill:
         config: sections that override those of the tiny run.
         limit_s: time limit from the effect to the cause being named.
         end_s: time limit to the end of the run; then the drill kills it.
-        words: for a fault without verdict: the code of the warning that names it, and parts of its text of which one must match.
+        words: for a fault without verdict: the code of the warning that names it, and parts of its
+            text of which one must match.
         killed: nodes whose fronts the drill kills: their messages and exit codes are not checked.
         exit_code: of the run, if different from that of the cause.
     """
@@ -283,7 +286,8 @@ def named_cause_in(
     """The cause that a JSON line of a front names; None for other lines.
 
     Args:
-        words: the code of a warning that counts without a verdict, and parts of its text of which one must match.
+        words: the code of a warning that counts without a verdict, and parts of its text of which
+            one must match.
     """
     if message.get("kind") == "verdict":
         return _from_verdict(message, at=at, node=node, is_end=True)
@@ -537,4 +541,7 @@ def _problems(rows: Sequence[DrillResult]) -> list[str]:
 def _summary(rows: Sequence[DrillResult]) -> str:
     tried = [row for row in rows if row.skipped is None]
     right = sum(row.is_good for row in tried)
-    return f"{right} of {len(tried)} faults were reported correctly and left nothing behind; {len(rows) - len(tried)} were skipped"
+    return (
+        f"{right} of {len(tried)} faults were reported correctly and left nothing behind;"
+        f" {len(rows) - len(tried)} were skipped"
+    )

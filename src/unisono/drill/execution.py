@@ -1,4 +1,7 @@
-"""Execution of one drill: a real run, the fault, and what the run reported. `python -m unisono.drill.execution REQUEST.json` is the front of that run; it prints JSON lines."""
+"""Execution of one drill: a real run, the fault, and what the run reported.
+
+`python -m unisono.drill.execution REQUEST.json` is the front of that run; it prints JSON lines.
+"""
 
 import contextlib
 import dataclasses
@@ -182,7 +185,8 @@ class DrillRun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sandbox)
             self.sandbox.prepare(self.folder)
-            # Ranks end a moment after their front is killed; until then they may write into the folder, which is removed next.
+            # Ranks end a moment after their front is killed; until then they may write into the
+            # folder, which is removed next.
             stack.callback(_wait_until_gone, self.folder)
             self._start(stack)
             effect = self._wait_for_effect()
@@ -257,7 +261,9 @@ class DrillRun:
         return child_environment(threads=1, without=read_environment().leftovers) | own
 
     def _wait_for_effect(self) -> float | None:
-        """The moment from which seconds are counted, after doing what is to be done from outside."""
+        """The moment from which seconds are counted, after doing what is to be done from
+        outside.
+        """
         if not self._wait_until(lambda: self._step() > 0, time.monotonic() + _START_S):
             return None
         self.on_progress("training")
@@ -334,7 +340,8 @@ class DrillRun:
 class Traces:
     """Traces of a run, recorded while it runs, to find leftovers afterwards.
 
-    Its processes are those with a working directory inside the drill's folder, as all ranks and tasks of a front.
+    Its processes are those with a working directory inside the drill's folder, as all ranks and
+    tasks of a front.
 
     Attributes:
         ports: ports on which its processes have listened, by the socket's inode.
@@ -377,7 +384,9 @@ def _wait_until_gone(folder: Path) -> None:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes whose working directory is inside a folder; those of other users are not visible."""
+    """Processes whose working directory is inside a folder; those of other users are not
+    visible.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -414,7 +423,11 @@ def _listening_sockets(net: Path) -> dict[str, int]:
 
 
 def _shared_memory() -> list[str]:
-    """Names of files in /dev/shm. Ranks share no folders there, nor semaphores of multiprocessing; those of other programs come and go."""
+    """Names of files in /dev/shm.
+
+    Ranks share no folders there, nor semaphores of multiprocessing; those of other programs come
+    and go.
+    """
     return [p.name for p in _entries(_SHM) if not p.is_dir() and not p.name.startswith("sem.mp-")]
 
 

@@ -27,7 +27,9 @@ _CONNECT_S = 10.0
 
 
 class Sandbox:
-    """This machine as it is, with one node. A context manager: everything that it created is removed on exit.
+    """This machine as it is, with one node.
+
+    A context manager: everything that it created is removed on exit.
 
     Attributes:
         nodes: number of nodes, each with a front.
@@ -196,7 +198,10 @@ class SmallDisk(Sandbox):
 
 
 class ReadOnlyDisk(SmallDisk):
-    """The same disk, which becomes read-only. Without root: directories that lose their write permission."""
+    """The same disk, which becomes read-only.
+
+    Without root: directories that lose their write permission.
+    """
 
     def why_unavailable(self) -> str:
         """As for the small disk; without root nothing is mounted."""
@@ -212,9 +217,11 @@ class ReadOnlyDisk(SmallDisk):
         self._front = pids[0]
 
     def inject(self) -> None:
-        """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with files open for writing.
+        """Mounts the disk read-only over itself, since the kernel refuses to remount a disk with
+        files open for writing.
 
-        The mount becomes read-only at a place of its own and is then moved: nobody can open a file for writing in it before.
+        The mount becomes read-only at a place of its own and is then moved: nobody can open a file
+        for writing in it before.
         """
         disk, aside = str(self.folder / "disk"), str(self.folder / "read-only")
         if os.geteuid() == 0:
@@ -332,7 +339,10 @@ _COMMAND_S = 30
 
 
 class TwoNetworks(Sandbox):
-    """Two nodes, each with its own network namespace and host name. Names contain this process's pid."""
+    """Two nodes, each with its own network namespace and host name.
+
+    Names contain this process's pid.
+    """
 
     nodes = 2
 
@@ -359,7 +369,8 @@ class TwoNetworks(Sandbox):
         self._token = write_token(folder)
         lines = [f"{self._address(node)} {host}" for node, host in enumerate(_HOSTS)]
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        # A resolver that refuses at once: a real one cannot be reached from there, and each look-up would wait for it.
+        # A resolver that refuses at once: a real one cannot be reached from there, and each look-up
+        # would wait for it.
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         _run_checked("ip", "link", "add", f"{self._name}b", "type", "bridge")
         _run_checked("ip", "link", "set", f"{self._name}b", "up")

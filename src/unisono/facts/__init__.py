@@ -43,7 +43,9 @@ class Clock(Protocol):
     """A clock."""
 
     def wall(self) -> float:
-        """Seconds since 1970 by the system clock; for display and for comparing machines, never for waiting."""
+        """Seconds since 1970 by the system clock; for display and for comparing machines, never for
+        waiting.
+        """
         ...
 
     def monotonic(self) -> float:
@@ -76,11 +78,13 @@ class Probes:
     """All readers of the machine that tests can replace.
 
     Attributes:
-        devices: lists the accelerators: "8 GPUs visible here, 2 there" is tried with it on a machine without any.
+        devices: lists the accelerators: "8 GPUs visible here, 2 there" is tried with it on a
+            machine without any.
         network: lists interfaces, and resolves names.
         clock: the wall clock and the monotonic one.
         packages: all installed distributions and their versions.
-        details: what the accelerators are and how they are joined; asked where that is judged, not for a start.
+        details: what the accelerators are and how they are joined; asked where that is judged, not
+            for a start.
         infiniband: the ports of InfiniBand and RoCE adapters.
     """
 

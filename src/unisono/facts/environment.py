@@ -1,4 +1,6 @@
-"""The environment of this process: its variables, NCCL's own settings files, installed packages, digests of unisono's own code, the Hugging Face Hub as configured here."""
+"""The environment of this process: its variables, NCCL's own settings files, installed packages,
+digests of unisono's own code, the Hugging Face Hub as configured here.
+"""
 
 import hashlib
 import http.client
@@ -123,7 +125,9 @@ def all_variables() -> dict[str, str]:
 
 
 def take_token() -> str | None:
-    """Removes UNISONO_TOKEN and returns the job's token, so that child processes cannot read it. None if unset or empty.
+    """Removes UNISONO_TOKEN and returns the job's token, so that child processes cannot read it.
+
+    None if unset or empty.
 
     Only `/proc/PID/environ` of this process, readable by the same user, still contains it.
     """
@@ -131,7 +135,10 @@ def take_token() -> str | None:
 
 
 def take_serve_key() -> str | None:
-    """Removes UNISONO_SERVE_KEY and returns the key of `unisono serve`, as `take_token`. None if unset or empty."""
+    """Removes UNISONO_SERVE_KEY and returns the key of `unisono serve`, as `take_token`.
+
+    None if unset or empty.
+    """
     return os.environ.pop(_SERVE_KEY, "").strip() or None
 
 
@@ -177,7 +184,8 @@ _LIMIT_BYTES = 1 << 16
 
 
 def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path = _SYSTEM) -> dict[str, str]:
-    """Settings of the user's file and the system's; as in NCCL the first file that sets a name wins.
+    """Settings of the user's file and the system's; as in NCCL the first file that sets a name
+    wins.
 
     Args:
         named: NCCL_CONF_FILE, which replaces ~/.nccl.conf.
@@ -229,7 +237,10 @@ _CUDA_SUFFIX = re.compile(r"\+cu(\d+)(\d)$")
 
 
 def package_versions() -> dict[str, str]:
-    """Every installed distribution and its version, by normalised name; and Python's. As they were when this process first asked."""
+    """Every installed distribution and its version, by normalised name; and Python's.
+
+    As they were when this process first asked.
+    """
     return dict(_installed())
 
 
@@ -238,7 +249,8 @@ def _installed() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-        # `distribution.metadata` parses the whole file as a message, with its description: ten times the seconds.
+        # `distribution.metadata` parses the whole file as a message, with its description: ten
+        # times the seconds.
         fields = dict(_NAME_OR_VERSION.findall(text.partition("\n\n")[0]))
         if "Name" in fields and "Version" in fields:
             found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
@@ -251,7 +263,10 @@ def versions_digest(versions: dict[str, str]) -> str:
 
 
 def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
-    """The versions that numbers and wire formats depend on: python, torch, cuda, nccl, driver and some packages. What is not here is left out.
+    """The versions that numbers and wire formats depend on: python, torch, cuda, nccl, driver and
+    some packages.
+
+    What is not here is left out.
 
     Args:
         packages: all installed distributions, as `package_versions` gives them.
@@ -265,7 +280,8 @@ def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
 def cuda_of(torch_version: str) -> str | None:
     """The CUDA that torch was built for, as `12.6`; None for one without.
 
-    From the version's suffix (`+cu126`), else from the wheel's version.py, which is read, not imported.
+    From the version's suffix (`+cu126`), else from the wheel's version.py, which is read, not
+    imported.
     """
     suffix = _CUDA_SUFFIX.search(torch_version)
     if suffix:
@@ -283,7 +299,8 @@ def cuda_of(torch_version: str) -> str | None:
 
 
 def code_digests(root: Path | None = None) -> dict[str, str]:
-    """A digest of each Python file of the package, by its path from the folder that holds it: `unisono/train/loop.py`.
+    """A digest of each Python file of the package, by its path from the folder that holds it:
+    `unisono/train/loop.py`.
 
     Not cached: the package is a megabyte, and a cached digest could be stale.
 
@@ -350,7 +367,10 @@ _HUB_ANSWER_S = 5.0
 
 
 def hub_silence(hub: Hub) -> str:
-    """Why the hub cannot be asked; empty if it answers. Its own client would retry for half a minute."""
+    """Why the hub cannot be asked; empty if it answers.
+
+    Its own client would retry for half a minute.
+    """
     if hub.offline:
         return f"{hub.offline} turns access to the hub off"
     silent = _probe_hub(hub.endpoint)
@@ -410,7 +430,9 @@ def _probe_hub(endpoint: str) -> str:
 
 
 def probe_url(url: str, *, limit_s: float) -> str:
-    """Why a URL does not respond within the limit; empty if it does, with any status. Uses the environment's proxies.
+    """Why a URL does not respond within the limit; empty if it does, with any status.
+
+    Uses the environment's proxies.
 
     Runs in a thread: a name server that is down blocks for half a minute.
     """

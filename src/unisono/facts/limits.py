@@ -1,4 +1,6 @@
-"""Resource limits of this process: cores, memory, /dev/shm, ulimits and control groups; OOM kills and core dumps."""
+"""Resource limits of this process: cores, memory, /dev/shm, ulimits and control groups; OOM kills
+and core dumps.
+"""
 
 import contextlib
 import os
@@ -12,10 +14,11 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> Iterator[Path]:
-    """All cgroup folders whose limits apply to this process: version 2, then version 1 of `controller`.
+    """All cgroup folders whose limits apply to this process: version 2, then version 1 of
+    `controller`.
 
-    In a container the path that the kernel reports is often not mounted, only its root: such folders are still given,
-    and reading from them fails.
+    In a container the path that the kernel reports is often not mounted, only its root: such
+    folders are still given, and reading from them fails.
     """
     inside = _cgroup_paths(own)
     yield from _with_parents(root, inside.get("", ""))
@@ -44,7 +47,9 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def memory_limited(most: int) -> Iterator[None]:
-    """A context in which this process can map at most `most` bytes more; whatever asks for more gets a MemoryError."""
+    """A context in which this process can map at most `most` bytes more; whatever asks for more
+    gets a MemoryError.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit_memory(most)
     try:
@@ -54,7 +59,9 @@ def memory_limited(most: int) -> Iterator[None]:
 
 
 def limit_memory(most: int) -> None:
-    """Lowers the limit of the address space to its present size plus `most` bytes, unless it is lower already."""
+    """Lowers the limit of the address space to its present size plus `most` bytes, unless it is
+    lower already.
+    """
     used = _address_space()
     if used is None:
         return
@@ -153,7 +160,10 @@ def _available(info: Path) -> int:
 
 
 def _memory_left(folder: Path) -> int | None:
-    """Bytes up to a cgroup's limit; None: unlimited. The page cache can be reclaimed, so it counts as free."""
+    """Bytes up to a cgroup's limit; None: unlimited.
+
+    The page cache can be reclaimed, so it counts as free.
+    """
     for limit_name, used_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -226,7 +236,9 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _event_files(root: Path, own: Path) -> list[Path]:
-    """Files that may hold the count: cgroup 2, then 1; in a container often only the root is mounted."""
+    """Files that may hold the count: cgroup 2, then 1; in a container often only the root is
+    mounted.
+    """
     inside = {"": "", "memory": ""}
     try:
         for line in own.read_text().splitlines():

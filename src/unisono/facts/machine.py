@@ -1,4 +1,6 @@
-"""This machine: host name, processors, memory, disk, and its accelerators in plain values: as the driver lists them, health, topology, utilization."""
+"""This machine: host name, processors, memory, disk, and its accelerators in plain values: as the
+driver lists them, health, topology, utilization.
+"""
 
 import os
 import platform
@@ -61,7 +63,9 @@ class DeviceProbe(Protocol):
 
 
 def probe_nvidia() -> tuple[list[Gpu], str]:
-    """Asks the NVIDIA driver, without a CUDA context: through nvidia-ml-py, or where that is not installed through its own nvidia-smi."""
+    """Asks the NVIDIA driver, without a CUDA context: through nvidia-ml-py, or where that is not
+    installed through its own nvidia-smi.
+    """
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -113,7 +117,10 @@ def _ask_nvidia_smi() -> tuple[list[Gpu], str]:
         said = error.stdout if isinstance(error, subprocess.CalledProcessError) else str(error)
         return (
             [],
-            f"found an NVIDIA driver, but nvidia-ml-py is not installed (pip install nvidia-ml-py), and nvidia-smi failed: {one_line(said, limit=200)}",
+            (
+                "found an NVIDIA driver, but nvidia-ml-py is not installed (pip install nvidia-ml-py), and"
+                f" nvidia-smi failed: {one_line(said, limit=200)}"
+            ),
         )
 
 
@@ -182,7 +189,10 @@ def read_machine(probe: DeviceProbe = probe_nvidia) -> Machine:
 
 
 def triton_trouble() -> str:
-    """Why Triton cannot compile here, with the fix; empty if it probably can. Each kernel has a part in C that calls Python."""
+    """Why Triton cannot compile here, with the fix; empty if it probably can.
+
+    Each kernel has a part in C that calls Python.
+    """
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks
@@ -218,13 +228,15 @@ class Processors:
 
     Attributes:
         name: of the model.
-        vendor: `intel`, `amd`, `arm` or empty: NCCL decides by it whether devices may talk through the processor.
+        vendor: `intel`, `amd`, `arm` or empty: NCCL decides by it whether devices may talk through
+            the processor.
         sockets: how many.
         cores: of the machine, two threads of one core counted once.
         usable: by this process: CPU affinity and cgroup CPU quota.
         numa_nodes: hardware threads of each memory node, by number.
         usable_nodes: the memory nodes on which this process may run.
-        bfloat16: how bfloat16 is multiplied: `amx`, `avx512`, `neon`, or empty: by emulation, slower than float32.
+        bfloat16: how bfloat16 is multiplied: `amx`, `avx512`, `neon`, or empty: by emulation,
+            slower than float32.
     """
 
     name: str
@@ -324,15 +336,19 @@ def _content_of(path: Path) -> str:
 
 
 Level = Literal["internal", "single", "multiple", "hostbridge", "node", "system", "unknown"]
-"""What two devices share on the way between them (NVML_TOPOLOGY_*): one board, one PCIe switch, several PCIe switches, the host
-bridge of a processor, the processor's memory, or only the link between the sockets."""
+"""What two devices share on the way between them (NVML_TOPOLOGY_*): one board, one PCIe switch,
+several PCIe switches, the host bridge of a processor, the processor's memory, or only the link
+between the sockets.
+"""
 
 Peer = Literal["gpu", "switch", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class NvLink:
-    """One NVLink that is up: what kind of device it leads to, and its address on the bus (empty: not reported)."""
+    """One NVLink that is up: what kind of device it leads to, and its address on the bus (empty:
+    not reported).
+    """
 
     peer: Peer
     bus_id: str = ""
@@ -343,7 +359,8 @@ class Holder:
     """A process that holds memory of a device.
 
     Attributes:
-        pid: as this process sees it; in a container those of other users may be hidden or be the host's.
+        pid: as this process sees it; in a container those of other users may be hidden or be the
+            host's.
         memory_bytes: None: the driver does not tell.
         user: who runs it; empty: not seen here.
         command: how it was started; empty: not seen here.
@@ -365,7 +382,8 @@ class Health:
         pages_pending: memory pages wait for a restart to be taken out of use.
         rows_pending: the same of rows (Ampere and later).
         rows_failed: row remapping failed: the device needs replacement.
-        fabric: of NVSwitch machines: empty (no such), `not started`, `in progress`, `completed`, or what went wrong.
+        fabric: of NVSwitch machines: empty (no such), `not started`, `in progress`, `completed`, or
+            what went wrong.
     """
 
     ecc: bool | None = None
@@ -448,10 +466,11 @@ class DevicesDetails:
         devices: by index.
         pairs: by indices, the lower first.
         driver_cuda: the newest CUDA that it knows, as (12, 4).
-        on_bus: addresses of NVIDIA's accelerators on the PCI bus, whether the driver answers for them or not.
+        on_bus: addresses of NVIDIA's accelerators on the PCI bus, whether the driver answers for
+            them or not.
         xids: the oldest first; None: the kernel's log cannot be read here.
-        redirecting: by address of a device, the bridges above it that send what it exchanges with others through the host (ACS);
-            None: only root can tell.
+        redirecting: by address of a device, the bridges above it that send what it exchanges with
+            others through the host (ACS); None: only root can tell.
         note: why there are no devices; empty where there are, or where nothing is to be expected.
     """
 
@@ -494,7 +513,9 @@ class NoGpuUtilization:
 
 
 class NvidiaUtilization:
-    """Queries the NVIDIA driver in a daemon thread: a driver that has lost its device may block for minutes."""
+    """Queries the NVIDIA driver in a daemon thread: a driver that has lost its device may block for
+    minutes.
+    """
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml

@@ -1,4 +1,5 @@
-"""This machine's network: interfaces (rtnetlink), InfiniBand ports, name resolution; and TCP: connections that retransmit, the owner of a port, the packet filter.
+"""This machine's network: interfaces (rtnetlink), InfiniBand ports, name resolution; and TCP:
+connections that retransmit, the owner of a port, the packet filter.
 
 What tests replace is behind protocols, so that they can supply answers. TCP is read on Linux.
 """
@@ -37,7 +38,10 @@ _IPV4_DIGITS = 8
 
 @dataclass
 class KernelInterface:
-    """An interface as the kernel reports it. `kind` is set for virtual ones (veth, bridge, …), else empty."""
+    """An interface as the kernel reports it.
+
+    `kind` is set for virtual ones (veth, bridge, …), else empty.
+    """
 
     name: str
     mtu: int | None
@@ -135,7 +139,9 @@ _CONTAINER_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class NetworkInterface:
-    """A network interface. `virtual`: a bridge, tunnel, or one end of a container's cable, as docker0 and veth….
+    """A network interface.
+
+    `virtual`: a bridge, tunnel, or one end of a container's cable, as docker0 and veth….
 
     Addresses are literal, IPv4 and IPv6, without prefix length.
     """
@@ -177,7 +183,8 @@ class SystemNetwork:
 
 
 def resolve(name: str, *, limit_s: float = 3.0) -> list[str]:
-    """Addresses of a name, without duplicates, in the resolver's order; empty if there are none or it takes too long.
+    """Addresses of a name, without duplicates, in the resolver's order; empty if there are none or
+    it takes too long.
 
     getaddrinfo has no timeout, and blocks for half a minute if a name server is down.
     """
@@ -352,7 +359,9 @@ class RetransmittingConnection:
 def retransmitting_connections(
     pids: Iterable[int], *, proc: Path = Path("/proc")
 ) -> list[RetransmittingConnection]:
-    """Retransmitting connections of processes in one network namespace, most retransmissions first, at most 16."""
+    """Retransmitting connections of processes in one network namespace, most retransmissions first,
+    at most 16.
+    """
     own = list(pids)
     sockets = {inode for pid in own for inode in _socket_inodes(proc / str(pid) / "fd")}
     for pid in own:
@@ -376,7 +385,9 @@ def _connection(line: str, sockets: set[str]) -> RetransmittingConnection | None
 
 
 def _socket_address(text: str) -> str:
-    """`0100007F:1F90` is 127.0.0.1:8080: each 32 bits stand in the machine's own order, the port does not."""
+    """`0100007F:1F90` is 127.0.0.1:8080: each 32 bits stand in the machine's own order, the port
+    does not.
+    """
     digits, _, port = text.partition(":")
     words = [int(digits[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(digits), 8)]
     packed = b"".join(words)
@@ -428,7 +439,9 @@ _BACKLOG = 1024  # connections that wait to be accepted
 
 
 def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
-    """The process that listens on a TCP port; None if there is none or it is not visible (a different user's)."""
+    """The process that listens on a TCP port; None if there is none or it is not visible (a
+    different user's).
+    """
     inodes = _listening_inodes(port, proc)
     if not inodes:
         return None
@@ -444,15 +457,16 @@ def bind_listener(host: str, port: int | None) -> socket.socket:
 
     From here on no other program can have the port.
 
-    A socket that is only bound with SO_REUSEADDR, which a restart needs, shares its port with every other one that is;
-    the first to listen gets it.
+    A socket that is only bound with SO_REUSEADDR, which a restart needs, shares its port with every
+    other one that is; the first to listen gets it.
 
     Args:
         host: a name or an address.
         port: None: a free one.
 
     Raises:
-        UsageError: if the port is taken, with its holder if that is visible, or the address is not one of this machine.
+        UsageError: if the port is taken, with its holder if that is visible, or the address is not
+            one of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(
@@ -538,7 +552,9 @@ class Firewall:
 
 
 def read_firewall() -> Firewall | None:
-    """Firewall rules for incoming packets; None if they cannot be listed: this needs root, and iptables or nft."""
+    """Firewall rules for incoming packets; None if they cannot be listed: this needs root, and
+    iptables or nft.
+    """
     found = [one for one in (_iptables(), _nft()) if one is not None]
     if not found:
         return None
@@ -558,7 +574,9 @@ def _iptables() -> Firewall | None:
 
 
 def _nft() -> Firewall | None:
-    """Of chains that see what comes in. iptables-nft's tables are left to iptables, whose words people know."""
+    """Of chains that see what comes in. iptables-nft's tables are left to iptables, whose words
+    people know.
+    """
     listed = _output_of("nft", "-j", "list", "ruleset")
     if listed is None:
         return None
@@ -581,7 +599,10 @@ def _refuses(rule: dict[str, Any], chains: set[tuple[str, str, str]]) -> bool:
 
 
 def _rule_text(rule: dict[str, Any]) -> str:
-    return f"nft {rule['family']} {rule['table']} {rule['chain']} handle {rule.get('handle', '?')}: {json.dumps(rule.get('expr'))[:120]}"
+    return (
+        f"nft {rule['family']} {rule['table']} {rule['chain']} handle {rule.get('handle', '?')}:"
+        f" {json.dumps(rule.get('expr'))[:120]}"
+    )
 
 
 def _output_of(*words: str) -> str | None:

@@ -1,4 +1,6 @@
-"""NVIDIA accelerators: the driver's answers through NVML, the PCI bus, and the kernel log with its Xid errors."""
+"""NVIDIA accelerators: the driver's answers through NVML, the PCI bus, and the kernel log with its
+Xid errors.
+"""
 
 import ctypes
 import os
@@ -59,7 +61,8 @@ def _is_accelerator(entry: Path) -> bool:
 def redirecting_bridges(
     addresses: Sequence[str], folder: Path = _BUS
 ) -> Mapping[str, tuple[str, ...]] | None:
-    """Bridges above each device that redirect peer traffic through the host, where an IOMMU may block it (ACS).
+    """Bridges above each device that redirect peer traffic through the host, where an IOMMU may
+    block it (ACS).
 
     Args:
         addresses: of devices; the result omits those without such a bridge.
@@ -81,7 +84,9 @@ def redirecting_bridges(
 
 
 def _bridges_above(device: Path) -> list[str]:
-    """The bridges between a device and its host bridge, the nearest first: their folders in /sys enclose the device's."""
+    """The bridges between a device and its host bridge, the nearest first: their folders in /sys
+    enclose the device's.
+    """
     try:
         parents = device.resolve(strict=True).parents
     except OSError:
@@ -142,7 +147,9 @@ def read_kernel_log(path: Path = Path("/dev/kmsg")) -> list[KernelLine] | None:
 
 
 def _records(fd: int) -> list[str]:
-    """Each read gives one record; one that was overwritten meanwhile is EPIPE, and the end is EAGAIN."""
+    """Each read gives one record; one that was overwritten meanwhile is EPIPE, and the end is
+    EAGAIN.
+    """
     found: list[str] = []
     size = 0
     while size < _MAX_LOG_BYTES:
@@ -233,7 +240,9 @@ class OtherSources:
 
 
 def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
-    """Reads all details from this machine's driver within `limit_s`; if it fails, `note` says why."""
+    """Reads all details from this machine's driver within `limit_s`; if it fails, `note` says
+    why.
+    """
     beside = OtherSources()
     on_bus = beside.on_bus()
     try:

@@ -1,4 +1,6 @@
-"""Child processes of a front that touch storage, since storage can hang. Run by path, stdlib only.
+"""Child processes of a front that touch storage, since storage can hang.
+
+Run by path, stdlib only.
 
     python path_probes.py storage FOLDER [NAME-OF-A-FILE-TO-LOOK-FOR PATIENCE_S]
 
@@ -6,8 +8,9 @@ tests a folder's storage: a line of JSON a finding on stdout, each as soon as it
 
     python path_probes.py watch PATH …
 
-monitors whether paths still lead to the same files, and ends with its stdin: a line of JSON on stdout for each change: what is at each path,
-`[device, inode]` or null, and where that is now which was there at the beginning, or null.
+monitors whether paths still lead to the same files, and ends with its stdin: a line of JSON on
+stdout for each change: what is at each path, `[device, inode]` or null, and where that is now which
+was there at the beginning, or null.
 """
 
 import contextlib
@@ -47,7 +50,9 @@ _NETWORK_TYPES = (
 
 
 def try_storage(argv: list[str]) -> None:
-    """Reports in this order: file system, free bytes, whether the file is there, whether the folder is writable."""
+    """Reports in this order: file system, free bytes, whether the file is there, whether the folder
+    is writable.
+    """
     report(file_system=file_system_of(Path(argv[0])))
     folder = Path(argv[0]).resolve()  # from here on the storage is touched
     kind = file_system_of(folder)
@@ -83,7 +88,9 @@ def report(**finding: object) -> None:
 
 
 def nearest_folder(path: Path) -> Path | None:
-    """The directory itself, or the nearest one above that exists; None where a file is in the way."""
+    """The directory itself, or the nearest one above that exists; None where a file is in the
+    way.
+    """
     for candidate in (path, *path.parents):
         if candidate.is_dir():
             return candidate
@@ -137,7 +144,10 @@ def _listed(folder: Path, name: str) -> bool:
 
 
 def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that holds a path, as `ext4` or `nfs4`; empty if unknown. Touches no storage."""
+    """The type of the file system that holds a path, as `ext4` or `nfs4`; empty if unknown.
+
+    Touches no storage.
+    """
     wanted = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
     best, kind = "", ""
     try:
@@ -177,7 +187,8 @@ class PathState(NamedTuple):
 
     Attributes:
         identity: None for nothing.
-        now_at: another path, at which that is now which was here at the beginning; None where it is removed, or that is not known.
+        now_at: another path, at which that is now which was here at the beginning; None where it is
+            removed, or that is not known.
     """
 
     identity: Identity | None
@@ -185,7 +196,10 @@ class PathState(NamedTuple):
 
 
 class PathMonitor:
-    """Checks paths several times per second until closed. A state seen only once is not reported."""
+    """Checks paths several times per second until closed.
+
+    A state seen only once is not reported.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         import subprocess  # with `secrets` half of the time that the child took to start, which needs neither
@@ -202,7 +216,10 @@ class PathMonitor:
         self._rest = b""
 
     def poll(self) -> list[PathState] | None:
-        """The state of the paths, if it has changed since the last call; else None. Never blocks."""
+        """The state of the paths, if it has changed since the last call; else None.
+
+        Never blocks.
+        """
         assert self._process.stdout is not None
         chunk = b""
         with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,6 @@
-"""Processes and threads as /proc shows them: state, wait channel, children, owner, environment, exit status; and those that outlive their run (Linux)."""
+"""Processes and threads as /proc shows them: state, wait channel, children, owner, environment,
+exit status; and those that outlive their run (Linux).
+"""
 
 import contextlib
 import fcntl
@@ -35,7 +37,8 @@ class ProcessStat:
     """A process at one moment.
 
     Attributes:
-        state: of its main thread: R, S, D, Z …; T: stopped by a signal, t: held by a tracer, as py-spy is for a moment.
+        state: of its main thread: R, S, D, Z …; T: stopped by a signal, t: held by a tracer, as
+            py-spy is for a moment.
         cpu_s: CPU seconds of all its threads so far.
     """
 
@@ -93,7 +96,9 @@ def has_handler(pid: int, number: int) -> bool:
 
 
 def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
-    """The cgroup that froze the process, which receives no signal until it is thawed; None: not frozen."""
+    """The cgroup that froze the process, which receives no signal until it is thawed; None: not
+    frozen.
+    """
     for folder in cgroup_folders("freezer", root=root, own=Path(f"/proc/{pid}/cgroup")):
         if _line(folder / "cgroup.freeze") == "1" or _line(folder / "freezer.state").startswith("FR"):
             return folder
@@ -221,7 +226,9 @@ def processes_below(pid: int) -> list[tuple[int, int]]:
 
 
 def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
-    """Some initial environment variables of a process; empty if it has ended or belongs to a different user."""
+    """Some initial environment variables of a process; empty if it has ended or belongs to a
+    different user.
+    """
     wanted = {name.encode() for name in names}
     found = {}
     for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
@@ -248,7 +255,9 @@ _INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT; since Linux 6.15
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """Return code of a process that is not a child; negative for a signal. None if its parent has reaped it already and the kernel does not keep it.
+    """Return code of a process that is not a child; negative for a signal.
+
+    None if its parent has reaped it already and the kernel does not keep it.
 
     Args:
         pidfd: of the process, which has ended.
@@ -262,7 +271,9 @@ def exit_status(pidfd: int, pid: int) -> int | None:
 
 
 def _by_pidfd(pidfd: int) -> int | None:
-    """Kernels since 6.15 keep the status while the descriptor is open, even after the parent has reaped the process."""
+    """Kernels since 6.15 keep the status while the descriptor is open, even after the parent has
+    reaped the process.
+    """
     request = bytearray(_INFO.pack(_INFO_EXIT, *(0,) * 13))
     try:
         fcntl.ioctl(pidfd, _GET_INFO, request, True)
@@ -273,7 +284,9 @@ def _by_pidfd(pidfd: int) -> int | None:
 
 
 def _by_proc(pid: int) -> int | None:
-    """Until the parent reaps the process: the last field of /proc/PID/stat, visible to its own user."""
+    """Until the parent reaps the process: the last field of /proc/PID/stat, visible to its own
+    user.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -287,7 +300,9 @@ _HOST_PID_NAMESPACE = "pid:[4026531836]"
 _INTERPRETER = re.compile(r"(python|pypy|bash|sh|dash|zsh|perl|ruby|node|java|Rscript)[\d.]*")
 """To these the first argument is a program; to others it may be a password."""
 _PYTHON_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
-"""Its options without a value, and the one after which stands the program. After any other may stand a secret."""
+"""Its options without a value, and the one after which stands the program. After any other may
+stand a secret.
+"""
 
 
 def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/proc")) -> Holder:
@@ -302,7 +317,9 @@ def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/
 
 
 def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
-    """The same for a pid from the NVIDIA driver, which is the host's and means a different process inside a container."""
+    """The same for a pid from the NVIDIA driver, which is the host's and means a different process
+    inside a container.
+    """
     try:
         is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - its text is not a path
     except OSError:
@@ -360,7 +377,10 @@ def find_orphans(proc: Path = Path("/proc")) -> list[Orphan]:
 
 
 def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
-    """Kills an orphan of this user if it is still the same process; returns whether it is gone. SIGKILL, since the front that would clean up is gone."""
+    """Kills an orphan of this user if it is still the same process; returns whether it is gone.
+
+    SIGKILL, since the front that would clean up is gone.
+    """
     if not orphan.mine or not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -427,7 +447,9 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
 
 
 def _same_pid_namespace(folder: Path) -> bool:
-    """Whether the process is in this pid namespace: in a container its front has a different pid."""
+    """Whether the process is in this pid namespace: in a container its front has a different
+    pid.
+    """
     try:
         lines = (folder / "status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -517,7 +539,9 @@ _TERMINALS = ("/dev/tty", "/dev/pts/", "/dev/console")
 
 
 def reads_input(pid: int) -> bool:
-    """Whether a process's main thread waits in read(2) for stdin or a terminal; False where that may not be seen."""
+    """Whether a process's main thread waits in read(2) for stdin or a terminal; False where that
+    may not be seen.
+    """
     try:
         number, descriptor, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
         if int(number) != _READ.get(platform.machine()):

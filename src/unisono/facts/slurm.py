@@ -34,7 +34,9 @@ class SlurmStep:
 
 
 def read_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """The step, or None outside of one: a batch script and the shell of salloc are in a job, and in no step."""
+    """The step, or None outside of one: a batch script and the shell of salloc are in a job, and in
+    no step.
+    """
     numbers = {
         name: _natural_number(env.get(f"SLURM_{name}", ""))
         for name in ("STEP_NUM_NODES", "STEP_NUM_TASKS", "NODEID", "PROCID")
@@ -65,7 +67,9 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def seconds_of(limit: str) -> float | None:
-    """A time limit as Slurm writes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None if it is none, or there is none."""
+    """A time limit as Slurm writes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None
+    if it is none, or there is none.
+    """
     found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,6}))?(?::(\d{1,6}))?", limit.strip())
     if found is None:
         return None
@@ -179,13 +183,17 @@ def run_slurm(
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show … -o`: `Name=value`; a value extends to the next name."""
+    """The fields of a line of `scontrol show … -o`: `Name=value`; a value extends to the next
+    name.
+    """
     found = re.findall(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=(.*?)(?= [A-Za-z][A-Za-z0-9_/:]*=|$)", line.strip())
     return {name: value.strip() for name, value in found}
 
 
 def submitting_environment() -> dict[str, str]:
-    """This process's variables for sbatch, which keeps them for the job; without those of a step that it may be typed in."""
+    """This process's variables for sbatch, which keeps them for the job; without those of a step
+    that it may be typed in.
+    """
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,5 @@
-"""Storage that can hang: checks of an output folder (writable, free space, shared with the head) in a child process, and file operations in a thread.
+"""Storage that can hang: checks of an output folder (writable, free space, shared with the head) in
+a child process, and file operations in a thread.
 
 Both are given up when the child or the thread stops moving.
 """
@@ -26,7 +27,9 @@ from unisono.text import one_line
 
 _PREFIX = ".unisono-head-"
 _CACHE_PATIENCE_S = 5.0
-"""How long a network file system may keep what it knew of a folder (acdirmax of NFS is longer, but listing queries it again)."""
+"""How long a network file system may keep what it knew of a folder (acdirmax of NFS is longer, but
+listing queries it again).
+"""
 Result = TypeVar("Result")
 
 STUCK_S = 10.0
@@ -39,7 +42,8 @@ class StorageFacts:
     """An output folder as seen by this node; None: not tested in time.
 
     Attributes:
-        writable: whether a file could be written, synced, renamed, read back and removed in it, or in its nearest parent.
+        writable: whether a file could be written, synced, renamed, read back and removed in it, or
+            in its nearest parent.
         trouble: why not, or why it could not be tested.
         shared: whether the head's file is in it; None also if not requested.
         file_system: its type, as `ext4` or `nfs4`.
@@ -62,7 +66,8 @@ def probe_storage(
 
     Args:
         nonce: the name of the file that the head left in it; None: it is not looked for.
-        limit_s: maximum silence. A network file system that responds gets five more seconds for its caches.
+        limit_s: maximum silence. A network file system that responds gets five more seconds for its
+            caches.
         program: the child's command; tests use a slow one.
     """
     command = [*(program or _PROBE), str(folder)]
@@ -83,7 +88,8 @@ def probe_storage(
 
 
 def leave_nonce(folder: Path) -> str:
-    """Creates the file in the head's folder by which other nodes recognize a shared folder; returns its name.
+    """Creates the file in the head's folder by which other nodes recognize a shared folder; returns
+    its name.
 
     Raises:
         OSError: what the file system says.
@@ -122,7 +128,8 @@ def remove_nonce(folder: Path, name: str) -> None:
 def responds(path: Path, *, limit_s: float | None = 5.0) -> bool:
     """Whether touching a file or folder completes, successfully or not, within the limit.
 
-    Done in a child process, which is abandoned if it hangs: a process that hangs in a write cannot even exit.
+    Done in a child process, which is abandoned if it hangs: a process that hangs in a write cannot
+    even exit.
 
     Args:
         path: of what is there already.
@@ -132,14 +139,16 @@ def responds(path: Path, *, limit_s: float | None = 5.0) -> bool:
     return in_time
 
 
-# A millisecond, where Python would take twenty-five: the lock of a run is touched every few seconds.
+# A millisecond, where Python would take twenty-five: the lock of a run is touched every few
+# seconds.
 _TOUCH = (
     ("touch", "-c", "--")
     if shutil.which("touch")
     else (sys.executable, "-I", "-S", "-c", "import os, sys; os.utime(sys.argv[1])")
 )
 
-# Isolated and without site: nothing of the user's own setup is imported, and it starts in a hundredth of a second.
+# Isolated and without site: nothing of the user's own setup is imported, and it starts in a
+# hundredth of a second.
 _PROBE = (sys.executable, "-I", "-S", path_probes.__file__, "storage")
 
 
@@ -210,7 +219,8 @@ def unless_stuck(work: Callable[[], Result], *, thread: BackgroundThread | None 
 
 
 def refuse_if_silent(root: Path) -> None:
-    """Checks that the disk of a directory responds before the front does anything there that could hang.
+    """Checks that the disk of a directory responds before the front does anything there that could
+    hang.
 
     Args:
         root: the directory; if it does not exist yet, its nearest parent is checked.
@@ -232,11 +242,14 @@ def refuse_if_silent(root: Path) -> None:
 
 
 class RunsDisk:
-    """The run's directory, which the front writes to while the ranks run and at the end. After it has hung, the front writes nothing more.
+    """The run's directory, which the front writes to while the ranks run and at the end.
+
+    After it has hung, the front writes nothing more.
 
     Attributes:
         hung: how it hung, if it did.
-        is_lost: whether its path no longer leads to the run's directory: then nothing is written there.
+        is_lost: whether its path no longer leads to the run's directory: then nothing is written
+            there.
     """
 
     def __init__(self, root: Path, show: Callable[[Message], None]) -> None:
@@ -247,7 +260,10 @@ class RunsDisk:
         self._thread = BackgroundThread("files")
 
     def later(self, work: Callable[[], object]) -> None:
-        """Schedules work before the next write, if the storage responds. Does not wait: ranks write there too, and report what is wrong with it."""
+        """Schedules work before the next write, if the storage responds.
+
+        Does not wait: ranks write there too, and report what is wrong with it.
+        """
 
         def if_storage_answers() -> None:
             if not self.is_lost and responds(self.root, limit_s=STUCK_S):
@@ -256,7 +272,8 @@ class RunsDisk:
         self._thread.do(_Job(if_storage_answers))
 
     def write(self, what: str, work: Callable[[], Result]) -> Result | None:
-        """The result of `work`; None, with a warning, if the storage fails or does not answer: how a run ended does not depend on it.
+        """The result of `work`; None, with a warning, if the storage fails or does not answer: how
+        a run ended does not depend on it.
 
         Args:
             what: is written, for messages.
@@ -293,7 +310,8 @@ class RunsDisk:
     def _written(self, work: Callable[[], Result]) -> Result:
         if self.hung is not None:
             raise self.hung
-        # Checked first, by a separate process: a thread that hangs in the kernel would keep this whole process from ending.
+        # Checked first, by a separate process: a thread that hangs in the kernel would keep this
+        # whole process from ending.
         if not responds(self.root, limit_s=STUCK_S):
             raise Hung(f"the storage does not answer: nothing for {STUCK_S:.0f} s")
         return unless_stuck(work, thread=self._thread)

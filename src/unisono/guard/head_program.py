@@ -1,4 +1,6 @@
-"""A guarded program at the head, or on the only node: the meeting, the program on all nodes under supervision, and its end."""
+"""A guarded program at the head, or on the only node: the meeting, the program on all nodes under
+supervision, and its end.
+"""
 
 import re
 import secrets
@@ -50,7 +52,9 @@ from unisono.supervise.evidence import keep_evidence
 from unisono.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
 PORT_TRIES = 3
-"""Ports that a program gets one after the other, if a different process takes each before it does."""
+"""Ports that a program gets one after the other, if a different process takes each before it
+does.
+"""
 _DIAGNOSIS_S = 120.0
 
 
@@ -69,7 +73,8 @@ class HeadProgram:
         """Runs the program on the only node."""
         nodes = [_place(0, self.start.machine.host, "127.0.0.1", self.start.shape.topology.nproc, "")]
         with self.start.local_program(None) as local:
-            # Only now: a program that cannot be started leaves a directory that the next start may use.
+            # Only now: a program that cannot be started leaves a directory that the next start may
+            # use.
             self.start.write_plan(nodes)
             supervisor = self._supervised(local, nodes, None)
             return self._finish(supervisor, self._judged(supervisor, None), None)
@@ -108,7 +113,9 @@ class HeadProgram:
     def _try_port(
         self, nodes: Sequence[NodePlace], meeting: Meeting, *, is_last: bool
     ) -> dict[str, Any] | None:
-        """Runs the program on all nodes; None if its port was taken before it had done anything, and a different one may be tried."""
+        """Runs the program on all nodes; None if its port was taken before it had done anything,
+        and a different one may be tried.
+        """
         host = meeting.server.address[0]
         with ReservedPort(host) as port:
             meeting.broadcast({"kind": "start", "store": [host, port.number], "run_id": self.start.run_id})
@@ -118,7 +125,10 @@ class HeadProgram:
                 verdict = self._judged(supervisor, meeting)
                 tries = not is_last and supervisor.stop_signal is None and not self.writes_nothing
                 if tries and may_be_port_taken(verdict, supervisor.framework) and port.is_taken():
-                    text = f"port {port.number} on node 0, MASTER_PORT of the program, was taken by a different process; trying a different port"
+                    text = (
+                        f"port {port.number} on node 0, MASTER_PORT of the program, was taken by a different"
+                        " process; trying a different port"
+                    )
                     meeting.note(text, everywhere=True)
                     return None
                 return self._finish(supervisor, verdict, meeting)
@@ -241,7 +251,9 @@ def _place(node_rank: int, host: str, address: str, nproc: int, origin: str) -> 
 
 
 def _of_process(pid: int, began: float) -> list[KernelLine]:
-    """Lines of the kernel's log about a process since `began`, in monotonic seconds; empty if the log may not be read."""
+    """Lines of the kernel's log about a process since `began`, in monotonic seconds; empty if the
+    log may not be read.
+    """
     age_s = time.monotonic() - began
     named = re.compile(rf"(\[{pid}\]|\bprocess {pid}\b)", re.IGNORECASE)
     lines = read_kernel_log() or []
@@ -254,8 +266,9 @@ def _of_process(pid: int, began: float) -> list[KernelLine]:
 class ReservedPort:
     """A port that is bound here without listening, until the context ends.
 
-    The program binds the port long after its start. Until then the kernel does not assign it to other processes, and only a server with
-    SO_REUSEADDR that requests this very port can bind it, as torch's store does.
+    The program binds the port long after its start. Until then the kernel does not assign it to
+    other processes, and only a server with SO_REUSEADDR that requests this very port can bind it,
+    as torch's store does.
     """
 
     def __init__(self, host: str) -> None:
@@ -273,7 +286,10 @@ class ReservedPort:
         self._socket.close()
 
     def is_taken(self) -> bool:
-        """Whether a different process listens on it. Only once the program has ended: the port is no longer reserved afterwards."""
+        """Whether a different process listens on it.
+
+        Only once the program has ended: the port is no longer reserved afterwards.
+        """
         try:
             self._socket.listen()
         except OSError:  # EADDRINUSE

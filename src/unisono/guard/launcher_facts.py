@@ -1,4 +1,7 @@
-"""What is known of the launchers of a guarded program, without I/O: the job that a command line describes (launcher, numbers of nodes and ranks, node rank, address); and the facts that launchers and ranks send, collected until all have sent theirs, then compared."""
+"""What is known of the launchers of a guarded program, without I/O: the job that a command line
+describes (launcher, numbers of nodes and ranks, node rank, address); and the facts that launchers
+and ranks send, collected until all have sent theirs, then compared.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -298,7 +301,9 @@ NODE_OPTIONS = frozenset(
 
 
 def comparable(command: Command) -> list[str]:
-    """The arguments that must be equal on every node: without node-specific options and the program's directory."""
+    """The arguments that must be equal on every node: without node-specific options and the
+    program's directory.
+    """
     found = [PurePath(command.words[0]).name]
     end = command.script_at if command.script else len(command.words)
     at = 1
@@ -372,7 +377,10 @@ class Waiting:
             when="before",
             hosts=self.hosts,
             fix=known.remedy if known else (),
-            summary=f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the other nodes wait for it",
+            summary=(
+                f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the other"
+                " nodes wait for it"
+            ),
             named_after_s=round(self.since_s, 3),
         )
 
@@ -398,7 +406,9 @@ class LauncherFacts:
         return bool(self._groups)
 
     def take(self, node_rank: int, message: Message, *, now: float) -> Compared | None:
-        """Takes the facts of a launcher or rank; gives the result of the comparison if they were the last."""
+        """Takes the facts of a launcher or rank; gives the result of the comparison if they were
+        the last.
+        """
         name = str(message["name"])
         who = node_rank if name == LAUNCHER else int(message["rank"])
         group = self._groups.setdefault(name, {})
@@ -456,7 +466,10 @@ class LauncherFacts:
             yield node, {"kind": "answer", "key": message["key"], "answer": value}
 
     def _store(self, group: _Group) -> dict[str, Any]:
-        """The address of torch's store. Node 0's launcher has already bound its port, so no other program can take it."""
+        """The address of torch's store.
+
+        Node 0's launcher has already bound its port, so no other program can take it.
+        """
         port = group[0][1]["own"].get("store_port")
         host = f"[{self.store_host}]" if ":" in self.store_host else self.store_host
         return {"nodes": len(self.nodes), "store": f"{host}:{port}"}

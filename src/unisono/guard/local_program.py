@@ -1,6 +1,8 @@
-"""This node's part of a guarded program: the program, its ranks, and the facts of its processes for agreements.
+"""This node's part of a guarded program: the program, its ranks, and the facts of its processes for
+agreements.
 
-The head treats its own node like the others: news are the messages that a node sends, and requests are those that it sends to nodes.
+The head treats its own node like the others: news are the messages that a node sends, and requests
+are those that it sends to nodes.
 """
 
 import contextlib
@@ -40,9 +42,12 @@ class Program:
     """The program and its subreaper. As a context manager it leaves nothing behind.
 
     Attributes:
-        returncode: None until it has ended and all its output has been passed on; negative: the signal that ended it.
-        program_exit: the return code of the program itself, as soon as it has ended; its descendants may still run.
-        is_subreaper_lost: whether the subreaper ended first, e.g. by SIGKILL; the kernel then ends the program too.
+        returncode: None until it has ended and all its output has been passed on; negative: the
+            signal that ended it.
+        program_exit: the return code of the program itself, as soon as it has ended; its
+            descendants may still run.
+        is_subreaper_lost: whether the subreaper ended first, e.g. by SIGKILL; the kernel then ends
+            the program too.
         left: how many processes outlived the program, and were ended.
     """
 
@@ -91,7 +96,8 @@ class Program:
         if not self.pid:
             self.close()
             raise _cannot_start(
-                f"{one_line(command[0], limit=200)} cannot be started: {self._failed or 'its subreaper does not answer'}"
+                f"{one_line(command[0], limit=200)} cannot be started:"
+                f" {self._failed or 'its subreaper does not answer'}"
             )
 
     def __enter__(self) -> Self:
@@ -112,7 +118,9 @@ class Program:
         return self._report
 
     def poll(self, timeout_s: float) -> int | None:
-        """Reads the subreaper's lines, after waiting for the first; gives the return code once the program has ended."""
+        """Reads the subreaper's lines, after waiting for the first; gives the return code once the
+        program has ended.
+        """
         if self.returncode is None and select.select([self._report], [], [], timeout_s)[0]:
             data = os.read(self._report, 1 << 16)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -153,7 +161,10 @@ class Program:
             self._report = -1
 
     def _end_marked(self) -> None:
-        """In place of a lost subreaper: ends all processes that the program has started. Nobody adopts these; the variable of the border is in their environments."""
+        """In place of a lost subreaper: ends all processes that the program has started.
+
+        Nobody adopts these; the variable of the border is in their environments.
+        """
         limit = time.monotonic() + _CLOSING_S
         while self._mark and time.monotonic() < limit:
             below = [
@@ -217,7 +228,8 @@ def refuse_missing_program(word: str, path: str | None) -> None:
     if interpreter and not Path(os.fsdecode(interpreter[0])).exists():
         named = one_line(os.fsdecode(interpreter[0]), limit=200)
         raise _cannot_start(
-            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named}, which does not exist",
+            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named},"
+            " which does not exist",
             "fix that line, or start it with an interpreter that exists: unisono run -- python SCRIPT",
         )
 
@@ -264,7 +276,9 @@ def _start(
 
 
 JOB_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that stop the program on all nodes. Others, e.g. SIGUSR1, go to the program on one node."""
+"""Signals that stop the program on all nodes. Others, e.g. SIGUSR1, go to the program on one
+node.
+"""
 
 
 @dataclass
@@ -292,7 +306,9 @@ class LocalProgram:
     _timeline: Timeline | None = None
 
     def new_messages(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
-        """News of this node, after waiting for the first, or for one of `also` to become readable."""
+        """News of this node, after waiting for the first, or for one of `also` to become
+        readable.
+        """
         own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
         select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
@@ -376,7 +392,10 @@ class LocalProgram:
                 file.close()
 
     def _orphaned(self) -> list[Message]:
-        """Ends of ranks before the program's own end. Later ones mean nothing: the subreaper ends remaining processes."""
+        """Ends of ranks before the program's own end.
+
+        Later ones mean nothing: the subreaper ends remaining processes.
+        """
         if self.program is None or self._is_orphaned:
             return []
         self.program.poll(0)

@@ -1,4 +1,6 @@
-"""A guarded program on a node other than the head: starts as the head says, sends news to the head, and carries out its requests."""
+"""A guarded program on a node other than the head: starts as the head says, sends news to the head,
+and carries out its requests.
+"""
 
 import contextlib
 import time
@@ -33,7 +35,9 @@ class NewStart:
 
 
 def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
-    """Runs the program together with the head and the other nodes; gives the object of result.json."""
+    """Runs the program together with the head and the other nodes; gives the object of
+    result.json.
+    """
     with join_meeting(party, start.report, tries_collective=False) as member_side:
         found, number = _one_start(start, member_side, member_side.wait_for("start")), 1
         while isinstance(found, NewStart):
@@ -169,7 +173,9 @@ class MemberProgram:
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _take_loss(self, event: Left) -> None:
-        """Ends the program: without the head, nothing is known of the other nodes, and they wait for this one."""
+        """Ends the program: without the head, nothing is known of the other nodes, and they wait
+        for this one.
+        """
         self._over = True
         self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.member_side.party.host)
         verdict = name_loss(self.loss, head=str(self.member_side.welcome.get("head_host", "")))

@@ -1,4 +1,6 @@
-"""The end of a guarded program: signals passed on and their deadline, its exit code, a verdict if a signal ended it, and fixes that apply to it."""
+"""The end of a guarded program: signals passed on and their deadline, its exit code, a verdict if a
+signal ended it, and fixes that apply to it.
+"""
 
 import contextlib
 import os
@@ -30,7 +32,9 @@ _FAULTS = (
     signal.SIGABRT,
 )
 _HANDED_ON = (*_FAULTS, signal.SIGKILL, signal.SIGTERM, signal.SIGXCPU, signal.SIGXFSZ)
-"""Signals that an exit code may stand for. SIGINT is not among them: programs also exit with its code by themselves."""
+"""Signals that an exit code may stand for. SIGINT is not among them: programs also exit with its
+code by themselves.
+"""
 _SENDERS = {
     signal.SIGABRT: "the program sends it to itself with abort()",
     signal.SIGSYS: "the kernel sends it for a system call that a filter (seccomp) forbids",
@@ -61,7 +65,8 @@ class ProgramEnd:
     Attributes:
         returncode: of the program; negative: a signal.
         subreaper_lost: whether the program ended with its subreaper: then its own end is unknown.
-        oom_killed: whether the kernel counted an OOM kill meanwhile; None: the count cannot be read there.
+        oom_killed: whether the kernel counted an OOM kill meanwhile; None: the count cannot be read
+            there.
     """
 
     node_rank: int
@@ -95,9 +100,11 @@ def exit_code_of_verdict(verdict: Verdict) -> int:
 
 
 def signal_of(returncode: int, command: Command) -> signal.Signals | None:
-    """The signal that ended the program or a child that it waited for; None if it exited by itself.
+    """The signal that ended the program or a child that it waited for; None if it exited by
+    itself.
 
-    A Python script does not turn its child's signal into 128 + N by itself, so such a code is its own. Shells and most other launchers do.
+    A Python script does not turn its child's signal into 128 + N by itself, so such a code is its
+    own. Shells and most other launchers do.
 
     Args:
         returncode: of the program; negative: a signal.
@@ -115,7 +122,8 @@ def signal_of(returncode: int, command: Command) -> signal.Signals | None:
 def name_program_death(
     end: ProgramEnd, command: Command, *, diagnosed: Verdict | None = None, kernel: Sequence[KernelLine] = ()
 ) -> Verdict | None:
-    """The verdict on a program that a signal ended; if it exited by itself, the diagnosis of its log.
+    """The verdict on a program that a signal ended; if it exited by itself, the diagnosis of its
+    log.
 
     Args:
         end: the first bad end of the program.
@@ -138,7 +146,10 @@ def name_program_death(
         evidence.append(
             Evidence(
                 where=end.where,
-                text=f"a shell reports a process that signal N ended as {_OF_SHELLS} + N, a Python launcher as 256 - N",
+                text=(
+                    f"a shell reports a process that signal N ended as {_OF_SHELLS} + N, a Python launcher as"
+                    " 256 - N"
+                ),
             )
         )
     cause = "host_oom_killed" if by_kernel else "rank_killed"
@@ -178,7 +189,9 @@ def may_be_port_taken(verdict: Verdict | None, framework: str) -> bool:
 
 
 def _by_its_words(verdict: Verdict) -> Verdict:
-    """The verdict with the cause that the exception states explicitly, instead of an error in code or data."""
+    """The verdict with the cause that the exception states explicitly, instead of an error in code
+    or data.
+    """
     if verdict.cause != "user_code_error" or not verdict.evidence:
         return verdict
     causes = [signature.cause for signature in match_line(verdict.evidence[0].text)]
@@ -190,7 +203,9 @@ def _by_its_words(verdict: Verdict) -> Verdict:
 
 
 def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
-    """Whether the diagnosis of the log explains this signal: a fault in native code follows its own messages, a kill from outside does not."""
+    """Whether the diagnosis of the log explains this signal: a fault in native code follows its own
+    messages, a kill from outside does not.
+    """
     if diagnosed.cause in ("rank_died_first", "rank_killed"):
         return False
     return number in _FAULTS or diagnosed.cause in _MORE_CERTAIN
@@ -199,7 +214,10 @@ def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:
 def _sender(number: signal.Signals, end: ProgramEnd) -> str:
     """The likely sender of the signal."""
     if end.subreaper_lost:
-        return "the kernel sent it, because the program's subreaper, a helper process of `unisono run`, was killed first"
+        return (
+            "the kernel sent it, because the program's subreaper, a helper process of `unisono run`, was"
+            " killed first"
+        )
     if number is signal.SIGKILL and end.oom_killed:
         return "the kernel's count of OOM kills (oom_kill in the cgroup) grew meanwhile"
     if number is signal.SIGKILL and end.oom_killed is not None:
@@ -248,7 +266,8 @@ class SignalQueue:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # Only the last lines remain then, and an impatient signal must not change the exit code.
+            # Only the last lines remain then, and an impatient signal must not change the exit
+            # code.
             signal.signal(
                 number, signal.SIG_IGN if self.first is not None and number in _STOP_SIGNALS else handler
             )
@@ -279,7 +298,8 @@ class StopDeadline:
     """The deadline for the program's end after a signal on any node. It has no clock.
 
     Attributes:
-        end_by: when the program and its descendants are killed, by the clock of `take`; None: no signal yet.
+        end_by: when the program and its descendants are killed, by the clock of `take`; None: no
+            signal yet.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -297,8 +317,8 @@ class StopDeadline:
     def take(self, number: signal.Signals, node_rank: int, now: float) -> str | None:
         """Takes a signal; gives the message about it, None if it changes nothing.
 
-        Schedulers signal every node and all its processes: as in supervise.interrupts, a second signal counts if it comes to the same node
-        at least a second later.
+        Schedulers signal every node and all its processes: as in supervise.interrupts, a second
+        signal counts if it comes to the same node at least a second later.
 
         Args:
             number: the signal.
@@ -322,8 +342,8 @@ class StopDeadline:
         if self._times == 1:
             again = show_seconds(min(self._grace_s, _AGAIN_S))
             return (
-                f"{name} was passed on to the program, which has {patience} (--grace) to end before it is killed with its child processes"
-                f" ({name} again: after {again})"
+                f"{name} was passed on to the program, which has {patience} (--grace) to end before it is"
+                f" killed with its child processes ({name} again: after {again})"
             )
         return (
             f"{name} again: the program and its child processes are killed after {patience}"

@@ -1,4 +1,6 @@
-"""The place of this front in a job that ssh or Slurm has laid out, and its report to the meeting before the program starts."""
+"""The place of this front in a job that ssh or Slurm has laid out, and its report to the meeting
+before the program starts.
+"""
 
 import hashlib
 import os
@@ -50,9 +52,11 @@ def find_shape(
         request,
         command,
         variables,
-        usable_accelerators(machine, requested="auto", visible=visible)
-        if _starts_rank_per_device(command)
-        else Accelerators(0),
+        (
+            usable_accelerators(machine, requested="auto", visible=visible)
+            if _starts_rank_per_device(command)
+            else Accelerators(0)
+        ),
         is_local=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
@@ -73,16 +77,20 @@ def describe_shape(shape: RunShape) -> list[str]:
         return []
     origins = topology.origins
     return [
-        f"{topology.nodes} nodes ({origins.get('nodes', '?')}), this is node {topology.node_rank} ({origins.get('node_rank', '--hosts' if topology.hosts else '?')}), "
-        f"head {topology.head_host}{f':{topology.head_port}' if topology.head_port else ''} ({origins.get('head', '?')}), "
-        f"{topology.nproc} rank{'' if topology.nproc == 1 else 's'} here ({topology.nproc_origin})"
+        f"{topology.nodes} nodes ({origins.get('nodes', '?')}), this is node {topology.node_rank}"
+        f" ({origins.get('node_rank', '--hosts' if topology.hosts else '?')}), head"
+        f" {topology.head_host}{f':{topology.head_port}' if topology.head_port else ''}"
+        f" ({origins.get('head', '?')}), {topology.nproc} rank{'' if topology.nproc == 1 else 's'} here"
+        f" ({topology.nproc_origin})"
     ]
 
 
 def find_token(
     request: RunRequest, topology: Topology, environment: Environment, given: str | None
 ) -> Token | None:
-    """The job's token; None for one node. A front that was started over SSH ends with the process that started it.
+    """The job's token; None for one node.
+
+    A front that was started over SSH ends with the process that started it.
 
     Raises:
         UsageError: if there are several nodes and no token, or its file is not private.
@@ -96,7 +104,10 @@ def find_token(
 
 
 def program_environment(request: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
-    """The program's environment. SSH gives a front a bare PATH, so the directory of its Python, with torchrun etc., is added."""
+    """The program's environment.
+
+    SSH gives a front a bare PATH, so the directory of its Python, with torchrun etc., is added.
+    """
     if not request.from_stdin:
         return dict(variables)
     path = [str(Path(sys.executable).parent), *filter(None, [variables.get("PATH")])]
@@ -180,21 +191,27 @@ def make_report(
         interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
         host_addresses=addresses[0],
         head_addresses=addresses[1],
-        clock_offset_s=None
-        if channel.clock_offset_s is None
-        else channel.clock_offset_s + probes.clock.wall() - SystemClock().wall(),
+        clock_offset_s=(
+            None
+            if channel.clock_offset_s is None
+            else channel.clock_offset_s + probes.clock.wall() - SystemClock().wall()
+        ),
         probe_ports=list(channel.probe_ports),
     )
 
 
 def runs_in_our_environment(words: tuple[str, ...]) -> bool:
-    """Whether a program runs in unisono's Python environment: only of that one the versions are known."""
+    """Whether a program runs in unisono's Python environment: only of that one the versions are
+    known.
+    """
     found = shutil.which(words[0]) if words else None
     return found is None or Path(found).parent == Path(sys.executable).parent
 
 
 def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
-    """The command without node-specific options, secrets, and directories that may differ between nodes."""
+    """The command without node-specific options, secrets, and directories that may differ between
+    nodes.
+    """
     words = keyed_arguments(comparable(shape.command))
     found = {
         key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()

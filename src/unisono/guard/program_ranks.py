@@ -1,4 +1,6 @@
-"""The ranks of a guarded program on this node: found by their registration in the border or by their environment, and watched to their end."""
+"""The ranks of a guarded program on this node: found by their registration in the border or by
+their environment, and watched to their end.
+"""
 
 import contextlib
 import os
@@ -44,7 +46,8 @@ class Search:
 
     Attributes:
         parents: of each.
-        said: which rank of how many a process is, by its environment. What a rank starts itself has the same one.
+        said: which rank of how many a process is, by its environment. What a rank starts itself has
+            the same one.
         found: the ranks: of processes that say the same the first ancestor.
     """
 
@@ -114,7 +117,8 @@ class Rank:
     """One rank.
 
     Attributes:
-        registered: whether it registered itself; else it was found by its environment, and only its end is seen.
+        registered: whether it registered itself; else it was found by its environment, and only its
+            end is seen.
         last: its final message, `result`, `refused` or `crashed`, once it has arrived.
         end: how it ended; None while it lives.
         ended_at: when the end was seen, in the kernel's ticks since boot.
@@ -144,8 +148,8 @@ class Rank:
 class ProgramRanks:
     """The ranks of the newest start on this node, for supervise.rank_monitor.
 
-    A launcher may restart its ranks, and a program may start a new launcher when one has ended: each is a start. Of launchers that run at
-    the same time, only the first one's ranks are watched.
+    A launcher may restart its ranks, and a program may start a new launcher when one has ended:
+    each is a start. Of launchers that run at the same time, only the first one's ranks are watched.
 
     Attributes:
         folder: of the border.
@@ -186,7 +190,9 @@ class ProgramRanks:
 
     @property
     def oom_killed(self) -> bool | None:
-        """Whether the kernel counted an OOM kill in this cgroup meanwhile; None if the count cannot be read."""
+        """Whether the kernel counted an OOM kill in this cgroup meanwhile; None if the count cannot
+        be read.
+        """
         kills = oom_kills()
         return None if kills is None else kills > self._kills_before
 
@@ -211,7 +217,9 @@ class ProgramRanks:
         return known.registration.pid if known is not None and known.end is None else None
 
     def workers(self, rank: int) -> list[WorkerProcess]:
-        """Processes that a rank has started, e.g. those of its loaders; the caller closes their files."""
+        """Processes that a rank has started, e.g. those of its loaders; the caller closes their
+        files.
+        """
         pid = self.pid(rank)
         return workers_below(pid) if pid is not None else []
 
@@ -259,7 +267,9 @@ class ProgramRanks:
     # --- who is there
 
     def _find(self, now: float) -> tuple[bool, list[Message]]:
-        """Takes new ranks: whether there are any or one has changed, and messages about launchers that are not watched."""
+        """Takes new ranks: whether there are any or one has changed, and messages about launchers
+        that are not watched.
+        """
         changed = False
         for one in border.registrations(self.folder):
             changed |= self._take(one, registered=True)
@@ -293,7 +303,9 @@ class ProgramRanks:
         return True
 
     def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
-        """The start that a process belongs to; None if it is not watched: of two processes with the same rank the first counts."""
+        """The start that a process belongs to; None if it is not watched: of two processes with the
+        same rank the first counts.
+        """
         if _identity(one) in self._earlier:
             return None
         start = self._starts_before + one.attempt
@@ -303,9 +315,11 @@ class ProgramRanks:
         return start if start >= self.newest and is_free else None
 
     def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
-        """Whether a process is a rank of a new launcher, started after all ranks of the previous one had ended.
+        """Whether a process is a rank of a new launcher, started after all ranks of the previous
+        one had ended.
 
-        Processes that ranks leave behind have the same environment, but started before the ranks ended, and do not register.
+        Processes that ranks leave behind have the same environment, but started before the ranks
+        ended, and do not register.
         """
         if not self.all_ended or (known is None and one.world_size == self.world_size):
             return False
@@ -314,7 +328,8 @@ class ProgramRanks:
         return all(one.started > rank.ended_at for rank in self._ranks.values())
 
     def _keep_to_one_launcher(self, seen: Search) -> bool:
-        """Keeps ranks of one launcher only, if several start at the same time and ranks of both were seen; whether any rank was exchanged.
+        """Keeps ranks of one launcher only, if several start at the same time and ranks of both
+        were seen; whether any rank was exchanged.
 
         Ranks with a launcher each, e.g. a shell, stay: no other rank has that launcher.
         """
@@ -343,8 +358,8 @@ class ProgramRanks:
             return []
         self._unwatched.add(found.launcher)
         text = (
-            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher at a time is watched, so the"
-            " ranks of this one are not: start each with its own `unisono run`"
+            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher"
+            " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
         )
         return [{"kind": "unwatched", "text": text}]
 
@@ -437,7 +452,10 @@ class ProgramRanks:
         return last is None and (code is None or self._had_left_group(rank, code))
 
     def _had_left_group(self, rank: Rank, code: int) -> bool:
-        """Whether no peer needed it any longer, since it had left its process group. Ray ends its workers like this, with status 1."""
+        """Whether no peer needed it any longer, since it had left its process group.
+
+        Ray ends its workers like this, with status 1.
+        """
         found_messages = (
             one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
         )

@@ -1,4 +1,8 @@
-"""The job by our options, the program's arguments, and the environment, in this order; contradictions are refused. Pure."""
+"""The job by our options, the program's arguments, and the environment, in this order;
+contradictions are refused.
+
+Pure.
+"""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -68,7 +72,9 @@ class RunRequest:
 
     @property
     def from_stdin(self) -> bool:
-        """Whether stdin belongs to the process that started this front over SSH, and not to the program."""
+        """Whether stdin belongs to the process that started this front over SSH, and not to the
+        program.
+        """
         return self.token_file == "-"  # noqa: S105 - not a secret
 
 
@@ -79,7 +85,8 @@ class RunShape:
     Attributes:
         topology: nodes, which one this is, the head, ranks here.
         job: by the command line and the environment alone.
-        own_rendezvous: whether the program's ranks meet at a port of their own; then ours is a different one.
+        own_rendezvous: whether the program's ranks meet at a port of their own; then ours is a
+            different one.
         notes: to show before the start.
     """
 
@@ -184,7 +191,10 @@ def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
 
 
 def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
-    """Refuses an option of ours that contradicts the program's argument. Variables have lower priority than both."""
+    """Refuses an option of ours that contradicts the program's argument.
+
+    Variables have lower priority than both.
+    """
     host, port = parse_head(request.head, "--head") if request.head is not None else (None, None)
     pairs: list[tuple[str, object, Setting | None]] = [
         ("--nodes", request.nodes, job.nodes),
@@ -215,7 +225,8 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
 
 
 def refuse_launcher(request: RunRequest) -> None:
-    """Refuses launchers that `run` does not have: under Ray and Slurm each node runs its own `unisono run`.
+    """Refuses launchers that `run` does not have: under Ray and Slurm each node runs its own
+    `unisono run`.
 
     Raises:
         UsageError: if `--launcher` is unknown, not supported, or contradicts the other options.
@@ -234,7 +245,10 @@ def refuse_launcher(request: RunRequest) -> None:
     if launcher == "slurm":
         fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
     elif launcher == "ray":
-        fix = f"--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono run -- {program}"
+        fix = (
+            "--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono"
+            f" run -- {program}"
+        )
     else:
         near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
         fix = f"did you mean `{near}`?" if near else "choose local or nodes, or omit it"
@@ -250,7 +264,9 @@ def refuse_launcher(request: RunRequest) -> None:
 def _refuse_other_hosts(
     request: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
 ) -> None:
-    """Refuses arguments of the program that conflict with `--hosts`, where one command line is for all nodes."""
+    """Refuses arguments of the program that conflict with `--hosts`, where one command line is for
+    all nodes.
+    """
     if request.hosts is None:
         return
     rank, nodes = job.node_rank, job.nodes
@@ -296,7 +312,9 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
 def _ports(
     request: RunRequest, job: Job, topology: Topology, *, own: bool
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Chooses the port of the control channel: the head's, or the next one if the program listens there."""
+    """Chooses the port of the control channel: the head's, or the next one if the program listens
+    there.
+    """
     if topology.nodes == 1 or not own:
         return topology, ()
     program_value = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None

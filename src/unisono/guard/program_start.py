@@ -1,4 +1,6 @@
-"""State of one start of `unisono run` on this node: its place in the job, its directory with its records, and the program."""
+"""State of one start of `unisono run` on this node: its place in the job, its directory with its
+records, and the program.
+"""
 
 import contextlib
 import fcntl
@@ -46,7 +48,8 @@ class ProgramDir(RunDir):
 
 
 def border_folder() -> tuple[Path, int]:
-    """A new private folder in memory, and the file descriptor that locks it; without /dev/shm, among temporary files.
+    """A new private folder in memory, and the file descriptor that locks it; without /dev/shm,
+    among temporary files.
 
     The folder is in use as long as the descriptor is open, or that of the subreaper.
     """
@@ -64,7 +67,10 @@ def border_folder() -> tuple[Path, int]:
 
 @contextmanager
 def border() -> Iterator[Path]:
-    """A border folder, removed on exit. The subreaper removes it too, so a front that is killed leaves none."""
+    """A border folder, removed on exit.
+
+    The subreaper removes it too, so a front that is killed leaves none.
+    """
     folder, held = border_folder()
     try:
         yield folder
@@ -74,7 +80,9 @@ def border() -> Iterator[Path]:
 
 
 def _remove_left(base: Path) -> None:
-    """Removes folders of fronts that were killed together with their subreapers, e.g. when a container ends."""
+    """Removes folders of fronts that were killed together with their subreapers, e.g. when a
+    container ends.
+    """
     for folder in base.glob(f"unisono-{os.getuid()}-*"):
         with contextlib.suppress(OSError):  # in use, being made, or of a version without locks
             held = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC)
@@ -122,7 +130,10 @@ def run_dir(output_dir: str, *, is_head: bool, host: str, port: int = 0) -> tupl
 
 
 def _refuse_used(run: ProgramDir) -> None:
-    """Refuses a directory in use. On a shared disk, a different node of the same job may already have made its folder of logs."""
+    """Refuses a directory in use.
+
+    On a shared disk, a different node of the same job may already have made its folder of logs.
+    """
     path, logs = run.root, run.log("", 0).parent
     if not path.exists() or (
         path.is_dir() and all(_is_of_this_start(one, run, logs) for one in path.iterdir())
@@ -141,10 +152,12 @@ def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:
 
 
 class FolderWatch:
-    """Notices that the head's directory is removed, renamed or replaced while the program runs, and makes it again.
+    """Notices that the head's directory is removed, renamed or replaced while the program runs, and
+    makes it again.
 
     Attributes:
-        is_lost: whether a different directory or start has its place: then nothing more is written there.
+        is_lost: whether a different directory or start has its place: then nothing more is written
+            there.
     """
 
     def __init__(self, run: ProgramDir, lock: RunLock, show: Show, write_plan: Callable[[], object]) -> None:
@@ -181,7 +194,8 @@ class FolderWatch:
                 self._make_whole(f"{what}: it is created again, with the program's log")
             elif root != self._root and not self._lock.names_us():
                 self._lose(
-                    f"{path} was replaced by a different directory: the log and the result of this run are not written there"
+                    f"{path} was replaced by a different directory: the log and the result of this run are"
+                    " not written there"
                 )
             elif not self._lock.is_in_place():
                 self._make_whole(
@@ -216,7 +230,9 @@ class FolderWatch:
 
 
 def is_head_directory(run: ProgramDir, run_id: str) -> bool:
-    """Whether this node's directory is the head's, which then alone writes the files that exist once."""
+    """Whether this node's directory is the head's, which then alone writes the files that exist
+    once.
+    """
     return read_object(run.plan).get("run_id") == run_id
 
 
@@ -331,7 +347,9 @@ class ProgramStart:
         return self.diagnose(self.log)
 
     def set_log_aside(self, number: int) -> None:
-        """The next start of the program gets a log of its own, so that this one's errors are not found there."""
+        """The next start of the program gets a log of its own, so that this one's errors are not
+        found there.
+        """
         with contextlib.suppress(OSError):
             self.log.rename(f"{self.log}.{number}")
 

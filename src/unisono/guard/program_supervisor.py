@@ -1,4 +1,6 @@
-"""Supervises a guarded program on the head, from the news of all nodes: disagreements, failures, stalls, its end."""
+"""Supervises a guarded program on the head, from the news of all nodes: disagreements, failures,
+stalls, its end.
+"""
 
 import signal
 import time
@@ -68,7 +70,8 @@ class ProgramSupervisor:
         restarts: how often the program's launcher restarts its ranks by itself.
         store_host: the address of node 0.
         join_timeout_s: how long launchers wait for each other.
-        idle_limit_s: after which the program is ended if none of its ranks does anything; None: never.
+        idle_limit_s: after which the program is ended if none of its ranks does anything; None:
+            never.
         only_launchers: whether supervision ends with the comparison of the launchers.
         verdict: None as long as there is none.
         programs: return codes of the program, by node.
@@ -80,7 +83,8 @@ class ProgramSupervisor:
         looks: parsed evidence of the ranks, once there is a verdict.
         last_death: the verdict on a rank after whose end the launcher may restart the ranks.
         stopping: the deadline for the program's end after a signal.
-        may_try_again: whether a program that finds its port taken may be started again with a different one; its verdict is not shown then.
+        may_try_again: whether a program that finds its port taken may be started again with a
+            different one; its verdict is not shown then.
         each_poll: called a few times a second while the program runs.
     """
 
@@ -226,7 +230,9 @@ class ProgramSupervisor:
             )
 
     def _restart_ranks(self, attempt: int) -> None:
-        """Forgets the previous ranks, after the launcher has restarted them or the program has started its next launcher."""
+        """Forgets the previous ranks, after the launcher has restarted them or the program has
+        started its next launcher.
+        """
         if self._attempt or self._places:
             self._notify(f"the program has restarted its ranks (start {attempt + 1})")
         self._attempt = attempt
@@ -248,7 +254,8 @@ class ProgramSupervisor:
         elif (
             message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
         ):
-            # A callback has compared the ranks by itself: all of them have this verdict, and end with it.
+            # A callback has compared the ranks by itself: all of them have this verdict, and end
+            # with it.
             self._name(Verdict.from_json(message["verdict"]), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
@@ -329,7 +336,8 @@ class ProgramSupervisor:
         self._report_missing(now)
         if not self._is_seen and self.verdict is None and now - self._began > _UNSEEN_S and not self._facts:
             self._notify_once(NO_RANK_SEEN)
-        # A program that has been asked to stop is not judged: it ends, one rank after the other, or is ended.
+        # A program that has been asked to stop is not judged: it ends, one rank after the other, or
+        # is ended.
         if self._stall_monitor is None or self._ended_all or self.stop_signal is not None:
             return
         found = self._if_lasting(self._stall_monitor.look(), now)
@@ -338,7 +346,9 @@ class ProgramSupervisor:
             self._name(found, end_in_s=0.0)
 
     def _if_lasting(self, found: Verdict | None, now: float) -> Verdict | None:
-        """The verdict, unless it is about ranks that left early and is new: ranks of a guarded program may exit one by one."""
+        """The verdict, unless it is about ranks that left early and is new: ranks of a guarded
+        program may exit one by one.
+        """
         if found is None or not self._has_left(found):
             self._early_since = None
             return found
@@ -346,7 +356,9 @@ class ProgramSupervisor:
         return found if now - self._early_since >= _LEFT_EARLY_S else None
 
     def _has_left(self, found: Verdict) -> bool:
-        """Whether the verdict's ranks have left with a result, instead of waiting in a different collective."""
+        """Whether the verdict's ranks have left with a result, instead of waiting in a different
+        collective.
+        """
         views = self._stall_monitor.run_view.views if self._stall_monitor is not None else {}
         return found.cause == "unequal_steps" and any(
             rank in views and views[rank].reported_result for rank in found.ranks
@@ -378,7 +390,9 @@ class ProgramSupervisor:
                 self._send(node.node_rank, {"kind": "end"})
 
     def _decide_at_the_end(self) -> None:
-        """Gives the verdict on a rank that left while others needed it, if the program ended before one was due: its output does not show that."""
+        """Gives the verdict on a rank that left while others needed it, if the program ended before
+        one was due: its output does not show that.
+        """
         failures = self._failures
         if failures.first_at is None or failures.lost or not self._is_undecided:
             return
@@ -388,7 +402,9 @@ class ProgramSupervisor:
             self._name(name_death(culprit, self.job, after_s=after_s), end_in_s=0.0)
 
     def _may_restart(self, now: float) -> bool:
-        """Whether the program's launchers all run, and still have time to restart the ranks by themselves."""
+        """Whether the program's launchers all run, and still have time to restart the ranks by
+        themselves.
+        """
         assert self._failures.first_at is not None
         return (
             self.restarts > 0
@@ -398,7 +414,9 @@ class ProgramSupervisor:
         )
 
     def _first_failure(self, now: float) -> Verdict | None:
-        """The verdict on the rank or node that failed first; None while more news may come, or if neither is known."""
+        """The verdict on the rank or node that failed first; None while more news may come, or if
+        neither is known.
+        """
         assert self._failures.first_at is not None
         if self._stall_monitor is not None:
             self._stall_monitor.see()

@@ -1,14 +1,18 @@
-"""A small process between the front and the program: it starts the program, passes on its output, and leaves nothing of it behind.
+"""A small process between the front and the program: it starts the program, passes on its output,
+and leaves nothing of it behind.
 
     python -I …/subreaper.py SETTINGS-FD     started by the front; the program is its child, and adopted processes become its children
 
-It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL, then ends the program's process tree and
-removes the border's folder. It adopts processes that the program leaves behind. And it writes the log, so a disk that hangs blocks neither
-the front nor the program's output.
+It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL,
+then ends the program's process tree and removes the border's folder. It adopts processes that the
+program leaves behind. And it writes the log, so a disk that hangs blocks neither the front nor the
+program's output.
 
-The front writes lines to its stdin: `signal N` (like a terminal or `kill`), `end` (all processes, at once). End of file means that the front
-has died. It answers on the descriptor `report` of its settings: `started PID`, `gone RETURNCODE` once the program itself has ended, `left N`
-for processes that outlived it, and `ended RETURNCODE` when all have ended. Standard library only: it starts in about 50 ms.
+The front writes lines to its stdin: `signal N` (like a terminal or `kill`), `end` (all processes,
+at once). End of file means that the front has died. It answers on the descriptor `report` of its
+settings: `started PID`, `gone RETURNCODE` once the program itself has ended, `left N` for processes
+that outlived it, and `ended RETURNCODE` when all have ended. Standard library only: it starts in
+about 50 ms.
 """
 
 import contextlib
@@ -90,7 +94,9 @@ class _Log:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | more, 0o600)
 
     def _followed(self, fd: int) -> int:
-        """Writes the whole log to its path again, if it was removed with its directory and the front has made that again."""
+        """Writes the whole log to its path again, if it was removed with its directory and the
+        front has made that again.
+        """
         try:
             Path(self._path).stat()
         except FileNotFoundError:
@@ -129,7 +135,9 @@ class _StreamCopy(threading.Thread):
 
 
 def _channel(target: int) -> tuple[int, int]:
-    """The write end for the program and our read end: of a terminal if `target` is one, else of a pipe."""
+    """The write end for the program and our read end: of a terminal if `target` is one, else of a
+    pipe.
+    """
     if not os.isatty(target):
         read_end, write_end = os.pipe()
         return write_end, read_end
@@ -143,7 +151,9 @@ def _channel(target: int) -> tuple[int, int]:
 
 
 def _is_same(one: int, other: int) -> bool:
-    """Whether both descriptors are the same file: then one stream carries both, so lines stay in order."""
+    """Whether both descriptors are the same file: then one stream carries both, so lines stay in
+    order.
+    """
     a, b = os.fstat(one), os.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
@@ -219,7 +229,9 @@ class Subreaper:
         return word == b"end"
 
     def _end_tree(self, *, patience_s: float) -> int:
-        """Ends all descendants of this process; gives their number without the program. Orphans become our children, so none escapes.
+        """Ends all descendants of this process; gives their number without the program.
+
+        Orphans become our children, so none escapes.
 
         Args:
             patience_s: how long they have after SIGTERM; 0: no SIGTERM is sent.
@@ -255,7 +267,9 @@ class Subreaper:
             os.write(self._report, line.encode() + b"\n")
 
     def outlast_front(self) -> None:
-        """Waits until the front has read the ranks' final messages in the border's folder: it then closes our stdin, or has died."""
+        """Waits until the front has read the ranks' final messages in the border's folder: it then
+        closes our stdin, or has died.
+        """
         with contextlib.suppress(OSError):
             while os.read(0, _CHUNK_BYTES):
                 pass
@@ -267,7 +281,9 @@ class Subreaper:
 
 
 def _hold(folder: str) -> int | None:
-    """Locks the border's folder, like unisono.guard.program_start: until this process ends, no other front removes it as unused."""
+    """Locks the border's folder, like unisono.guard.program_start: until this process ends, no
+    other front removes it as unused.
+    """
     if not folder:
         return None
     try:

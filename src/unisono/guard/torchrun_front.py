@@ -1,8 +1,10 @@
-"""A front for a torchrun that was started by hand: it joins the nodes' meeting, answers torchrun, and exits.
+"""A front for a torchrun that was started by hand: it joins the nodes' meeting, answers torchrun,
+and exits.
 
     python -m unisono.guard.torchrun_front      started by integrations.torchrun_handler, which sends a line of settings on stdin
 
-It prints the path of the border's guard.json on stdout, and messages like those of `unisono run` on stderr.
+It prints the path of the border's guard.json on stdout, and messages like those of `unisono run` on
+stderr.
 """
 
 import json
@@ -183,7 +185,9 @@ class _TorchrunFront:
 
 
 def _wait_for_reader(folder: Path) -> None:
-    """Waits until torchrun has read its answer and closes our stdin: the answer is removed with the border."""
+    """Waits until torchrun has read its answer and closes our stdin: the answer is removed with the
+    border.
+    """
     if any(folder.glob("answer-*.json")):
         select.select([sys.stdin], [], [], _ANSWER_READ_S)
 

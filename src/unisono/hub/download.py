@@ -1,4 +1,6 @@
-"""Fills the cache of huggingface_hub with a model or a dataset, and compares what is in it with the digests of the hub."""
+"""Fills the cache of huggingface_hub with a model or a dataset, and compares what is in it with the
+digests of the hub.
+"""
 
 import contextlib
 import hashlib
@@ -41,7 +43,8 @@ class RemoteFile:
     """A file of a repository.
 
     Attributes:
-        digest: SHA-256 of its content for a large file; the SHA-1 of git's blob for others; empty if the hub names none.
+        digest: SHA-256 of its content for a large file; the SHA-1 of git's blob for others; empty
+            if the hub names none.
     """
 
     path: str
@@ -138,9 +141,11 @@ def _refuse_silence(name: str) -> None:
             f"{name} cannot be downloaded",
             where=hub.endpoint,
             why=silence,
-            fix=f"unset {hub.offline}"
-            if hub.offline
-            else "check the network; a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT",
+            fix=(
+                f"unset {hub.offline}"
+                if hub.offline
+                else "check the network; a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT"
+            ),
         )
 
 
@@ -173,7 +178,8 @@ def _remote_repo(name: str, kind: str, info: Any) -> RemoteRepo:
     """A repository as the hub describes it.
 
     Raises:
-        ValueError: if its commit is not a digest, a name leads out of the cache, or a size is impossible.
+        ValueError: if its commit is not a digest, a name leads out of the cache, or a size is
+            impossible.
     """
     if not _DIGEST.fullmatch(str(info.sha)):
         raise ValueError(f"its commit {str(info.sha)[:80]!r} is not a digest")
@@ -218,7 +224,9 @@ def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
 def download(
     repo: RemoteRepo, revision: str | None, selection: Selection, on_progress: Callable[[int], None]
 ) -> Path:
-    """The directory of the cache with the files. Files that are there already are not downloaded again.
+    """The directory of the cache with the files.
+
+    Files that are there already are not downloaded again.
 
     Args:
         on_progress: called several times a second with the bytes that are there.
@@ -283,7 +291,9 @@ def _reported(blobs: Path, on_progress: Callable[[int], None]) -> Iterator[None]
 
 
 def verify_download(repo: RemoteRepo, selection: Selection, directory: Path) -> CacheCheck:
-    """Reads the downloaded files, and compares them with the digests that the hub lists. A damaged one is removed from the cache.
+    """Reads the downloaded files, and compares them with the digests that the hub lists.
+
+    A damaged one is removed from the cache.
 
     Raises:
         IntegrityError: if one is missing or differs.
@@ -302,7 +312,8 @@ def verify_download(repo: RemoteRepo, selection: Selection, directory: Path) -> 
 
 
 def verify_cache(name: str, revision: str | None) -> tuple[Path, CacheCheck]:
-    """Compares the cached files of a model or dataset with the digests that the cache has them under; needs no network.
+    """Compares the cached files of a model or dataset with the digests that the cache has them
+    under; needs no network.
 
     Raises:
         UsageError: if it is not in the cache.
@@ -377,7 +388,9 @@ def digest_of(file: Path, *, git: bool) -> str:
 
 
 def _remove(file: Path) -> None:
-    """Removes a cached file, and what it links to in the cache: its blob, and that in the store of all repositories."""
+    """Removes a cached file, and what it links to in the cache: its blob, and that in the store of
+    all repositories.
+    """
     cache = read_environment().hub_cache.resolve()
     with contextlib.suppress(OSError):
         while (file.parent.resolve() / file.name).is_relative_to(cache):
@@ -493,4 +506,7 @@ def _denied(name: str, hub: Hub, status: int, *, writes: bool, gated: bool) -> t
 def describe_selection(repo: RemoteRepo, selection: Selection) -> str:
     """One line: what will be downloaded."""
     skipped = f"; {len(selection.skipped)} not needed" if selection.skipped else ""
-    return f"{repo.kind} {repo.name}@{repo.commit[:12]}: {len(selection.files)} files, {show_bytes(selection.bytes)}{skipped}"
+    return (
+        f"{repo.kind} {repo.name}@{repo.commit[:12]}: {len(selection.files)} files,"
+        f" {show_bytes(selection.bytes)}{skipped}"
+    )

@@ -1,4 +1,6 @@
-"""Uploads the result of a run to the hub: the directory of `export` and a model card that is made from the run, without secrets and local paths."""
+"""Uploads the result of a run to the hub: the directory of `export` and a model card that is made
+from the run, without secrets and local paths.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -54,7 +56,8 @@ class Publication:
 
 
 def refuse_unready(root: Path, step: int | None) -> None:
-    """Refuses a run that has no finished, verified result; with `step` the checkpoint is verified by the export.
+    """Refuses a run that has no finished, verified result; with `step` the checkpoint is verified
+    by the export.
 
     Raises:
         UsageError: if it is not a run, not finished, or its result has no digests.
@@ -89,7 +92,10 @@ def refuse_unready(root: Path, step: int | None) -> None:
             f"{root} is not finished",
             where=str(run.result),
             why=outcome,
-            fix=f"let it finish, or push a checkpoint with --step N; `unisono checkpoint ls {root}` lists them",
+            fix=(
+                f"let it finish, or push a checkpoint with --step N; `unisono checkpoint ls {root}` lists"
+                " them"
+            ),
         )
     checked = check_model(final)
     if not checked.listed:
@@ -125,7 +131,10 @@ def refuse_without_token(repo: str) -> None:
         raise UsageError.of(
             "uploads need a token, and none is set",
             where="HF_TOKEN",
-            fix="set HF_TOKEN to a token with write access, or log in with `hf auth login`; --dry-run needs none",
+            fix=(
+                "set HF_TOKEN to a token with write access, or log in with `hf auth login`; --dry-run needs"
+                " none"
+            ),
         )
 
 
@@ -159,7 +168,9 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
 
 
 def base_of(plan: dict[str, Any]) -> str:
-    """The base model as others may read it: its hub id, `builtin:NAME`, or the last part of a local path."""
+    """The base model as others may read it: its hub id, `builtin:NAME`, or the last part of a local
+    path.
+    """
     path = str((plan.get("config") or {}).get("model", {}).get("path") or "")
     return path if path.startswith("builtin:") or _is_hub_id(path) else Path(path).name
 
@@ -201,7 +212,10 @@ def _local_paths(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _refuse_private(directory: Path, private: Iterable[str]) -> None:
-    """Refuses files with text that is nobody else's business. Weights and the words of tokenizers are not searched for secrets."""
+    """Refuses files with text that is nobody else's business.
+
+    Weights and the words of tokenizers are not searched for secrets.
+    """
     found = []
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         if file.suffix == ".safetensors" or file.stat().st_size > _TEXT_BYTES:
@@ -275,14 +289,23 @@ def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool) -> str:
     kind = "SequenceClassification" if reward else "CausalLM"
     labels = ", num_labels=1" if reward else ""
     if is_adapter:
-        code = f'from peft import AutoPeftModelFor{kind}\n\nmodel = AutoPeftModelFor{kind}.from_pretrained("{repo}"{labels})'
+        code = (
+            f"from peft import AutoPeftModelFor{kind}\n\nmodel ="
+            f' AutoPeftModelFor{kind}.from_pretrained("{repo}"{labels})'
+        )
         note = (
             ""
             if _is_hub_id(base)
-            else f"\n\nThe base model `{base}` is not on the hub: set `base_model_name_or_path` in adapter_config.json to its directory."
+            else (
+                f"\n\nThe base model `{base}` is not on the hub: set `base_model_name_or_path` in"
+                " adapter_config.json to its directory."
+            )
         )
     else:
-        code = f'from transformers import AutoModelFor{kind}\n\nmodel = AutoModelFor{kind}.from_pretrained("{repo}")'
+        code = (
+            f"from transformers import AutoModelFor{kind}\n\nmodel ="
+            f' AutoModelFor{kind}.from_pretrained("{repo}")'
+        )
         note = ""
     return f"```python\n{code}\n```{note}"
 
@@ -306,13 +329,20 @@ def _training(plan: dict[str, Any], metrics: list[dict[str, Any]], step: int | N
     evaluations = [line for line in metrics if isinstance(line.get("eval_loss"), float)]
     last = losses[-1] if losses else {}
     lines = [
-        f"- steps: {step if step is not None else last.get('step', '?')} of {plan.get('total_steps', '?')}, {plan.get('global_batch', '?')} sequences each",
-        f"- tokens: {show_count(last.get('tokens') or 0)}, {show_count(last.get('loss_tokens') or 0)} of them with a loss",
+        (
+            f"- steps: {step if step is not None else last.get('step', '?')} of"
+            f" {plan.get('total_steps', '?')}, {plan.get('global_batch', '?')} sequences each"
+        ),
+        (
+            f"- tokens: {show_count(last.get('tokens') or 0)}, {show_count(last.get('loss_tokens') or 0)} of"
+            " them with a loss"
+        ),
         f"- ranks: {plan.get('world_size', '?')} ({plan.get('strategy', '?')}, {plan.get('dtype', '?')})",
     ]
     if losses:
         lines.append(
-            f"- loss: {losses[0]['loss']:.4f} at step {losses[0]['step']}, {last['loss']:.4f} at step {last['step']}"
+            f"- loss: {losses[0]['loss']:.4f} at step {losses[0]['step']}, {last['loss']:.4f} at step"
+            f" {last['step']}"
         )
     table = ["", "| step | held-out loss |", "|---|---|"] if evaluations else []
     shown = evaluations[:: max(1, -(-len(evaluations) // _MOST_EVALUATIONS))]
@@ -355,7 +385,8 @@ def _cell(value: object) -> str:
 
 
 def upload(made: Publication, *, private: bool) -> str:
-    """Creates the repository if there is none, uploads all files in one commit, and compares what the hub lists with them; gives the commit.
+    """Creates the repository if there is none, uploads all files in one commit, and compares what
+    the hub lists with them; gives the commit.
 
     Raises:
         UnisonoError: if the hub refuses.

@@ -1,1 +1,3 @@
-"""Code inside existing training programs: the hook of `unisono run`, torchrun's rendezvous backend, callbacks, `guarded`."""
+"""Code inside existing training programs: the hook of `unisono run`, torchrun's rendezvous backend,
+callbacks, `guarded`.
+"""

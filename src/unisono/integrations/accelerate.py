@@ -1,4 +1,5 @@
-"""Accelerate's Accelerator with a check that ranks agree on data and number of batches, and with progress reports.
+"""Accelerate's Accelerator with a check that ranks agree on data and number of batches, and with
+progress reports.
 
 >>> from unisono.integrations.accelerate import Accelerator
 """
@@ -12,9 +13,11 @@ from unisono.integrations.trainer_callback import CallbackReporter, TrainerFacts
 
 
 class Accelerator(accelerate.Accelerator):
-    """An Accelerator whose `prepare` of a model or optimizer compares the loaders of all ranks, and which reports steps and phases.
+    """An Accelerator whose `prepare` of a model or optimizer compares the loaders of all ranks, and
+    which reports steps and phases.
 
-    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value
+    from a device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +26,8 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares as Accelerate does; with a model or an optimizer among `args`, all ranks compare the loaders in `args`.
+        """Prepares as Accelerate does; with a model or an optimizer among `args`, all ranks compare
+        the loaders in `args`.
 
         Loaders that are prepared alone are not compared: a program may do that on one rank only.
 
@@ -41,7 +45,8 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def agree(self, *loaders: Any, steps: int | None = None) -> None:
-        """Compares these loaders on all ranks, and the number of optimizer steps if given; all ranks must call it.
+        """Compares these loaders on all ranks, and the number of optimizer steps if given; all
+        ranks must call it.
 
         Raises:
             Disagreed: on every rank, with the same message.

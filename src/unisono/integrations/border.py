@@ -1,7 +1,9 @@
-"""The border between a front and the processes of a program that it guards: a private folder in memory, and who writes what in it.
+"""The border between a front and the processes of a program that it guards: a private folder in
+memory, and who writes what in it.
 
-The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600), and names that file to the program's
-processes by one variable, UNISONO_GUARD. Nothing else is passed, and nothing is secret but the folder: whoever can read it is the user.
+The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `guard.json` (0600),
+and names that file to the program's processes by one variable, UNISONO_GUARD. Nothing else is
+passed, and nothing is secret but the folder: whoever can read it is the user.
 
     held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
     guard.json             the front: what every process may know (Guard)
@@ -13,12 +15,14 @@ processes by one variable, UNISONO_GUARD. Nothing else is passed, and nothing is
     facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (Brought); then it waits for
     answer-<pid>-<name>.json   the front: the result (Answer)
 
-A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE and loads torch. A program without them
-that loads torch is rank 0 of 1. Processes that a rank starts (loaders) inherit the variable and must not register: they look for `rank-<pid>.json`
-of a parent with the same RANK.
+A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE
+and loads torch. A program without them that loads torch is rank 0 of 1. Processes that a rank
+starts (loaders) inherit the variable and must not register: they look for `rank-<pid>.json` of a
+parent with the same RANK.
 
-The last event of a rank says how it ended: `result` when it leaves in good order, `crashed` (error, where, traceback, peer_lost) at an
-uncaught exception. A rank that is gone without either was killed.
+The last event of a rank says how it ended: `result` when it leaves in good order, `crashed` (error,
+where, traceback, peer_lost) at an uncaught exception. A rank that is gone without either was
+killed.
 
 Nothing here loads torch, or anything beside the standard library before a record is made.
 """
@@ -46,9 +50,13 @@ GUARD_FILE = "guard.json"
 HELD = "held"
 """A file in the border, locked by its users. A pid would mean nothing in a different container."""
 ENDS_WITH_FRONT = "ends_with_front"
-"""The option of a guard whose front and subreaper outlive the program: without both, a rank ends itself."""
+"""The option of a guard whose front and subreaper outlive the program: without both, a rank ends
+itself.
+"""
 LAUNCHER = "launcher"
-"""The name of what a launcher (torchrun's agent) brings: `nproc`, `node_rank`, `nodes`, and more; the answer has the store's address."""
+"""The name of what a launcher (torchrun's agent) brings: `nproc`, `node_rank`, `nodes`, and more;
+the answer has the store's address.
+"""
 
 _Made = TypeVar("_Made", "Guard", "Registration", "ReportedFacts", "Answer")
 _POLL_S = 0.02
@@ -63,7 +71,8 @@ class Guard:
         folder: where it leaves its files.
         front_pid: the front of this node; without it no process reads what is written.
         node_rank: of this node, from 0.
-        store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node where torch chooses.
+        store: HOST:PORT for torch's store, free on node 0 when the fronts agreed; empty on one node
+            where torch chooses.
         uneven: whether nodes may have unequal numbers of ranks.
         options: other options of the front: `debug_comm`, `json`, `ends_with_front` (bool).
     """
@@ -88,7 +97,9 @@ class Guard:
         return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
     def is_left(self) -> bool:
-        """Whether the front and its subreaper are both gone, so that nobody ends this process: neither locks the folder any more."""
+        """Whether the front and its subreaper are both gone, so that nobody ends this process:
+        neither locks the folder any more.
+        """
         if not self.options.get(ENDS_WITH_FRONT):
             return False
         try:
@@ -127,9 +138,11 @@ class Registration:
         attempt: the launcher's restart count (TORCHELASTIC_RESTART_COUNT).
         uuid: of the bound device; empty if unknown.
         grouped: whether it has a process group.
-        sees: what the hook observes: "beats", "collectives", "stacks"; the front reports what is missing.
-        stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program had left free; 0: none was. Ask
-            `facts.processes.catches` before sending it: a program that replaces itself (exec) has no handler any more.
+        sees: what the hook observes: "beats", "collectives", "stacks"; the front reports what is
+            missing.
+        stacks_signal: at which faulthandler writes the stacks: a real-time signal that the program
+            had left free; 0: none was. Ask `facts.processes.catches` before sending it: a program
+            that replaces itself (exec) has no handler any more.
         restarts: maximum number of restarts of its launcher (TORCHELASTIC_MAX_RESTARTS).
     """
 
@@ -150,12 +163,15 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class ReportedFacts:
-    """Facts of one process for an agreement, flat: a value that differs on one rank is reported by its key.
+    """Facts of one process for an agreement, flat: a value that differs on one rank is reported by
+    its key.
 
     Attributes:
-        name: of the agreement, of small letters and _: "data", "split", "steps"; LAUNCHER is the launchers'.
+        name: of the agreement, of small letters and _: "data", "split", "steps"; LAUNCHER is the
+            launchers'.
         rank: of the rank; of a launcher the node's.
-        world_size: number of processes that report before facts are compared; for a launcher, of nodes.
+        world_size: number of processes that report before facts are compared; for a launcher, of
+            nodes.
         facts: values that must be equal, by key: numbers, strings, booleans.
         own: values that may differ and are only reported.
     """
@@ -174,7 +190,8 @@ class Answer:
 
     Attributes:
         agreed: whether the process may continue.
-        text: otherwise the reason, in one line that the front prints, too: the process prints nothing and exits.
+        text: otherwise the reason, in one line that the front prints, too: the process prints
+            nothing and exits.
         exit_code: with which it exits then.
         facts: for a launcher: `node_rank`, `nodes`, `store` (HOST:PORT).
     """
@@ -194,10 +211,12 @@ class Presence:
         self._events: int | None = None
 
     def make_memory(self) -> tuple[mmap.mmap, int, int]:
-        """Creates the rank's record and the files for stacks and answers; called before `register`.
+        """Creates the rank's record and the files for stacks and answers; called before
+        `register`.
 
         Returns:
-            The record, for Beats; the descriptors of the stacks (for faulthandler) and of the answers (for Pulse).
+            The record, for Beats; the descriptors of the stacks (for faulthandler) and of the
+            answers (for Pulse).
         """
         from unisono.watch import RECORD_BYTES
 
@@ -231,7 +250,8 @@ class Presence:
         own: Mapping[str, Any] | None = None,
         limit_s: float,
     ) -> Answer | None:
-        """Reports facts to an agreement of that name, once, and waits for its result; all ranks must call it.
+        """Reports facts to an agreement of that name, once, and waits for its result; all ranks
+        must call it.
 
         Args:
             name: see Brought.
@@ -242,7 +262,8 @@ class Presence:
             limit_s: seconds to wait.
 
         Returns:
-            None without an answer: the front is gone, or others have not reported in time. Then the process continues.
+            None without an answer: the front is gone, or others have not reported in time. Then the
+            process continues.
         """
         reported = ReportedFacts(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
         answer = self.guard.folder / f"answer-{self.pid}-{name}.json"
@@ -265,7 +286,9 @@ class Presence:
 
 
 def find_guard(environment: Mapping[str, str]) -> Guard | None:
-    """The settings of this guarded process; None if it is not guarded, or guard.json is unreadable or belongs to a different user."""
+    """The settings of this guarded process; None if it is not guarded, or guard.json is unreadable
+    or belongs to a different user.
+    """
     named = environment.get(VARIABLE)
     if not named:
         return None
@@ -306,7 +329,9 @@ def own_registration(environment: Mapping[str, str], **more: Any) -> Registratio
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks since boot; None where there is none of that number."""
+    """When a process started, in the kernel's ticks since boot; None where there is none of that
+    number.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -340,7 +365,9 @@ def answer_facts(folder: Path, reported: ReportedFacts, answer: Answer) -> None:
 
 
 def _files(folder: Path, prefix: str) -> list[Path]:
-    """The JSON files with this prefix, in order; none once the folder is removed, which the subreaper does at the end."""
+    """The JSON files with this prefix, in order; none once the folder is removed, which the
+    subreaper does at the end.
+    """
     try:
         names = os.listdir(folder)  # noqa: PTH208 - one look, where glob takes two
     except FileNotFoundError:

@@ -13,9 +13,11 @@ from unisono.integrations.trainer_callback import CallbackReporter, TrainerFacts
 
 
 class UnisonoCallback(Callback):
-    """Raises on every rank, before the first step, if ranks do not agree on the training; then reports progress to the watch.
+    """Raises on every rank, before the first step, if ranks do not agree on the training; then
+    reports progress to the watch.
 
-    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value
+    from a device.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,10 @@ class UnisonoCallback(Callback):
 
 
 def _facts(trainer: Trainer) -> TrainerFacts:
-    """Facts of the first loader and of the plan. With several loaders only the steps are compared."""
+    """Facts of the first loader and of the plan.
+
+    With several loaders only the steps are compared.
+    """
     loader = trainer.train_dataloader
     facts = (
         read_loader(loader)

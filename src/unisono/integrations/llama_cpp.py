@@ -1,4 +1,7 @@
-"""llama.cpp by its package llama-cpp-python, where it is installed. Without torch: a fresh process imports this alone."""
+"""llama.cpp by its package llama-cpp-python, where it is installed.
+
+Without torch: a fresh process imports this alone.
+"""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,7 +17,9 @@ def is_installed() -> bool:
 
 
 def last_logits(file: str, rows: Sequence[Sequence[int]], count: int) -> list[Any]:
-    """The logits that llama.cpp gives on a CPU with a cache in float32. It aborts the process where it has no answer.
+    """The logits that llama.cpp gives on a CPU with a cache in float32.
+
+    It aborts the process where it has no answer.
 
     Args:
         file: in the format GGUF.

@@ -1,8 +1,11 @@
-"""The rendezvous backend `unisono` of torchrun: the launchers of all nodes agree on what they are about to start.
+"""The rendezvous backend `unisono` of torchrun: the launchers of all nodes agree on what they are
+about to start.
 
-torchrun finds it by the entry point `torchrun.handlers`. Under `unisono run` the front's environment asks for it (PET_RDZV_BACKEND), so that
-programs that start torchrun by themselves are caught, too; by hand: `torchrun --rdzv-backend unisono --rdzv-endpoint HOST:PORT --nnodes 2
---node-rank R --nproc-per-node N train.py`. Nothing is imported from torch before torchrun asks for a handler.
+torchrun finds it by the entry point `torchrun.handlers`. Under `unisono run` the front's
+environment asks for it (PET_RDZV_BACKEND), so that programs that start torchrun by themselves are
+caught, too; by hand: `torchrun --rdzv-backend unisono --rdzv-endpoint HOST:PORT --nnodes 2
+--node-rank R --nproc-per-node N train.py`. Nothing is imported from torch before torchrun asks for
+a handler.
 """
 
 from typing import TYPE_CHECKING

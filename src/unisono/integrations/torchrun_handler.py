@@ -1,4 +1,6 @@
-"""The handler: reports what this launcher is about to start to the front, waits for the result of all nodes, and returns torch's store."""
+"""The handler: reports what this launcher is about to start to the front, waits for the result of
+all nodes, and returns torch's store.
+"""
 
 import contextlib
 import json
@@ -86,7 +88,9 @@ class UnisonoRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the launchers' store: its port is already bound, so no other process can take it."""
+        """Ranks use the launchers' store: its port is already bound, so no other process can take
+        it.
+        """
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -130,7 +134,8 @@ class UnisonoRendezvous(RendezvousHandler):
     def _together(self) -> "Store":
         if self._node_rank < 0:
             _leave(
-                "torchrun --rdzv-backend unisono: the rank of this node is unknown; pass --node-rank R (or --rdzv-conf rank=R)",
+                "torchrun --rdzv-backend unisono: the rank of this node is unknown; pass --node-rank R (or"
+                " --rdzv-conf rank=R)",
                 2,
             )
         guard, guard_process = self._guard, None
@@ -144,7 +149,8 @@ class UnisonoRendezvous(RendezvousHandler):
             _leave("", code)
         if answer is None:
             raise RendezvousTimeoutError(
-                f"unisono: node {self._node_rank} got no answer from the other nodes; the lines above show the missing ones"
+                f"unisono: node {self._node_rank} got no answer from the other nodes; the lines above show"
+                " the missing ones"
             )
         if not answer.agreed:
             _leave("", answer.exit_code)
@@ -156,7 +162,9 @@ class UnisonoRendezvous(RendezvousHandler):
         return TCPStore(host, port, None, False, timedelta(seconds=_STORE_S))
 
     def _renew(self, store: "Store") -> None:
-        """A new store for restarted ranks: torch adds no prefix, and the old one has addresses of ranks that are gone."""
+        """A new store for restarted ranks: torch adds no prefix, and the old one has addresses of
+        ranks that are gone.
+        """
         key = f"unisono/{self._parameters.run_id}/{self._round}/ranks"
         if self._node_rank > 0:
             host, port = json.loads(store.get(key))
@@ -206,7 +214,8 @@ class UnisonoRendezvous(RendezvousHandler):
         )
 
     def _start_guard_process(self) -> "tuple[Guard, subprocess.Popen[bytes]]":
-        """Starts a small front where there is none: it compares the nodes, reports the result, and exits.
+        """Starts a small front where there is none: it compares the nodes, reports the result, and
+        exits.
 
         The job's token is passed to it and removed from this process, so that ranks never see it.
         """
@@ -242,7 +251,9 @@ class UnisonoRendezvous(RendezvousHandler):
 
 
 def _end(guard_process: "subprocess.Popen[bytes]") -> int:
-    """Waits for the front, which exits once it has informed the other nodes; returns its exit code."""
+    """Waits for the front, which exits once it has informed the other nodes; returns its exit
+    code.
+    """
     assert guard_process.stdin is not None
     with contextlib.suppress(OSError):
         guard_process.stdin.close()
@@ -264,7 +275,9 @@ _RUN = "torch.distributed.run"
 
 
 def launcher_nproc() -> int | None:
-    """Number of ranks that the launcher is about to start on this node, whose call is on the stack; None if unknown."""
+    """Number of ranks that the launcher is about to start on this node, whose call is on the stack;
+    None if unknown.
+    """
     return _of_config("nproc_per_node", sys._getframe(1))  # noqa: SLF001 - see above
 
 
@@ -274,7 +287,9 @@ def launcher_restarts() -> int | None:
 
 
 def launcher_node_rank() -> int | None:
-    """The node rank from torchrun's `--node-rank` or PET_NODE_RANK; None if torchrun's command was not used."""
+    """The node rank from torchrun's `--node-rank` or PET_NODE_RANK; None if torchrun's command was
+    not used.
+    """
     args = _local_of(sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
     rank = getattr(args, "node_rank", None)
     return rank if isinstance(rank, int) else None

@@ -1,8 +1,10 @@
-"""The part of all callbacks that knows no trainer: ranks agree on what they are about to train, then report phases, steps and losses to the watch.
+"""The part of all callbacks that knows no trainer: ranks agree on what they are about to train,
+then report phases, steps and losses to the watch.
 
-A rank reads its own facts (`read_loader`); `compare` is pure and gives the verdict. Nothing of the program is called that could
-draw a random number, open a file or decode an image: rows are looked at only where they lie ready, in a table of `datasets`,
-in a Subset's indices, in tensors, in a list. Of a dataset of the program's own class only the length is known.
+A rank reads its own facts (`read_loader`); `compare` is pure and gives the verdict. Nothing of the
+program is called that could draw a random number, open a file or decode an image: rows are looked
+at only where they lie ready, in a table of `datasets`, in a Subset's indices, in tensors, in a
+list. Of a dataset of the program's own class only the length is known.
 """
 
 import hashlib
@@ -36,7 +38,10 @@ _SAMPLED_ROWS = 8
 _LONGEST_DIGESTED = 64  # items of a list or dict in a row
 _DEEPEST = 4
 
-_SEED = "give every split and shuffle the same fixed seed on all ranks: train_test_split(…, seed=42), random_split(…, generator=…)"
+_SEED = (
+    "give every split and shuffle the same fixed seed on all ranks: train_test_split(…, seed=42),"
+    " random_split(…, generator=…)"
+)
 _SPLIT = Rule(
     "trainer.split",
     "rows and their order",
@@ -63,7 +68,10 @@ _STEPS = Rule(
     "fail",
     "unequal_steps",
     (
-        "give every rank the same number of batches: the same batch size and number of steps, drop_last=True, or one dataset that a distributed sampler deals out",
+        (
+            "give every rank the same number of batches: the same batch size and number of steps,"
+            " drop_last=True, or one dataset that a distributed sampler deals out"
+        ),
     ),
 )
 _ROWS_KEYS = ("rows", "content of the rows", "seed of the sampler")
@@ -77,7 +85,8 @@ class DataFacts:
 
     Attributes:
         rows: how many; None where it does not say.
-        rows_digest: of some of them, from the first to the last, as they are dealt; "" where they cannot be looked at.
+        rows_digest: of some of them, from the first to the last, as they are dealt; "" where they
+            cannot be looked at.
         source_digest: of what they were chosen from; "" where that is not known.
     """
 
@@ -89,7 +98,9 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFacts:
-    """The training that one rank is about to start. Only numbers and digests: no row leaves the rank.
+    """The training that one rank is about to start.
+
+    Only numbers and digests: no row leaves the rank.
 
     Attributes:
         rank: over all nodes.
@@ -127,9 +138,12 @@ class TrainerFacts:
         )
 
     def comparable(self) -> dict[str, Hashable]:
-        """The values that must be equal on all ranks, by the words of a verdict. Unknown values are left out.
+        """The values that must be equal on all ranks, by the words of a verdict.
 
-        Ranks that read data of their own may have epochs of other lengths, as long as they make the same number of steps.
+        Unknown values are left out.
+
+        Ranks that read data of their own may have epochs of other lengths, as long as they make the
+        same number of steps.
         """
         rows = (
             (self.data.rows, self.data.rows_digest or None, self.sampler_seed)
@@ -147,7 +161,8 @@ def _known(kind: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(reports: Sequence[TrainerFacts]) -> Verdict | None:
-    """The verdict on a difference between ranks, the reason before its consequences; None where there is none.
+    """The verdict on a difference between ranks, the reason before its consequences; None where
+    there is none.
 
     A key that some ranks do not know is not compared.
     """
@@ -178,7 +193,9 @@ def _shown(key: str, value: Hashable) -> str:
 
 
 def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
-    """Whether the files differ or what was chosen from them: by the digest of the source, else by where the border runs."""
+    """Whether the files differ or what was chosen from them: by the digest of the source, else by
+    where the border runs.
+    """
     sources = {one.data.source_digest for _, one in members}
     if "" not in sources:
         return _DATA if len(sources) > 1 else _SPLIT
@@ -193,7 +210,9 @@ def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
 
 
 def read_loader(loader: Any) -> TrainerFacts:
-    """Facts of a DataLoader of this rank: torch's own, or the wrapper of Accelerate or Lightning."""
+    """Facts of a DataLoader of this rank: torch's own, or the wrapper of Accelerate or
+    Lightning.
+    """
     samplers = list(_samplers(loader))
     kinds = {base.__name__ for one in (loader, *samplers) for base in type(one).__mro__}
     if "DataLoaderDispatcher" in kinds:  # rank 0 reads for all
@@ -202,9 +221,9 @@ def read_loader(loader: Any) -> TrainerFacts:
     return TrainerFacts(
         sharded=distributed is not None or "BatchSamplerShard" in kinds,
         data=read_dataset(getattr(loader, "dataset", None)),
-        sampler_seed=_number(getattr(distributed, "seed", None))
-        if getattr(distributed, "shuffle", False)
-        else None,
+        sampler_seed=(
+            _number(getattr(distributed, "seed", None)) if getattr(distributed, "shuffle", False) else None
+        ),
         batches=length_of(loader),
     )
 
@@ -214,7 +233,9 @@ def _is_a(thing: Any, name: str) -> bool:
 
 
 def _samplers(loader: Any) -> Iterable[Any]:
-    """The samplers of a loader, from the outermost in: batch samplers wrap batch samplers, and these a sampler."""
+    """The samplers of a loader, from the outermost in: batch samplers wrap batch samplers, and
+    these a sampler.
+    """
     seen: list[Any] = []
     queue = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     while queue:
@@ -230,7 +251,8 @@ def length_of(thing: Any) -> int | None:
     """The length; None if there is none, as for streams, or if it is invalid."""
     try:
         return len(thing)
-    # A foreign dataset's __len__ raises any of these if the length is unknown; PyTorch's own streams raise NotImplementedError.
+    # A foreign dataset's __len__ raises any of these if the length is unknown; PyTorch's own
+    # streams raise NotImplementedError.
     except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
         return None
 
@@ -261,7 +283,9 @@ def read_dataset(dataset: Any) -> DataFacts:
 
 
 def _read_table(dataset: Any, rows: int, kind: str) -> DataFacts:
-    """Of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no transform of the program's called."""
+    """Of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no transform of the
+    program's called.
+    """
     picked = dataset.with_format("arrow")[_places(rows)].to_pylist()
     splits = getattr(getattr(dataset, "info", None), "splits", None) or {}
     known = sorted(
@@ -330,19 +354,23 @@ def find_world() -> World | None:
     size = distributed.get_world_size()
     if size < 2:
         return None
-    # torch has no public name for the store that init_process_group has made; a test notices if this one goes.
+    # torch has no public name for the store that init_process_group has made; a test notices if
+    # this one goes.
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
     return World(distributed.get_rank(), size, store)
 
 
 def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
-    """Compares the facts of all ranks. All ranks must call it, and equally often; it is not a collective.
+    """Compares the facts of all ranks.
+
+    All ranks must call it, and equally often; it is not a collective.
 
     Args:
         world: see find_world.
 
     Raises:
-        Disagreed: on every rank, with the same message, if they differ; or if a rank has not come within the group's own patience.
+        Disagreed: on every rank, with the same message, if they differ; or if a rank has not come
+            within the group's own patience.
     """
     facts = replace(facts, rank=world.rank)
     prefix = f"unisono/{next(_TURNS)}"
@@ -425,7 +453,8 @@ def _await(world: World, keys: Sequence[str], limit_s: float, notify: Notify | N
         if notify and waited_s >= notify_at_s:
             missing = [int(key.rpartition("/")[2]) for key in keys if not world.store.check([key])]
             notify(
-                f"for {waited_s:.0f} s the other ranks have waited for {number_list('rank', missing)} to come to the first step"
+                f"for {waited_s:.0f} s the other ranks have waited for {number_list('rank', missing)} to come"
+                " to the first step"
             )
             notify_at_s *= 2
         time.sleep(pause_s)
@@ -442,7 +471,10 @@ def _missing_ranks(ranks: Sequence[int], world: World) -> Verdict:
         confidence=0.9,
         summary=f"{number_list('rank', ranks)} did not reach the first step within {world.patience_s:.0f} s",
         fix=(
-            "look at the last output of that rank; if preparing the data takes longer, raise the process group's timeout",
+            (
+                "look at the last output of that rank; if preparing the data takes longer, raise the process"
+                " group's timeout"
+            ),
         ),
     )
 
@@ -485,7 +517,9 @@ class CallbackReporter:
         self._recorder = find_recorder()
 
     def begin(self, facts: TrainerFacts) -> None:
-        """Compares with the other ranks what is about to be trained; all ranks must call it. A single rank only reports it.
+        """Compares with the other ranks what is about to be trained; all ranks must call it.
+
+        A single rank only reports it.
 
         Raises:
             Disagreed: on every rank, with the same message.
@@ -511,6 +545,8 @@ class CallbackReporter:
         self._recorder.step(step)
 
     def loss(self, step: int, loss: object) -> None:
-        """Reports a loss that the trainer has already copied to the host; nothing is read from the device."""
+        """Reports a loss that the trainer has already copied to the host; nothing is read from the
+        device.
+        """
         if isinstance(loss, int | float) and not isinstance(loss, bool):
             self._recorder.emit("step", step=step, loss=loss if math.isfinite(loss) else str(loss))

@@ -1,4 +1,5 @@
-"""A callback for the Hugging Face Trainer and TRL's trainers: ranks agree on data and steps, and report progress.
+"""A callback for the Hugging Face Trainer and TRL's trainers: ranks agree on data and steps, and
+report progress.
 
 >>> trainer = Trainer(…, callbacks=[UnisonoCallback()])
 """
@@ -12,9 +13,11 @@ from unisono.integrations.trainer_callback import CallbackReporter, read_loader
 
 
 class UnisonoCallback(TrainerCallback):
-    """Raises on every rank, before the first step, if ranks do not agree on the training; then reports progress to the watch.
+    """Raises on every rank, before the first step, if ranks do not agree on the training; then
+    reports progress to the watch.
 
-    It does not change the training: it draws no random number, calls no collective, reads no value from a device.
+    It does not change the training: it draws no random number, calls no collective, reads no value
+    from a device.
     """
 
     def __init__(self) -> None:

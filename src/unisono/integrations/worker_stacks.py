@@ -1,7 +1,9 @@
-"""Stacks of processes that a rank of a foreign program starts, e.g. of a loader: each writes them into its memory.
+"""Stacks of processes that a rank of a foreign program starts, e.g. of a loader: each writes them
+into its memory.
 
-Such a process is not a rank and leaves no file in the border, since a program may start thousands. Its memory has no
-path; the front finds it among the process's open files by its name, which has the number of the signal.
+Such a process is not a rank and leaves no file in the border, since a program may start thousands.
+Its memory has no path; the front finds it among the process's open files by its name, which has the
+number of the signal.
 """
 
 import os
@@ -33,7 +35,9 @@ def show_stacks(number: int) -> int:
 
 
 def workers_below(pid: int) -> "list[WorkerProcess]":
-    """The workers among the descendants of a process, at most 32, for the front, which closes their files."""
+    """The workers among the descendants of a process, at most 32, for the front, which closes their
+    files.
+    """
     from unisono.facts.processes import children_of
 
     found: list[WorkerProcess] = []

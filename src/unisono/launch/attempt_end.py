@@ -1,4 +1,6 @@
-"""After the ranks of a start have ended: the verdict and its evidence, the newest step rescued from memory, and the run's result."""
+"""After the ranks of a start have ended: the verdict and its evidence, the newest step rescued from
+memory, and the run's result.
+"""
 
 import os
 import signal
@@ -41,7 +43,9 @@ from unisono.supervise.rank_supervisor import Attempt
 
 @dataclass
 class AttemptEnd:
-    """The head's processing of an attempt that has ended: it is judged, shown on all nodes, and recorded in the run's directory."""
+    """The head's processing of an attempt that has ended: it is judged, shown on all nodes, and
+    recorded in the run's directory.
+    """
 
     request: TrainRequest
     local_node: LocalNode
@@ -82,7 +86,9 @@ class AttemptEnd:
         return replace(ending, verdict=verdict.model_copy(update={"evidence": cited}))
 
     def read_back(self, plan: RunPlan, ending: Ending) -> Ending:
-        """The ending of the last attempt, after its result was read back; see `read_back_result`."""
+        """The ending of the last attempt, after its result was read back; see
+        `read_back_result`.
+        """
         return read_back_result(
             plan,
             ending,
@@ -93,7 +99,9 @@ class AttemptEnd:
         )
 
     def cannot_continue(self, plan: RunPlan, ending: Ending, error: UnisonoError) -> Ending:
-        """The nodes do not agree any more; or the disk that killed the rank may have taken the checkpoints, too."""
+        """The nodes do not agree any more; or the disk that killed the rank may have taken the
+        checkpoints, too.
+        """
         verdict = error.verdict
         if verdict is None or not is_about_nodes(error):
             return Ending(error.exit_code, ending.fields, ending.verdict, error)
@@ -139,7 +147,9 @@ class AttemptEnd:
         return cited
 
     def _rescue(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
-        """Makes a checkpoint of the newest step in memory, on this node or others; gives whether there is one now."""
+        """Makes a checkpoint of the newest step in memory, on this node or others; gives whether
+        there is one now.
+        """
         store = checkpoints_of(self.run, self.local_node)
         found = RescuedStep.of_node(kept)
         if self.others is not None and needs_other_nodes(plan, attempt):
@@ -161,7 +171,11 @@ class AttemptEnd:
     def _rescue_elsewhere(
         self, plan: RunPlan, attempt: Attempt, kept: SharedMemory, now_at: Path | None
     ) -> None:
-        """Makes that checkpoint where the run's directory is now; if that is not known, says what is lost. The result promises nothing."""
+        """Makes that checkpoint where the run's directory is now; if that is not known, says what
+        is lost.
+
+        The result promises nothing.
+        """
         found = RescuedStep.of_node(kept)
         steps = [snapshot.step for snapshots in found.steps.values() for snapshot in snapshots]
         if not steps:
@@ -190,7 +204,9 @@ def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:
 def keep_result(
     run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: Drawing
 ) -> None:
-    """Writes result.json and the last loss curve; a start that was stopped before training keeps the earlier result."""
+    """Writes result.json and the last loss curve; a start that was stopped before training keeps
+    the earlier result.
+    """
     stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
     if not (stopped_before_training and run.result.exists()):
         write_result(run, RunResult.from_json(result))
@@ -200,9 +216,11 @@ def keep_result(
 def with_launcher_cause(
     ending: Ending, attempt: Attempt, plan: RunPlan, lost_node_source: LostNodeSource | None
 ) -> Ending:
-    """Adds the reason for a lost node to the ending's verdict where a witness knows it; otherwise returns the ending unchanged.
+    """Adds the reason for a lost node to the ending's verdict where a witness knows it; otherwise
+    returns the ending unchanged.
 
-    The head sees a connection that closes, and a memory monitor that ends a node's front leaves no other trace.
+    The head sees a connection that closes, and a memory monitor that ends a node's front leaves no
+    other trace.
     """
     loss = attempt.decision.loss if attempt.decision is not None else None
     if lost_node_source is None or loss is None or loss.lost_head or ending.verdict is None:
@@ -235,7 +253,10 @@ _MOST_HEADER_BYTES = 100 << 20
 
 
 def with_cut_file(ending: Ending, attempt: Attempt, plan: RunPlan) -> Ending:
-    """Names the storage where a file was cut; otherwise returns the ending unchanged. The kernel sends SIGBUS where a mapped page is gone."""
+    """Names the storage where a file was cut; otherwise returns the ending unchanged.
+
+    The kernel sends SIGBUS where a mapped page is gone.
+    """
     culprit = attempt.decision.culprit if attempt.decision is not None else None
     known, verdict = find_cause(_CAUSE), ending.verdict
     if culprit is None or culprit.returncode != -signal.SIGBUS or verdict is None or known is None:
@@ -250,7 +271,10 @@ def with_cut_file(ending: Ending, attempt: Attempt, plan: RunPlan) -> Ending:
         return ending
     path, why = cut[0]
     evidence = [Evidence(where=str(where), text=text) for where, text in cut]
-    summary = f"{plan.ranks[culprit.rank].label} was killed by SIGBUS: {path} was cut while the ranks read it; {why}"
+    summary = (
+        f"{plan.ranks[culprit.rank].label} was killed by SIGBUS: {path} was cut while the ranks read it;"
+        f" {why}"
+    )
     fixes = (
         f"restore {path}, and keep other programs from writing to it while a run uses it",
         *known.remedy,
@@ -395,8 +419,10 @@ def _fix_of_drift(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ..
         return ("checkpoints are of rank 0, which is with the majority: they are good", *general[1:])
     if equal_at is not None:
         return (
-            f"go back to a checkpoint of step {equal_at} or before: move the later folders out of checkpoints/, since they may hold weights that"
-            " have drifted, and run the same command",
+            (
+                f"go back to a checkpoint of step {equal_at} or before: move the later folders out of"
+                " checkpoints/, since they may hold weights that have drifted, and run the same command"
+            ),
             *general[1:],
         )
     return general
@@ -408,6 +434,9 @@ def _rounding_warning(found: Mapping[int, DriftReport], step: int) -> Message:
         "kind": "warning",
         "time": time.time(),
         "code": "replicas_round_differently",
-        "text": f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift of a rank cannot be detected here",
+        "text": (
+            f"the weights of the ranks are not bit-equal after step {step}: {kinds} round differently. Drift"
+            " of a rank cannot be detected here"
+        ),
         "fix": "train on devices of one kind",
     }

@@ -1,6 +1,7 @@
 """Draws a run's loss curve: at the end here, and meanwhile in a process of its own.
 
-A thread of the front that was writing the picture while the disk began to hang would keep the front from ending.
+A thread of the front that was writing the picture while the disk began to hang would keep the front
+from ending.
 
 Run: python -m unisono.launch.curve_drawing RUN TITLE
 """
@@ -27,11 +28,14 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 820, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 44, 44
-_EVERY_S = 10.0  # a picture takes 0.2 CPU seconds, and a small model evaluates every second. A run of seconds has the one at its end
+# a picture takes 0.2 CPU seconds, and a small model evaluates every second. A run of seconds has
+# the one at its end
+_EVERY_S = 10.0
 _MOST_POINTS = 1_500  # more than one a pixel shows nothing more
 
-# One neutral grey and two hues of middle lightness, which are legible on white and on near-black alike; where the
-# viewer tells its scheme the hues are tuned to it. No background is painted: the page's own shows through.
+# One neutral grey and two hues of middle lightness, which are legible on white and on near-black
+# alike; where the viewer tells its scheme the hues are tuned to it. No background is painted: the
+# page's own shows through.
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#777}.title{font-size:14px;fill:#666}"
     ".grid{stroke:#888;stroke-opacity:.25}.raw{stroke:#3b82c4;stroke-opacity:.35;fill:none}"
@@ -82,7 +86,8 @@ def draw_curve(train: Sequence[Point], evaluation: Sequence[Point] = (), *, titl
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """An exponential mean whose memory is a fiftieth of the run, without the pull of its first value.
+    """An exponential mean whose memory is a fiftieth of the run, without the pull of its first
+    value.
 
     m_i = Σ_j β^(i-j) v_j / Σ_j β^(i-j), with β = 1 - 1 / max(1, n / 50).
     """
@@ -175,7 +180,10 @@ _CLOSE_S = 5.0
 
 
 def draw(run: RunDir, *, title: str) -> None:
-    """Draws loss.svg from metrics.jsonl. A picture is not worth a run: a full disk leaves the old one."""
+    """Draws loss.svg from metrics.jsonl.
+
+    A picture is not worth a run: a full disk leaves the old one.
+    """
     if not run.metrics.exists():
         return
     lines = read_metrics(run.metrics)
@@ -186,7 +194,8 @@ def draw(run: RunDir, *, title: str) -> None:
 
 
 class Drawing:
-    """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds, the first of which count from here.
+    """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds,
+    the first of which count from here.
 
     A request that comes earlier is served by the next one.
     """
@@ -198,7 +207,10 @@ class Drawing:
         self._started = time.monotonic()
 
     def again(self) -> None:
-        """Does not wait. If no process can be started (a limit), there is no picture until the next request."""
+        """Does not wait.
+
+        If no process can be started (a limit), there is no picture until the next request.
+        """
         if self._process is not None and self._process.poll() is None:
             return
         if time.monotonic() - self._started < _EVERY_S:

@@ -1,4 +1,6 @@
-"""The head with the other nodes, from their call to the last word: what happens between the meeting and the ranks."""
+"""The head with the other nodes, from their call to the last word: what happens between the meeting
+and the ranks.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -74,7 +76,8 @@ class HeadNodes:
         return prepared
 
     def bring_back(self, work: Callable[[Show], bool]) -> bool:
-        """Fetches the checkpoint to resume from on this node, while the others wait and see its progress; returns the result of `work`.
+        """Fetches the checkpoint to resume from on this node, while the others wait and see its
+        progress; returns the result of `work`.
 
         Raises:
             Disagreed: if a node refuses or is lost meanwhile.
@@ -82,7 +85,9 @@ class HeadNodes:
         return self.meeting.run_in_background(work, everywhere=True)
 
     def hand_over(self, plan: RunPlan) -> "HeadServer":
-        """Sends the plan to all nodes, which then start their ranks; returns the connections that control them."""
+        """Sends the plan to all nodes, which then start their ranks; returns the connections that
+        control them.
+        """
         self.meeting.broadcast({"kind": "plan", "plan": plan.to_json()})
         return self.meeting.server
 
@@ -104,18 +109,24 @@ class HeadNodes:
             collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
 
     def can_do_without(self, nodes: Collection[int]) -> bool:
-        """Whether enough nodes are left without these, as --nodes MIN:MAX has it. Node 0 is always needed."""
+        """Whether enough nodes are left without these, as --nodes MIN:MAX has it.
+
+        Node 0 is always needed.
+        """
         left = [rank for rank in self.meeting.roll.hosts if rank not in nodes]
         return 0 in left and len(left) >= self.meeting.party.topology.enough
 
     def leave_out(
         self, nodes: Collection[int], verdict: Verdict, *, done: dict[str, Any] | None = None
     ) -> None:
-        """Continues without some nodes, for the cause in the verdict. A node that still listens receives it and exits.
+        """Continues without some nodes, for the cause in the verdict.
+
+        A node that still listens receives it and exits.
 
         Args:
             nodes: by their numbers.
-            done: the run's progress with them, as in result.json; None if they had no ranks and were only asked whether they can continue.
+            done: the run's progress with them, as in result.json; None if they had no ranks and
+                were only asked whether they can continue.
         """
         word = end_message([verdict])
         if done is not None:
@@ -129,7 +140,9 @@ class HeadNodes:
             )
 
     def agree_again(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> None:
-        """The short agreement before ranks are started again. Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
+        """The short agreement before ranks are started again.
+
+        Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
 
         Args:
             question: for all nodes.
@@ -146,7 +159,9 @@ class HeadNodes:
         self.table.of_nodes = self.meeting.agreement
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
-        """The outcome of asking all nodes; None if some were dropped and the rest must be asked again."""
+        """The outcome of asking all nodes; None if some were dropped and the rest must be asked
+        again.
+        """
         from unisono.rendezvous.meeting import Objection
         from unisono.rendezvous.meeting_sides import rejoin_at_head
 

@@ -1,4 +1,6 @@
-"""The run on the head, from lock to result: the other nodes, data, plan, starts of the ranks, restarts."""
+"""The run on the head, from lock to result: the other nodes, data, plan, starts of the ranks,
+restarts.
+"""
 
 import contextlib
 import time
@@ -141,7 +143,9 @@ class HeadRun:
         return self._finish(claimed, plan, attempt, ending, restarts.restarts, others, recorder)
 
     def _claim(self, loaded: LoadedConfig, local_node: LocalNode) -> Claim:
-        """The run's directory, locked for this start; nodes that call meanwhile hear of a refusal."""
+        """The run's directory, locked for this start; nodes that call meanwhile hear of a
+        refusal.
+        """
         refusals = refusals_reported(self.party) if self.party is not None else contextlib.nullcontext()
         with refusals, as_usage_error():
             return self.stack.enter_context(
@@ -171,7 +175,9 @@ class HeadRun:
     def _restore(
         self, loaded: LoadedConfig, local_node: LocalNode, claimed: Claim, others: HeadNodes | None
     ) -> None:
-        """With --resume and nothing left here: the newest checkpoint comes back from checkpoint.storage."""
+        """With --resume and nothing left here: the newest checkpoint comes back from
+        checkpoint.storage.
+        """
         if not self.request.resume:
             return
         node = self.party.label if self.party is not None else ""
@@ -192,7 +198,9 @@ class HeadRun:
             )
 
     def _is_blocked(self) -> bool:
-        """Whether no restart is possible: somebody stopped the run, or its disk hangs or is gone."""
+        """Whether no restart is possible: somebody stopped the run, or its disk hangs or is
+        gone.
+        """
         return self.interrupts.first is not None or self.disk.hung is not None or self.disk.is_lost
 
     def _keep_refusal(self, loaded: LoadedConfig, claimed: Claim, error: UnisonoError) -> None:
@@ -247,7 +255,8 @@ class HeadRun:
 
 @dataclass
 class HeadAttempts:
-    """Starts the ranks of this node, supervises those of all nodes, and gives back how that went; once per start.
+    """Starts the ranks of this node, supervises those of all nodes, and gives back how that went;
+    once per start.
 
     Attributes:
         others: the other nodes; None where there are none.

@@ -1,4 +1,6 @@
-"""A run on a node that is not the head: it joins the meeting, runs its ranks by the head's plan, and ends with the head's result."""
+"""A run on a node that is not the head: it joins the meeting, runs its ranks by the head's plan,
+and ends with the head's result.
+"""
 
 import contextlib
 import os
@@ -171,7 +173,10 @@ class _Member:
             ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
         own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
-        text = f"node {node_rank} ({self.local_node.machine.host}): starting rank {own} of {plan.world_size}; steps are shown by node 0"
+        text = (
+            f"node {node_rank} ({self.local_node.machine.host}): starting rank {own} of {plan.world_size};"
+            " steps are shown by node 0"
+        )
         self.show({"kind": "note", "time": time.time(), "text": text})
         interface = interface_name(self.request.probes.network.interfaces(), plan.node(node_rank).address)
         environments = rank_environments(
@@ -249,7 +254,9 @@ def _own_directory(
 
 
 def _refuse_another_run(run: RunDir, *, fresh: bool, show: Show) -> None:
-    """A directory in which this node was the head itself holds checkpoints, and is not to be mixed with another run's logs."""
+    """A directory in which this node was the head itself holds checkpoints, and is not to be mixed
+    with another run's logs.
+    """
     plan = read_object(run.plan)
     if not plan:
         return

@@ -1,6 +1,8 @@
-"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended at the head's request, or when the head is lost.
+"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended
+at the head's request, or when the head is lost.
 
-Meanwhile its output_dir is watched: what becomes of it when it is removed, renamed or replaced while ranks run.
+Meanwhile its output_dir is watched: what becomes of it when it is removed, renamed or replaced
+while ranks run.
 """
 
 import contextlib
@@ -50,8 +52,9 @@ _FIX = "end a run first (Ctrl-C), then remove, rename or unmount its directory, 
 class MemberWatch:
     """For one start of this node's ranks.
 
-    A directory of this node's own is made again if it was removed; if it was replaced, the head ends the run on all nodes. The head's
-    directory is the head's to make again; this node then writes the logs of its ranks there.
+    A directory of this node's own is made again if it was removed; if it was replaced, the head
+    ends the run on all nodes. The head's directory is the head's to make again; this node then
+    writes the logs of its ranks there.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class MemberWatch:
             self._judge(*found)
 
     def settle(self) -> None:
-        """The last look, once the ranks have ended: what is written at the end needs the directory."""
+        """The last look, once the ranks have ended: what is written at the end needs the
+        directory.
+        """
         self._has_ended = True
         if self._lock is not None:
             seen = self._disk.write("what is in this node's output_dir", self._look_now)
@@ -190,7 +195,9 @@ class MemberWatch:
 
 @dataclass(frozen=True)
 class LastWord:
-    """The head's last message: `ended` with exit code, verdicts and result; `again` before a new start of the ranks."""
+    """The head's last message: `ended` with exit code, verdicts and result; `again` before a new
+    start of the ranks.
+    """
 
     message: Message
 
@@ -229,7 +236,8 @@ class Serving:
         local: the ranks; started and ended here.
         interrupts: signals that ask to stop; they are passed to the head.
         show: sees what is worth a line here.
-        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the head; None: the head sees them.
+        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the
+            head; None: the head sees them.
     """
 
     link: "MemberSide"
@@ -395,7 +403,9 @@ class Serving:
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
 
     def _report_ended(self) -> None:
-        """Once: a second message would reach the head during the next start of the ranks and count for those."""
+        """Once: a second message would reach the head during the next start of the ranks and count
+        for those.
+        """
         if self.local.all_ended and not self._ended_reported:
             self._ended_reported = True
             self._end_timeline()
@@ -414,7 +424,9 @@ class Serving:
             self.link.send(news)
 
     def _forward_stop(self) -> None:
-        """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the step."""
+        """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the
+        step.
+        """
         first = self.interrupts.first
         if first is None:
             return
@@ -436,7 +448,8 @@ class HeadlessEnd:
     """This node after it lost the connection to a head that sent no last message.
 
     Attributes:
-        heads: the head, as its lock named it while it lived; None where its directory is not seen here.
+        heads: the head, as its lock named it while it lived; None where its directory is not seen
+            here.
         shared: whether the directory is the head's.
         show: receives the messages.
         began: when this front began, in monotonic seconds.
@@ -451,10 +464,12 @@ class HeadlessEnd:
     began: float
 
     def end(self, *, stop: signal.Signals | None) -> dict[str, Any]:
-        """Reports the lost head, writes verdict and result where this node may, and returns the result.
+        """Reports the lost head, writes verdict and result where this node may, and returns the
+        result.
 
         Args:
-            stop: the signal that asked the job to stop. In that case a head that exits first is the normal end.
+            stop: the signal that asked the job to stop. In that case a head that exits first is the
+                normal end.
         """
         verdict = self.last.verdict
         known = find_cause(verdict.cause)
@@ -496,7 +511,9 @@ def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any])
 
 
 def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
-    """The verdict as it is kept on another disk than the head's: the files that it cites are there, and not here."""
+    """The verdict as it is kept on another disk than the head's: the files that it cites are there,
+    and not here.
+    """
     folder = RunDir(Path()).evidence.name + "/"
     evidence = [
         one.model_copy(update={"where": f"{one.where}, on node 0 ({plain(head)})"})
@@ -510,7 +527,10 @@ def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
 def keep_end(
     run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
 ) -> dict[str, Any]:
-    """Keeps how the run ended, where the head's directory is not seen here. A verdict on the ranks has been shown already."""
+    """Keeps how the run ended, where the head's directory is not seen here.
+
+    A verdict on the ranks has been shown already.
+    """
     result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
     verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
     problems = message.get("problems") or []
@@ -522,7 +542,9 @@ def keep_end(
 
 
 def keep_refusal(run: RunDir, error: Disagreed) -> None:
-    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this node's own stays as it is."""
+    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this
+    node's own stays as it is.
+    """
     if error.verdict is None or run.plan.exists():
         return
     with contextlib.suppress(OSError):  # a disk that is full or read-only may be what the verdict is about

@@ -1,4 +1,7 @@
-"""Makes this node's report: all that its front knows before anything imports torch. Secrets never enter it."""
+"""Makes this node's report: all that its front knows before anything imports torch.
+
+Secrets never enter it.
+"""
 
 import os
 import time
@@ -49,7 +52,8 @@ Contents = Mapping[str, Any]
 def look_at_files(
     loaded: LoadedConfig, local_node: LocalNode, *, programs: Programs | None = None, show: Show | None = None
 ) -> Contents:
-    """The contents of the run's files, read by a separate task; if that fails, the reason: then they are UNKNOWN and nothing is refused here.
+    """The contents of the run's files, read by a separate task; if that fails, the reason: then
+    they are UNKNOWN and nothing is refused here.
 
     Call it from a thread that lives as long as the task: the kernel ends the task with it.
     """
@@ -144,7 +148,9 @@ def make_node_report(
 
 
 def report_maker(request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode) -> MakeReport:
-    """The function that makes this node's report once the channel has given address, clock and ports."""
+    """The function that makes this node's report once the channel has given address, clock and
+    ports.
+    """
 
     def make(channel: ChannelFacts, show: Show) -> NodeReport:
         return make_node_report(
@@ -160,7 +166,9 @@ def report_maker(request: TrainRequest, loaded: LoadedConfig, local_node: LocalN
 
 
 def report_alone(request: TrainRequest, loaded: LoadedConfig, local_node: LocalNode) -> NodeReport:
-    """The report of the only node of a job of several ranks: its settings, limits and devices are checked without its files."""
+    """The report of the only node of a job of several ranks: its settings, limits and devices are
+    checked without its files.
+    """
     channel = ChannelFacts(_LOOPBACK, {}, 0.0, [])
     return make_node_report(
         loaded=loaded,
@@ -173,14 +181,19 @@ def report_alone(request: TrainRequest, loaded: LoadedConfig, local_node: LocalN
 
 
 def _is_path(key: str, value: Any) -> bool:
-    """Whether it names files; a template of LLaMA-Factory, an absent adapter and `reference: auto` name none."""
+    """Whether it names files; a template of LLaMA-Factory, an absent adapter and `reference: auto`
+    name none.
+    """
     if key == "data.template":
         return lf_name(value) is None
     return key in _PATHS or (key in _OPTIONAL_PATHS and value not in ("auto", None, []))
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """The config without paths, flat: `optim.lr` → 0.0002. What files hold is compared by their contents, not by their names."""
+    """The config without paths, flat: `optim.lr` → 0.0002.
+
+    What files hold is compared by their contents, not by their names.
+    """
     body = config.model_dump(mode="json", by_alias=True)
     for role in ("train", "eval"):
         found = [section for key, section in sources_of(config.data) if key.split(".")[1] == role]
@@ -200,10 +213,11 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict[str, int]:
     """The settings that the plan leaves to the system on this node, with a rule for each.
 
-    memory_bytes: a tenth of what is free, at least 1 GiB: the page cache, other programs, and the kernel's own.
-    shm_bytes: a tenth of what is free in /dev/shm, at least 64 MiB: NCCL and data loaders of others.
-    cores: one, where there are more cores than ranks: for the front, the system, and who looks at the machine.
-    disk_bytes: the space that all checkpoints of the run will take; omitted if it is unknown.
+    memory_bytes: a tenth of what is free, at least 1 GiB: the page cache, other programs, and the
+    kernel's own. shm_bytes: a tenth of what is free in /dev/shm, at least 64 MiB: NCCL and data
+    loaders of others. cores: one, where there are more cores than ranks: for the front, the system,
+    and who looks at the machine. disk_bytes: the space that all checkpoints of the run will take;
+    omitted if it is unknown.
 
     Args:
         disk_bytes: of `checkpoints_bytes`.
@@ -220,7 +234,8 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
 
 
 def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
-    """The maximum disk space of the checkpoints that exist at the same time, see `max_without_permanent`; None where the model's size is not known yet.
+    """The maximum disk space of the checkpoints that exist at the same time, see
+    `max_without_permanent`; None where the model's size is not known yet.
 
     A checkpoint holds the trained parameters and AdamW's two moments in float32: 12 bytes each.
     """
@@ -239,7 +254,9 @@ def _resolved(probes: Probes, *names: str) -> list[list[str]]:
 
 
 def _offset(measured: float | None, probes: Probes) -> float | None:
-    """The channel measures with the system's clock; a test's clock that is off counts on top of it."""
+    """The channel measures with the system's clock; a test's clock that is off counts on top of
+    it.
+    """
     return None if measured is None else measured + probes.clock.wall() - time.time()
 
 
@@ -335,7 +352,8 @@ def look_again(
 
 
 def refuse_old_ranks(who: str, host: str) -> None:
-    """Sees that nothing of the ranks that this front has started lives any more: it would hold devices, memory and files.
+    """Sees that nothing of the ranks that this front has started lives any more: it would hold
+    devices, memory and files.
 
     Raises:
         Disagreed: stale_process, with the pids and what they wait in.

@@ -1,7 +1,9 @@
-"""Beside the ranks of the head: notices that the run's directory, its checkpoints or its lock are removed, renamed or replaced.
+"""Beside the ranks of the head: notices that the run's directory, its checkpoints or its lock are
+removed, renamed or replaced.
 
-What was removed is created again from what the front knows, and training continues. If there is something else at the path now, or the disk
-itself is gone from there, the run ends, and nothing is written.
+What was removed is created again from what the front knows, and training continues. If there is
+something else at the path now, or the disk itself is gone from there, the run ends, and nothing is
+written.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class HeldFiles:
-    """The growing files of a run's directory: metrics, and logs, events and TensorBoard files of this node's ranks."""
+    """The growing files of a run's directory: metrics, and logs, events and TensorBoard files of
+    this node's ranks.
+    """
 
     def __init__(self, run: RunDir, places: Sequence[RankPlace]) -> None:
         self._run, self._places = run, places
@@ -158,7 +162,9 @@ class OutputWatch:
         self._finished = True
 
     def settle(self, attempt: Attempt) -> None:
-        """Once the ranks have ended: looks a last time, and has `attempt` name a checkpoint that is there."""
+        """Once the ranks have ended: looks a last time, and has `attempt` name a checkpoint that is
+        there.
+        """
         if self.verdict is not None or self._disk.hung is not None:
             return
         seen = self._disk.write("what is in the run's directory", self._look_now)
@@ -169,7 +175,8 @@ class OutputWatch:
         missing = self._disk.write("the plan and the config", self._missing)
         if missing and self._disk.write("the plan and the config", self._write_missing_again):
             self._warn(
-                f"{', '.join(missing)} in {self._run.root} was removed while the run was active: it is written again",
+                f"{', '.join(missing)} in {self._run.root} was removed while the run was active: it is"
+                " written again",
                 "leave these files to the run: without plan.json, its directory is not a run",
             )
         self._disk.write("metrics, logs and events", self._held.restore)
@@ -243,14 +250,19 @@ class OutputWatch:
             self._compare_checkpoints(checkpoints)
 
     def _is_still_ours(self) -> bool:
-        """Whether what is at the path is the same directory under a different inode number, e.g. after a remount: our lock is in it."""
+        """Whether what is at the path is the same directory under a different inode number, e.g.
+        after a remount: our lock is in it.
+        """
         return self._disk.write("run.lock", self._lock.names_us) is True
 
     # What is done.
 
     def _restore(self, now_at: str | None) -> None:
         """Makes the directory again, with everything but what only disks knew."""
-        what = f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step}, while its run is active"
+        what = (
+            f"{self._run.root} was {f'renamed to {now_at}' if now_at else 'removed'} after step {self._step},"
+            " while its run is active"
+        )
         if self._disk.write("run.lock", lambda: device_of(self._run.root.parent)) != self._device:
             self._lose(f"{self._run.root} is gone, and the file system that it was on")
             return
@@ -268,8 +280,8 @@ class OutputWatch:
             self._lose(f"{what}, and it cannot be created again")
             return
         self._warn(
-            f"{what}: it is created again, and training continues; {lost}; {growing(self._held)}, and the next checkpoint comes when it is"
-            " due",
+            f"{what}: it is created again, and training continues; {lost}; {growing(self._held)}, and the"
+            " next checkpoint comes when it is due",
             "end a run first (Ctrl-C), then remove or rename its directory",
         )
 
@@ -285,7 +297,10 @@ class OutputWatch:
 
     def _lock_again(self, root: Identity, there: Identity | None) -> None:
         """A second start must not get in."""
-        what = f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step}, while its run is active"
+        what = (
+            f"{self._run.lock} was {'removed' if there is None else 'replaced'} after step {self._step},"
+            " while its run is active"
+        )
         try:
             done = self._disk.write("run.lock", self._take_again)
         except LockTaken as taken:
@@ -341,8 +356,9 @@ class OutputWatch:
         )
         self._saved = []
         self._warn(
-            f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after step {self._step}, while its run is active:"
-            f" {lost}; training continues, and the next checkpoint is saved when it is due",
+            f"{self._run.checkpoints} was {f'renamed to {seen.now_at}' if seen.now_at else 'removed'} after"
+            f" step {self._step}, while its run is active: {lost}; training continues, and the next"
+            " checkpoint is saved when it is due",
             "end a run first (Ctrl-C), then remove its checkpoints: unisono checkpoint prune RUN",
         )
 
@@ -366,7 +382,10 @@ class OutputWatch:
         self._show({**warning_of(verdict, self._run.root), "step": self._step})
 
     def _lose(self, what: str, *, keeps_path: bool = False) -> None:
-        """Ends the run. Unless the path is still the run's, nothing is written there from here on."""
+        """Ends the run.
+
+        Unless the path is still the run's, nothing is written there from here on.
+        """
         self._keeps_path = keeps_path
         if not keeps_path:
             self._disk.is_lost = True
@@ -408,7 +427,10 @@ def warning_of(verdict: Verdict, root: Path) -> Message:
 def growing(held: HeldFiles) -> str:
     """The effect on files that ranks write continuously, for messages."""
     if held:
-        return "logs and events of these ranks are complete again when they end, TensorBoard's curves may have a gap or end here"
+        return (
+            "logs and events of these ranks are complete again when they end, TensorBoard's curves may have a"
+            " gap or end here"
+        )
     return "logs and events of these ranks are not kept from here on"
 
 

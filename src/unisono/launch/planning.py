@@ -1,4 +1,6 @@
-"""This node's part of a job, and the plan: data, model facts, layout, resume point; and how a plan from the head is checked by another node."""
+"""This node's part of a job, and the plan: data, model facts, layout, resume point; and how a plan
+from the head is checked by another node.
+"""
 
 import re
 from collections.abc import Mapping
@@ -192,7 +194,9 @@ def _origins(loaded: LoadedConfig, local_node: LocalNode, layout: Layout) -> dic
 
 
 def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Settings of NCCL, gloo, torch and CUDA that are in effect here, and others for which the config gives a reason."""
+    """Settings of NCCL, gloo, torch and CUDA that are in effect here, and others for which the
+    config gives a reason.
+    """
     variables = environment.variables
     known = {**read_nccl_files(named=variables.get("NCCL_CONF_FILE")), **variables}
     return {name: value for name, value in known.items() if _BY_HAND.match(name) or name in reasons}
@@ -237,7 +241,8 @@ def accept_plan(
     devices: list[DeviceChoice],
     prepared: dict[str, Any],
 ) -> RunPlan:
-    """The plan as this node carries it out: decided by the head, with the config and the paths of this node.
+    """The plan as this node carries it out: decided by the head, with the config and the paths of
+    this node.
 
     Args:
         own: this node's config, its paths absolute.
@@ -245,7 +250,8 @@ def accept_plan(
         devices: of its ranks, as it has reported them.
 
     Raises:
-        Disagreed: plan_mismatch, if the plan means another run than this node does, or gives it other work than it offered.
+        Disagreed: plan_mismatch, if the plan means another run than this node does, or gives it
+            other work than it offered.
     """
     where = f"node {node_rank} ({host})"
     try:
@@ -330,7 +336,9 @@ def _mismatch(where: str, host: str, what: str, why: str) -> Disagreed:
 
 
 def with_step_difference(plan: RunPlan, loaded: LoadedConfig) -> RunPlan:
-    """The plan with a warning if LLaMA-Factory makes another number of steps from the same file; its packed sequences are others."""
+    """The plan with a warning if LLaMA-Factory makes another number of steps from the same file;
+    its packed sequences are others.
+    """
     duration = Duration.parse(plan.config.duration)
     if loaded.translation is None or duration.unit != "epochs" or plan.config.data.packing:
         return plan
@@ -341,7 +349,8 @@ def with_step_difference(plan: RunPlan, loaded: LoadedConfig) -> RunPlan:
 
 
 def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str | None, show: Show) -> Party:
-    """This node, as it comes to the meeting; where it was started by --hosts, it ends with who started it.
+    """This node, as it comes to the meeting; where it was started by --hosts, it ends with who
+    started it.
 
     Args:
         token: UNISONO_TOKEN, or None.
@@ -372,7 +381,9 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
 def report_early_refusal(
     request: TrainRequest, environment: Environment, error: UnisonoError, *, token: str | None, show: Show
 ) -> None:
-    """Reports to the other nodes that this one does not start, even if its config could not be read."""
+    """Reports to the other nodes that this one does not start, even if its config could not be
+    read.
+    """
     without_ranks = replace(
         request.topology, nproc=1, devices=()
     )  # the number of its ranks does not matter now
@@ -382,7 +393,9 @@ def report_early_refusal(
         if topology.nodes == 1 or topology.hosts:
             return
         party = party_of(request, topology, host=read_machine(no_gpus).host, token=token, show=show)
-    except UnisonoError:  # the address of the head is unknown, too: this node shows its own error, and the others report it missing
+    # the address of the head is unknown, too: this node shows its own error, and the others report
+    # it missing
+    except UnisonoError:
         return
     report_refusal(party, error)
 
@@ -395,10 +408,12 @@ def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
 
 
 def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
-    """The error if the only node of a job is refused: there is no node to disagree with, so its exit code is 6 or 2, never 3.
+    """The error if the only node of a job is refused: there is no node to disagree with, so its
+    exit code is 6 or 2, never 3.
 
     Args:
-        again: before a restart: the request was valid at the first start, so the machine has changed.
+        again: before a restart: the request was valid at the first start, so the machine has
+            changed.
     """
     known = find_cause(verdict.cause)
     is_unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)

@@ -1,4 +1,6 @@
-"""Before the ranks start: the run's directory is claimed; the contents of data and model, the placement of ranks, and the plan are made."""
+"""Before the ranks start: the run's directory is claimed; the contents of data and model, the
+placement of ranks, and the plan are made.
+"""
 
 import contextlib
 import os
@@ -56,7 +58,9 @@ from unisono.rundir.start_decision import StartDecision, decide_start, refuse_if
 def find_resume_point(
     run: RunDir, decision: StartDecision, environment: Environment, show: Show, *, trust: bool = False
 ) -> tuple[ResumePoint | None, str]:
-    """The newest valid checkpoint, or None if the run has none yet, and the reason for the choice. Damaged newer ones are reported.
+    """The newest valid checkpoint, or None if the run has none yet, and the reason for the choice.
+
+    Damaged newer ones are reported.
 
     Args:
         show: receives a warning for each finding.
@@ -86,7 +90,8 @@ def find_resume_point(
 
 
 def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: TrainRequest) -> RunPlan:
-    """The plan with a line for each thing that has changed since the start before, and with what was allowed.
+    """The plan with a line for each thing that has changed since the start before, and with what
+    was allowed.
 
     Raises:
         UsageError: if it would be another run, and that was not allowed.
@@ -107,7 +112,9 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
 
 
 def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
-    """A line if the learning rate rises at this start, because the schedule now spans more steps than at the start before."""
+    """A line if the learning rate rises at this start, because the schedule now spans more steps
+    than at the start before.
+    """
     before = read_object(run.plan).get("total_steps")
     if not isinstance(before, int) or before == plan.total_steps or step >= plan.total_steps:
         return []
@@ -117,8 +124,9 @@ def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
     if not isinstance(last, float) or rate <= last:
         return []
     return [
-        f"the learning rate rises from {last:.2g} in step {step:,} to {rate:.2g} in step {step + 1:,}: optim.schedule {optim.schedule} now spans"
-        f" {plan.total_steps:,} steps, and spanned {before:,}; to rise less, set a lower optim.lr with --allow optim.lr"
+        f"the learning rate rises from {last:.2g} in step {step:,} to {rate:.2g} in step {step + 1:,}:"
+        f" optim.schedule {optim.schedule} now spans {plan.total_steps:,} steps, and spanned {before:,}; to"
+        " rise less, set a lower optim.lr with --allow optim.lr"
     ]
 
 
@@ -126,7 +134,8 @@ def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
 class Earlier:
     """The files of the previous start that a start overwrites before its ranks train.
 
-    The next start compares with what really ran. So a start that came to nothing puts these files back.
+    The next start compares with what really ran. So a start that came to nothing puts these files
+    back.
     """
 
     files: dict[Path, str]
@@ -157,8 +166,10 @@ class Claim:
         made: whether this start made the directory.
         earlier: what the start before has left, to be put back.
         lock: of the directory, held.
-        worth_keeping: whether something came of it; otherwise a directory that was made is removed again.
-        trained: whether ranks were ready to train; otherwise the plan of the start before is put back.
+        worth_keeping: whether something came of it; otherwise a directory that was made is removed
+            again.
+        trained: whether ranks were ready to train; otherwise the plan of the start before is put
+            back.
     """
 
     run: RunDir
@@ -312,14 +323,16 @@ def resume_point(
     *,
     trust: bool = False,
 ) -> tuple[ResumePoint | None, str]:
-    """The checkpoint that a start resumes from, or None; and the completed reason of the decision.
+    """The checkpoint that a start resumes from, or None; and the completed reason of the
+    decision.
 
     Args:
         on_damage: receives every finding in a newer checkpoint, with its path.
         trust: accept one that is not signed by this user.
 
     Raises:
-        IntegrityError: if there are checkpoints and none is readable, or none to extend a finished run from.
+        IntegrityError: if there are checkpoints and none is readable, or none to extend a finished
+            run from.
     """
     if decision.kind == "fresh":
         return None, decision.reason
@@ -352,15 +365,19 @@ def _none_intact(root: Path, findings: dict[Path, list[Damage]]) -> IntegrityErr
             f"{which} not signed with your key",
             where=str(root),
             why=why,
-            fix="if you trust their author: pass --trust to resume from them (no code in them is executed), or copy "
-            f"{KEY_FILE} of that user into your settings directory (~/.config/unisono); otherwise start again with --fresh, which "
-            "renames this run",
+            fix=(
+                "if you trust their author: pass --trust to resume from them (no code in them is executed),"
+                f" or copy {KEY_FILE} of that user into your settings directory (~/.config/unisono);"
+                " otherwise start again with --fresh, which renames this run"
+            ),
         )
     many = len(findings) > 1
     return IntegrityError.of(
-        f"none of the run's {len(findings)} checkpoints is intact"
-        if many
-        else "the run's only checkpoint is not intact",
+        (
+            f"none of the run's {len(findings)} checkpoints is intact"
+            if many
+            else "the run's only checkpoint is not intact"
+        ),
         where=str(root),
         why=why,
         fix="restore one from a copy, or start again with --fresh, which renames this run",
@@ -380,9 +397,11 @@ def restore_from_storage(
     node: str,
     show: Show,
 ) -> bool:
-    """Brings the newest checkpoint back from checkpoint.storage where nothing is left here; gives whether it did.
+    """Brings the newest checkpoint back from checkpoint.storage where nothing is left here; gives
+    whether it did.
 
-    This may take long: the other nodes are connected already, and wait. `node` is this node's label among others, empty for a job of one node.
+    This may take long: the other nodes are connected already, and wait. `node` is this node's label
+    among others, empty for a job of one node.
     """
 
     def work(show: Show) -> bool:
@@ -408,7 +427,9 @@ def prepare_all(
     table: Table,
     show: Show,
 ) -> tuple[dict[str, Any], Layout]:
-    """The facts of data and model, the same on all nodes, and which rank runs where. Meanwhile checkpoint.storage is tried.
+    """The facts of data and model, the same on all nodes, and which rank runs where.
+
+    Meanwhile checkpoint.storage is tried.
 
     Raises:
         UnfitError, UsageError: this node alone is not fit for its ranks.
@@ -449,7 +470,9 @@ def plan_start(
     layout: Layout,
     rehearse: bool = False,
 ) -> RunPlan:
-    """Finds the checkpoint to resume from, and resolves the plan; with `rehearse` the first checkpoint is read back while training continues."""
+    """Finds the checkpoint to resume from, and resolves the plan; with `rehearse` the first
+    checkpoint is read back while training continues.
+    """
     resume, reason = find_resume_point(run, decision, local_node.environment, show, trust=request.trust)
     plan = make_plan(
         request,
@@ -469,7 +492,9 @@ def plan_start(
 
 
 def _refuse_failed(agreement: Agreement, show: Show) -> None:
-    """Raises UnfitError or UsageError with the first fatal verdict; the others are shown as warnings."""
+    """Raises UnfitError or UsageError with the first fatal verdict; the others are shown as
+    warnings.
+    """
     if agreement.fatal:
         raise refusal_alone(agreement.fatal[0])
     for verdict in agreement.warnings:

@@ -1,4 +1,6 @@
-"""Has the result of a run read back after its ranks have ended: files that hold another model than the trained one are damage."""
+"""Has the result of a run read back after its ranks have ended: files that hold another model than
+the trained one are damage.
+"""
 
 import time
 from dataclasses import replace
@@ -25,7 +27,8 @@ def read_back_result(
     interrupts: Interrupts,
     show: Show,
 ) -> Ending:
-    """The ending of a run whose result was read back in a process of its own, with `read_back` in its fields; of any other run the same.
+    """The ending of a run whose result was read back in a process of its own, with `read_back` in
+    its fields; of any other run the same.
 
     Args:
         plan: of the run, whose ranks have ended.

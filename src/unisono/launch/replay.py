@@ -1,6 +1,8 @@
-"""Runs some steps of a run again from one of its checkpoints, and compares what they give with metrics.jsonl, bit for bit.
+"""Runs some steps of a run again from one of its checkpoints, and compares what they give with
+metrics.jsonl, bit for bit.
 
-All happens on this machine and in a directory that is gone afterwards; the run's own directory is only read.
+All happens on this machine and in a directory that is gone afterwards; the run's own directory is
+only read.
 """
 
 import math
@@ -81,7 +83,9 @@ class Replayed:
 
     @property
     def is_right(self) -> bool:
-        """Whether what came out is what had to: the same bits, or the same to rounding where that is all one can ask for."""
+        """Whether what came out is what had to: the same bits, or the same to rounding where that
+        is all one can ask for.
+        """
         losses = [one for one in self.differences if one.name == "loss"]
         return not self.differences or (bool(self.explanations) and all(one.is_rounding for one in losses))
 
@@ -90,7 +94,8 @@ class Replayed:
         one = self.first == self.last
         if not self.differences:
             return [
-                f"{self.steps} give{'s' * one} the same loss{'es' * (not one)} and gradient norm{'s' * (not one)}, bit for bit"
+                f"{self.steps} give{'s' * one} the same loss{'es' * (not one)} and gradient"
+                f" norm{'s' * (not one)}, bit for bit"
             ]
         first = self.differences[0]
         shown = f"{first.name} of step {first.step} is {first.again!r} now, and was {first.logged!r}"
@@ -113,8 +118,11 @@ class Replayed:
             self.lines()[0],
             where=where,
             why=why,
-            fix="run it once more: if the figures change again, this machine's arithmetic is unreliable (memory, heat); if not,"
-            " the logged steps were made with something else, or this is a bug in unisono: please report it",
+            fix=(
+                "run it once more: if the figures change again, this machine's arithmetic is unreliable"
+                " (memory, heat); if not, the logged steps were made with something else, or this is a bug in"
+                " unisono: please report it"
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -156,7 +164,8 @@ class Replay:
 
     Attributes:
         steps: how many steps are run again.
-        step: of the checkpoint to begin from; None: the newest one with so many logged steps after it.
+        step: of the checkpoint to begin from; None: the newest one with so many logged steps after
+            it.
         show: sees phases, notes and warnings.
         trust_code: execute the objective of the user's own that the run names.
         probes: how this machine is inspected; tests replace it.
@@ -174,7 +183,8 @@ class Replay:
         """Chooses, checks, runs and compares.
 
         Raises:
-            UsageError: if there is nothing to compare with, or data or model are not those of the run.
+            UsageError: if there is nothing to compare with, or data or model are not those of the
+                run.
             UnfitError: if this machine cannot run it.
             IntegrityError: if the checkpoint is damaged.
             KeyboardInterrupt: if it was interrupted.
@@ -222,7 +232,9 @@ class Replay:
         raise AssertionError
 
     def _plan_again(self, plan: RunPlan, found: IntactCheckpoint, scratch: RunDir) -> RunPlan:
-        """The run's plan on this machine alone, in another directory, and up to the last step that is wanted."""
+        """The run's plan on this machine alone, in another directory, and up to the last step that
+        is wanted.
+        """
         _refuse_other_ranks(plan, found)
         environment = read_environment()
         body = {
@@ -274,7 +286,10 @@ class Replay:
         ranks = f"{again.world_size} ranks ({again.strategy})" if again.world_size > 1 else "1 rank"
         many = len(plan.nodes)
         place = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
-        text = f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}: {ranks}{place}"
+        text = (
+            f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}:"
+            f" {ranks}{place}"
+        )
         self.show({"kind": "phase", "time": time.time(), "phase": "replay", "text": text})
 
     def _train(self, plan: RunPlan, scratch: RunDir) -> Attempt:
@@ -311,7 +326,8 @@ class Replay:
 
 
 def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
-    """A line for each package that affects numbers and whose version differs from the run's last start.
+    """A line for each package that affects numbers and whose version differs from the run's last
+    start.
 
     Args:
         now: all installed packages and their versions.
@@ -321,7 +337,8 @@ def changed_versions(run: RunDir, now: Mapping[str, str]) -> list[str]:
         return ["environment.json cannot be read, so the package versions of the run are unknown"]
     before, after = decisive_versions(packages), decisive_versions(now)
     return [
-        f"{name} is {one_line(after.get(name, 'not installed'), limit=60)}, and was {one_line(str(before[name]), limit=60)}"
+        f"{name} is {one_line(after.get(name, 'not installed'), limit=60)}, and was"
+        f" {one_line(str(before[name]), limit=60)}"
         for name in sorted(before)
         if before[name] != after.get(name)
     ]
@@ -355,9 +372,11 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
         return UsageError.of(
             f"there is no checkpoint of step {step}",
             where=str(store.root),
-            fix=f"there are checkpoints of step {', '.join(map(str, there))}"
-            if there
-            else "the run has none yet",
+            fix=(
+                f"there are checkpoints of step {', '.join(map(str, there))}"
+                if there
+                else "the run has none yet"
+            ),
         )
     if step is not None:
         what = f"checkpoint step {step} has no {steps} logged steps after it"
@@ -375,21 +394,27 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
 
 
 def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
-    """The plans of earlier starts are not kept; steps that were made with other ranks cannot be made again."""
+    """The plans of earlier starts are not kept; steps that were made with other ranks cannot be
+    made again.
+    """
     manifest, first_step = found.manifest, plan.resume.step if plan.resume else 0
     if found.step >= first_step or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
         return
     raise UsageError.of(
         f"the steps after checkpoint {found.step} were made by an earlier start with a different layout",
         where=str(found.path),
-        why=f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan that is kept has"
-        f" {plan.world_size} with {plan.threads}",
+        why=(
+            f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan"
+            f" that is kept has {plan.world_size} with {plan.threads}"
+        ),
         fix=f"choose a checkpoint from step {first_step} on, with --step",
     )
 
 
 def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
-    """Different rows or a different model give different losses, which would prove nothing about the checkpoint."""
+    """Different rows or a different model give different losses, which would prove nothing about
+    the checkpoint.
+    """
     for name, digest, key in (
         ("data", plan.data.digest, "data.train"),
         ("model", plan.model.digest, "model.path"),
@@ -411,7 +436,8 @@ def _run_explanations(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> l
         lines.append("it was trained on accelerators without `deterministic: true`: sums have no fixed order")
     if plan.resume is not None and found.step < plan.resume.step:
         lines.append(
-            f"the run has been started again from step {plan.resume.step} since, and only the plan of the last start is kept"
+            f"the run has been started again from step {plan.resume.step} since, and only the plan of the"
+            " last start is kept"
         )
     changed = [str(change.get("key")) for change in plan.allowed if int(change.get("from_step", 0)) <= last]
     if changed:

@@ -1,4 +1,6 @@
-"""Between two starts of the ranks: whether the run restarts, on which nodes, from which checkpoint, and the time it cost."""
+"""Between two starts of the ranks: whether the run restarts, on which nodes, from which checkpoint,
+and the time it cost.
+"""
 
 import time
 from collections.abc import Collection, Sequence
@@ -50,15 +52,16 @@ def may_restart(
 ) -> tuple[bool, str]:
     """Whether to start again, and why (not), in a few words.
 
-    The same finding twice without progress is deterministic: it would come a third time, too. Progress is a step that
-    no earlier attempt had reached; the steps from the last checkpoint up to the place of the fault are none.
+    The same finding twice without progress is deterministic: it would come a third time, too.
+    Progress is a step that no earlier attempt had reached; the steps from the last checkpoint up to
+    the place of the fault are none.
 
     Args:
         step: the last step that it finished.
         earlier: the deaths before this one.
         allowed: the config's `restarts`.
-        without_culprit: whether the node that it was about takes part no more. Then it helps whatever the cause is, and
-            its earlier steps prove nothing about the others.
+        without_culprit: whether the node that it was about takes part no more. Then it helps
+            whatever the cause is, and its earlier steps prove nothing about the others.
     """
     cause = find_cause(verdict.cause)
     if not without_culprit and (cause is None or not cause.retry_helps):
@@ -182,7 +185,9 @@ class Restarts:
         return {loss.node_rank for loss in attempt.lost} & {node.node_rank for node in plan.nodes}
 
     def _unusable_nodes(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> set[int]:
-        """Nodes that take part no more: those that are gone, and the one whose machine is the cause, where it can be done without."""
+        """Nodes that take part no more: those that are gone, and the one whose machine is the
+        cause, where it can be done without.
+        """
         found = self._lost(plan, attempt)
         blamed = {plan.ranks[rank].node_rank for rank in verdict.ranks if rank < plan.world_size}
         if verdict.cause in OF_ITS_NODE and self._can_do_without(found | blamed):
@@ -227,9 +232,11 @@ class Restarts:
         return self.others is not None and len(self.others.meeting.reports) < len(plan.nodes)
 
     def _with_fewer(self, plan: RunPlan, resume: ResumePoint | None) -> RunPlan:
-        """A new plan for the remaining nodes; everything that affects what is trained stays as in the first start.
+        """A new plan for the remaining nodes; everything that affects what is trained stays as in
+        the first start.
 
-        Nodes keep their numbers, so that a node has the same name throughout; ranks are renumbered without gaps.
+        Nodes keep their numbers, so that a node has the same name throughout; ranks are renumbered
+        without gaps.
         """
         assert self.others is not None
         meeting = self.others.meeting
@@ -237,8 +244,9 @@ class Restarts:
         lost = [node for node in plan.nodes if node.node_rank not in meeting.roll.hosts]
         names = ", ".join(name_node(node.node_rank, node.host) for node in lost)
         line = (
-            f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}: {layout.world_size} ranks instead of "
-            f"{plan.world_size}, the same {plan.global_batch} sequences per step"
+            f"continues with {len(layout.nodes)} of {meeting.roll.nodes} nodes, without {names}:"
+            f" {layout.world_size} ranks instead of {plan.world_size}, the same {plan.global_batch} sequences"
+            " per step"
         )
         meeting.note(line, everywhere=True)
         config = plan.config

@@ -1,4 +1,6 @@
-"""Writes what a start leaves in the run's directory beside the worker's own files; and how a run ended, in the fields of result.json."""
+"""Writes what a start leaves in the run's directory beside the worker's own files; and how a run
+ended, in the fields of result.json.
+"""
 
 import contextlib
 import signal
@@ -59,7 +61,9 @@ NOTHING_DONE: dict[str, Any] = {
 
 
 def write_decision(run: RunDir, plan: RunPlan) -> None:
-    """Writes config.yaml, plan.json and environment.json: all that is decided before the ranks start; and agreement.json of one rank."""
+    """Writes config.yaml, plan.json and environment.json: all that is decided before the ranks
+    start; and agreement.json of one rank.
+    """
     for folder in (run.checkpoints, run.events(0).parent, run.log(plan.host, 0).parent):
         make_private_dir(folder)
     write_text(run.config, config_yaml(plan.config, command=f"unisono train {run.config}"), mode=0o600)
@@ -72,9 +76,11 @@ def write_decision(run: RunDir, plan: RunPlan) -> None:
 
 
 def read_progress(run: RunDir) -> dict[str, Any]:
-    """A run's progress, read from its directory; for a node that writes the result in place of a lost head.
+    """A run's progress, read from its directory; for a node that writes the result in place of a
+    lost head.
 
-    Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it does that.
+    Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it
+    does that.
     """
     known = dict(NOTHING_DONE)
     for line in iterate_metrics(run.metrics):
@@ -92,7 +98,10 @@ def read_progress(run: RunDir) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterator[bool]:
-    """Whether this node may write a lost head's files: the head has ended, and no start has begun since. None can begin meanwhile.
+    """Whether this node may write a lost head's files: the head has ended, and no start has begun
+    since.
+
+    None can begin meanwhile.
 
     Args:
         head: as the lock named it while it lived; None where it did not.
@@ -101,14 +110,18 @@ def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterato
     if head is None or not loss.lost_head:  # a head that has given this node up lives
         yield False
         return
-    # Of a process that ends the kernel closes connections and locks one after the other; one that was only silent may beat.
+    # Of a process that ends the kernel closes connections and locks one after the other; one that
+    # was only silent may beat.
     limit_s, watch_s = (0.0, _WATCH_S) if loss.is_cut else (_ENDS_S, 0.0)
     with locked_if_ended(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
         yield is_ours
 
 
 def note_in_plan(run: RunDir, **fields: Any) -> None:
-    """Adds to plan.json what the ranks have found out since it was written. One that is gone or damaged is left alone."""
+    """Adds to plan.json what the ranks have found out since it was written.
+
+    One that is gone or damaged is left alone.
+    """
     plan = read_object(run.plan)
     if plan and any(plan.get(name) != value for name, value in fields.items()):
         write_json(run.plan, {**plan, **fields}, mode=0o600)
@@ -154,13 +167,18 @@ def write_agreement(run: RunDir, table: Table) -> None:
 
 
 def is_about_nodes(error: UnisonoError) -> bool:
-    """Whether it came of comparing nodes or ranks, be it a single node with what it needs; its verdict is then kept in the run's directory."""
+    """Whether it came of comparing nodes or ranks, be it a single node with what it needs; its
+    verdict is then kept in the run's directory.
+    """
     phase = (error.verdict.phase if error.verdict is not None else None) or ""
     return isinstance(error, Disagreed) or phase.startswith("agree.")
 
 
 def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoError, *, command: str) -> None:
-    """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json. A finished run's result stays."""
+    """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json.
+
+    A finished run's result stays.
+    """
     found = table.of_nodes or Agreement()
     if error.verdict is not None and not found.fatal:
         table.of_nodes = found.merged(Agreement.found("joining", error.verdict))
@@ -206,7 +224,9 @@ def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
 
 
 def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
-    """Writes all that is decided before a start of the ranks, on the head; agreement.json of several ranks, too."""
+    """Writes all that is decided before a start of the ranks, on the head; agreement.json of
+    several ranks, too.
+    """
     make_private_dir(run.root)
     lock.keep()  # preparing data may take hours, and the directory may have been removed meanwhile
     write_decision(run, plan)
@@ -215,7 +235,9 @@ def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
 
 
 class Recorder:
-    """Passes messages on, and updates the run's directory at a first step, an evaluation, and a measurement of kept steps."""
+    """Passes messages on, and updates the run's directory at a first step, an evaluation, and a
+    measurement of kept steps.
+    """
 
     def __init__(self, run: RunDir, plan: RunPlan, disk: RunsDisk, show: Show) -> None:
         self.drawing = Drawing(run, title=f"{Path(plan.output_dir).name}: {plan.config.model.path}")
@@ -238,7 +260,9 @@ class Recorder:
         self._show(message)
 
     def keep_agreement(self, table: Table, reports: Mapping[int, RankReport], agreement: Agreement) -> None:
-        """Adds what the ranks reported to agreement.json, and shows what does not prevent the start."""
+        """Adds what the ranks reported to agreement.json, and shows what does not prevent the
+        start.
+        """
         table.add_ranks(reports, agreement)
         self._disk.write("agreement.json", partial(write_agreement, self._run, table))
         for verdict in agreement.warnings:
@@ -340,7 +364,9 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
 
 
 def _left_early(last: Mapping[str, Any], plan: RunPlan) -> bool:
-    """Whether rank 0 believes that the run is whole, and it is not: the others wait for it in the next step."""
+    """Whether rank 0 believes that the run is whole, and it is not: the others wait for it in the
+    next step.
+    """
     planned = min(plan.total_steps, plan.last_step or plan.total_steps)
     return plan.world_size > 1 and last.get("exit_code", 0) == 0 and int(last.get("step", planned)) < planned
 
@@ -360,7 +386,9 @@ def _with_place(error: UnisonoError, place: RankPlace) -> UnisonoError:
 
 
 def _placed(verdict: Verdict | None, end: RankEnd, plan: RunPlan) -> Verdict | None:
-    """A verdict that does not know where its rank is, as one on a disk: with the host, and the step that was the last."""
+    """A verdict that does not know where its rank is, as one on a disk: with the host, and the step
+    that was the last.
+    """
     if verdict is None or verdict.hosts:
         return verdict
     step = verdict.step if verdict.step is not None else end.step or None

@@ -1,4 +1,6 @@
-"""One training run: the request, this machine, and then this node's part, head or member; and its rehearsal, the whole path before a long run."""
+"""One training run: the request, this machine, and then this node's part, head or member; and its
+rehearsal, the whole path before a long run.
+"""
 
 import tempfile
 import time
@@ -81,7 +83,9 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
 
 
 def plan_only(request: TrainRequest, show: Show) -> RunPlan:
-    """The plan of a start that is not made; nothing is left in the run's directory. Other nodes are taken to be like this one.
+    """The plan of a start that is not made; nothing is left in the run's directory.
+
+    Other nodes are taken to be like this one.
 
     Raises:
         UnisonoError: whatever the start itself would be refused for before its ranks.
@@ -128,7 +132,9 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
 
 
 def _refuse_random_base(config: RunConfig) -> None:
-    """Refuses an adapter on random weights, which nobody could use: only a plan may have it, for its estimate of memory."""
+    """Refuses an adapter on random weights, which nobody could use: only a plan may have it, for
+    its estimate of memory.
+    """
     if config.adapter is not None and config.model.weights == "random":
         raise ConfigError.of(
             "an adapter cannot be trained on random weights",
@@ -166,7 +172,9 @@ def _start(
 
 
 def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
-    """Says what nodes or ranks disagree about, in the same words on all of them, and gives the result."""
+    """Says what nodes or ranks disagree about, in the same words on all of them, and gives the
+    result.
+    """
     assert error.verdict is not None
     if not (isinstance(error, Disagreed) and error.already_shown):
         meeting_rules.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
@@ -216,9 +224,11 @@ class Rehearsal:
 
 
 def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
-    """Goes through every stage with 64 rows and three steps, in a directory that is gone afterwards.
+    """Goes through every stage with 64 rows and three steps, in a directory that is gone
+    afterwards.
 
-    The data of the long run are prepared whole: row 50,000 can be bad, too, and the long run finds them in the cache.
+    The data of the long run are prepared whole: row 50,000 can be bad, too, and the long run finds
+    them in the cache.
 
     Raises:
         UnisonoError: if a stage is refused before anything was started.
@@ -302,7 +312,9 @@ def _export(request: TrainRequest, run: RunDir, out: Path, *, on_message: Callab
 
 
 def _measure(done: Rehearsal, long_run: RunPlan, run: RunDir) -> None:
-    """The expected duration of the full run: its tokens at the rate of the later steps, after warm-up."""
+    """The expected duration of the full run: its tokens at the rate of the later steps, after
+    warm-up.
+    """
     lines = [line for line in read_metrics(run.metrics) if "tokens" in line and line.get("step_time_s")]
     later = lines[1:] or lines
     seconds = sum(line["step_time_s"] + (line.get("data_time_s") or 0.0) for line in later)

@@ -38,11 +38,15 @@ class LostNodeSource(Protocol):
     """The launcher that started the fronts, as a source of the causes of lost nodes."""
 
     def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
-        """Why a node is gone, and how many seconds that word was waited for; None where there is none in bounded time."""
+        """Why a node is gone, and how many seconds that word was waited for; None where there is
+        none in bounded time.
+        """
 
 
 def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
-    """The same config with every path absolute. Hub ids, URLs and `builtin:` names stay as they are.
+    """The same config with every path absolute.
+
+    Hub ids, URLs and `builtin:` names stay as they are.
 
     A name counts as a path if it exists relative to `base`.
     """
@@ -77,9 +81,11 @@ def config_yaml(config: RunConfig, *, command: str) -> str:
 def _absolute_sources(sources: Any, base: Path) -> Any:
     if isinstance(sources, list):
         return [
-            {**entry, "path": _absolute(entry["path"], base)}
-            if isinstance(entry, dict)
-            else _absolute(entry, base)
+            (
+                {**entry, "path": _absolute(entry["path"], base)}
+                if isinstance(entry, dict)
+                else _absolute(entry, base)
+            )
             for entry in sources
         ]
     return _absolute(sources, base)
@@ -111,28 +117,36 @@ class TrainRequest:
         resume: also start where nothing exists, and extend a finished run.
         fresh: rename what is there, and begin.
         allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
-        trust: also resume from a checkpoint that is not signed with this user's key. Node 0 decides.
+        trust: also resume from a checkpoint that is not signed with this user's key. Node 0
+            decides.
         trust_code: run an objective of the user's own file, on this node.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
         nodes: how many there are: a number, or MIN:MAX.
         node_rank: which of them this is.
         head: where node 0 is: HOST or HOST:PORT.
-        hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between commas.
-        token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then this front's end.
+        hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between
+            commas.
+        token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then
+            this front's end.
         join_timeout_s: how long the nodes wait for each other.
-        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has the same command.
-        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this machine.
+        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has
+            the same command.
+        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this
+            machine.
         time: the limit of a Slurm job, as Slurm writes it.
-        origins: where each value of the config came from, where another front has resolved it; None: as it is read here.
+        origins: where each value of the config came from, where another front has resolved it;
+            None: as it is read here.
         debug_comm: enable verbose communication logs of the ranks.
         rehearse: several ranks make a checkpoint after the first step, which is read back.
         limit_rows: only so many rows are read; a rehearsal's.
         programs: what is started as worker and task.
-        ssh: the program that starts `--hosts`, with options; tests have a port and keys of their own.
+        ssh: the program that starts `--hosts`, with options; tests have a port and keys of their
+            own.
         probes: how this machine is inspected; tests replace it.
         faults: written into the plan; only tests and drills do.
         rhythm: how fast checkpoints are re-read during the run; tests use a faster one.
-        lost_node_source: the launcher's knowledge of lost nodes; None if the launcher knows no more than the head.
+        lost_node_source: the launcher's knowledge of lost nodes; None if the launcher knows no more
+            than the head.
     """
 
     config_path: Path
@@ -243,7 +257,8 @@ def refuse_code(config: RunConfig, *, where: str) -> None:
 
 
 def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) -> None:
-    """Refuses a config with options whose packages are missing, which would fail when they are first used.
+    """Refuses a config with options whose packages are missing, which would fail when they are
+    first used.
 
     Raises:
         ConfigError: with the command that installs them.
@@ -260,7 +275,9 @@ def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) ->
 
 
 def read_objective(config: RunConfig) -> dict[str, str]:
-    """The digest of the file of an own objective, by `objective FILE`; empty for ours. It is read, not executed.
+    """The digest of the file of an own objective, by `objective FILE`; empty for ours.
+
+    It is read, not executed.
 
     Raises:
         ConfigError: if it cannot be read, is not Python, or has no such class.
@@ -299,17 +316,21 @@ def read_objective(config: RunConfig) -> dict[str, str]:
             f"the file of the objective has no class {name}",
             where=str(path),
             why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
-            fix=f"did you mean `{path.name}:{near}`?"
-            if near
-            else "name a class of the file, as FILE.py:CLASS",
+            fix=(
+                f"did you mean `{path.name}:{near}`?"
+                if near
+                else "name a class of the file, as FILE.py:CLASS"
+            ),
         )
     return {f"objective {path.name}": hashlib.sha256(source).hexdigest()[:16]}
 
 
 def with_overwriting(request: TrainRequest) -> TrainRequest:
-    """The request with `fresh` if a LLaMA-Factory file says `overwrite_output_dir: true` and its directory has a finished or a different run.
+    """The request with `fresh` if a LLaMA-Factory file says `overwrite_output_dir: true` and its
+    directory has a finished or a different run.
 
-    An unfinished run of the same config is still resumed: the same command after a failure continues.
+    An unfinished run of the same config is still resumed: the same command after a failure
+    continues.
     """
     if request.resume or request.fresh or not request.config_path.is_file():  # a pipe can be read only once
         return request
@@ -338,7 +359,8 @@ def show_notes(loaded: LoadedConfig, show: Show) -> None:
 
 
 def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:
-    """unisono starts its ranks itself; under a launcher each of its processes would train the same run.
+    """unisono starts its ranks itself; under a launcher each of its processes would train the same
+    run.
 
     Raises:
         UsageError: if this process is one of several ranks of torchrun or srun.
@@ -377,7 +399,8 @@ def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None
     ranks = f" --nproc {each}" if request.nproc is None and not rest else ""
     start = "srun --ntasks-per-node=1" if step.nodes > 1 else "srun --ntasks=1"
     raise UsageError.of(
-        f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes} node{'' if step.nodes == 1 else 's'}",
+        f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes}"
+        f" node{'' if step.nodes == 1 else 's'}",
         where=f"step {step.name}, SLURM_STEP_NUM_TASKS={step.tasks}",
         why="it starts its ranks itself; started several times, all would train the same run",
         fix=f"one task on each node: {start} {request.command}{ranks}",

@@ -1,8 +1,10 @@
-"""What the program shows, in Chinese: printed lines are matched with the texts of the catalogue, their values inserted into the translation.
+"""What the program shows, in Chinese: printed lines are matched with the texts of the catalogue,
+their values inserted into the translation.
 
-The sources are English, and so are files, logs and JSON. A text travels between processes and nodes as it is; only the last moment, where
-a front prints for a person, translates it (docs/decisions/0029-translated-where-it-is-printed.md). A sentence without a translation is
-printed in English, never half of it. Imported only if the language is not English.
+The sources are English, and so are files, logs and JSON. A text travels between processes and nodes
+as it is; only the last moment, where a front prints for a person, translates it
+(docs/decisions/0029-translated-where-it-is-printed.md). A sentence without a translation is printed
+in English, never half of it. Imported only if the language is not English.
 """
 
 import re
@@ -38,7 +40,8 @@ _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
 _COLUMN = re.compile(r"(\S[\w-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)
 _LABELLED = re.compile(
-    r"(error|warning|where|why|fix|next|result|checkpoint|checkpoints|evaluation|cause|check|against|with unisono|if this|unlikely|ruled out): +(\S.*)",
+    r"(error|warning|where|why|fix|next|result|checkpoint|checkpoints|evaluation|cause|check|against|with"
+    r" unisono|if this|unlikely|ruled out): +(\S.*)",
     re.DOTALL,
 )
 _CAUSE = re.compile(r"(.*?)(  \[\w+\])", re.DOTALL)
@@ -59,7 +62,9 @@ def _unescaped(text: str) -> str:
 
 
 def read_entries(path: Path = CATALOGUE) -> dict[str, str]:
-    """The translations by the English text, without the empty ones; the catalogue has a line for each text."""
+    """The translations by the English text, without the empty ones; the catalogue has a line for
+    each text.
+    """
     found = _ENTRY.findall(path.read_text("utf-8"))
     return {_unescaped(english): _unescaped(chinese) for english, chinese in found if chinese}
 
@@ -82,7 +87,9 @@ class Chinese:
 
     @cached_property
     def _templates(self) -> list[tuple[str, str]]:
-        """The longest literal piece of each template, and the template; those with most text come first."""
+        """The longest literal piece of each template, and the template; those with most text come
+        first.
+        """
         split = ((template, literals(template)) for template in self._entries if "{" in template)
         found = [
             (sum(map(len, pieces)), max(pieces, key=len), template)
@@ -93,11 +100,15 @@ class Chinese:
         return [(piece, template) for _, piece, template in found]
 
     def __call__(self, text: str) -> str:
-        """Printed lines in Chinese, each as far as the catalogue goes; without one it stays as it is."""
+        """Printed lines in Chinese, each as far as the catalogue goes; without one it stays as it
+        is.
+        """
         return "\n".join(map(self.line, text.split("\n")))
 
     def beginning(self, text: str) -> str:
-        """The text of a command in a list of commands, which may be the first sentence or a part of it."""
+        """The text of a command in a list of commands, which may be the first sentence or a part of
+        it.
+        """
         shown = self(text)
         if shown == text and len(text) > _LEAST:
             start = text.removesuffix("...")
@@ -157,7 +168,8 @@ class Chinese:
         Args:
             text: a sentence.
             depth: of the value that it is.
-            foreign: whether a value may be a sentence in English, e.g. of a library; and the text a joint of two sentences.
+            foreign: whether a value may be a sentence in English, e.g. of a library; and the text a
+                joint of two sentences.
         """
         marks = [mark for mark in (" · ", "; ") if mark in text]
         for piece, template in self._templates:
@@ -170,7 +182,9 @@ class Chinese:
         return None
 
     def _filled(self, template: str, found: re.Match[str], depth: int, *, foreign: bool) -> str | None:
-        """The translation of a template with the values of a text; None if it has too little text of its own for a value in English."""
+        """The translation of a template with the values of a text; None if it has too little text
+        of its own for a value in English.
+        """
         weight = sum(map(str.isalpha, "".join(literals(template))))
         if foreign and weight < _STRONG:
             return None
@@ -194,7 +208,8 @@ class Chinese:
         Args:
             value: of a placeholder.
             depth: of the value.
-            weight: letters of the template; with few of them, a single English word counts as a sentence.
+            weight: letters of the template; with few of them, a single English word counts as a
+                sentence.
         """
         if value in _NAMES:
             return value if weight > _LEAST else None
@@ -243,7 +258,9 @@ class Chinese:
         return None
 
     def _each(self, parts: list[str], joint: str, depth: int, *, strict: bool = False) -> str | None:
-        """The parts joined; None if one is an English sentence (strict: has an English word) without translation, or none has one."""
+        """The parts joined; None if one is an English sentence (strict: has an English word)
+        without translation, or none has one.
+        """
         found = [
             self.sentence(part, depth=depth + 1) if " " in part or not strict else None for part in parts
         ]
@@ -275,7 +292,9 @@ def _padded(label: str, width: int) -> str:
 
 @lru_cache(maxsize=1024)
 def _pattern(template: str) -> re.Pattern[str]:
-    """What a template matches; a group for each run of placeholders: without text between them they hold one value."""
+    """What a template matches; a group for each run of placeholders: without text between them they
+    hold one value.
+    """
     pieces, runs = _RUN.split(template), [*_RUN.findall(template), ""]
     groups = [r"([\d,]+)" if run == "{n}" else "(.*?)" if run else "" for run in runs]
     return re.compile(

@@ -1,1 +1,3 @@
-"""The model: its files, their contents, loading, the forward pass of flat rows, and the sum of the loss."""
+"""The model: its files, their contents, loading, the forward pass of flat rows, and the sum of the
+loss.
+"""

@@ -1,9 +1,12 @@
-"""Adds the adapter to a model: new, from another adapter, or from the base weights' own principal components.
+"""Adds the adapter to a model: new, from another adapter, or from the base weights' own principal
+components.
 
-Letters: W (out, in) a base weight, A (r, in) and B (out, r) of the adapter, s its scaling: the layer computes W + s·B·A.
+Letters: W (out, in) a base weight, A (r, in) and B (out, r) of the adapter, s its scaling: the
+layer computes W + s·B·A.
 
-A base weight may be changed in memory: adapters that are merged first add s₁·B₁·A₁, and PiSSA (arXiv:2404.02948) subtracts s·B₀·A₀, the
-part that A and B begin with. The file on disk stays as it is, so the result is stored as an adapter of a higher rank that contains the change:
+A base weight may be changed in memory: adapters that are merged first add s₁·B₁·A₁, and PiSSA
+(arXiv:2404.02948) subtracts s·B₀·A₀, the part that A and B begin with. The file on disk stays as it
+is, so the result is stored as an adapter of a higher rank that contains the change:
 
     W + s·B₁·A₁ + s·B·A = W + s·[B B₁]·[A; A₁]
 """
@@ -31,7 +34,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class LowRank:
-    """A product that was added to a base weight, in units of the trained adapter's scaling: W := W + s·up·down.
+    """A product that was added to a base weight, in units of the trained adapter's scaling: W := W
+    + s·up·down.
 
     Attributes:
         down: (k, in) float32, in host memory.
@@ -140,7 +144,9 @@ def fit_base_to_adapter(base: Any, rows_of: Mapping[str, tuple[int, ...]]) -> No
 
 
 def _matching_modules(base: torch.nn.Module, patterns: list[str], *, but: str | None) -> list[str]:
-    """Full names of the linear layers, without `but`, that match a pattern; each pattern must match at least one."""
+    """Full names of the linear layers, without `but`, that match a pattern; each pattern must match
+    at least one.
+    """
     linear = [
         name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != but
     ]
@@ -186,7 +192,8 @@ def _lora_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _refuse_experts(layers: dict[str, Any], *, where: str) -> None:
-    """Refuses what changes the base weights of layers of experts, which are one tensor of many matrices.
+    """Refuses what changes the base weights of layers of experts, which are one tensor of many
+    matrices.
 
     Raises:
         ModelError: with the targets that are left.
@@ -256,7 +263,9 @@ def _wrong_shape(
 
 
 def _merge(base: Any, adapter: StoredAdapter) -> dict[str, LowRank]:
-    """Adds s·B·A of an adapter to the base weights, each sum in float32 and rounded once; gives A and s·B by layer."""
+    """Adds s·B·A of an adapter to the base weights, each sum in float32 and rounded once; gives A
+    and s·B by layer.
+    """
     tensors = load_file(adapter.directory / ADAPTER_FILE)
     modules = dict(base.named_modules())
     added: dict[str, LowRank] = {}
@@ -295,7 +304,9 @@ def _add(weight: torch.Tensor, low: LowRank, *, turned: bool, factor: float = 1.
 def _changes_of_merged(
     merged: list[tuple[StoredAdapter, dict[str, LowRank]]], layers: dict[str, Any], *, scaling: float
 ) -> BaseChanges:
-    """What merged adapters have added, for each layer of the new adapter; zeros where an adapter has no part."""
+    """What merged adapters have added, for each layer of the new adapter; zeros where an adapter
+    has no part.
+    """
     for adapter, added in merged:
         outside = sorted(added.keys() - layers.keys())
         if outside:
@@ -336,7 +347,8 @@ def _joined(parts: list[LowRank]) -> LowRank:
 def _begin_with_principal_components(
     layers: dict[str, Any], section: AdapterSection, *, seed: int
 ) -> BaseChanges:
-    """Sets A and B to the r largest singular values and vectors of W, and W to the rest (arXiv:2404.02948, section 3).
+    """Sets A and B to the r largest singular values and vectors of W, and W to the rest
+    (arXiv:2404.02948, section 3).
 
     In 16-bit weights the rest is rounded, as W itself is.
     """
@@ -375,8 +387,10 @@ def _svd(
     Args:
         matrix: (m, n) float32.
         rank: r, at most min(m, n).
-        steps: None: exact. Else a randomized SVD with this many power iterations (arXiv:0909.4061, algorithms 4.4 and 5.1).
-        seed: of the random matrix, which is drawn on the CPU, so that it is the same on every device.
+        steps: None: exact. Else a randomized SVD with this many power iterations (arXiv:0909.4061,
+            algorithms 4.4 and 5.1).
+        seed: of the random matrix, which is drawn on the CPU, so that it is the same on every
+            device.
     """
     if steps is None:
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
@@ -395,7 +409,9 @@ def _svd(
 
 
 def stored_settings(settings: Any, model: torch.nn.Module, changes: BaseChanges) -> None:
-    """Changes a copy of peft's settings to those of the adapter that contains the changes of the base weights: plain LoRA of rank r + k."""
+    """Changes a copy of peft's settings to those of the adapter that contains the changes of the
+    base weights: plain LoRA of rank r + k.
+    """
     if not changes:
         return
     settings.r += next(iter(changes.values())).down.shape[0]
@@ -404,7 +420,9 @@ def stored_settings(settings: Any, model: torch.nn.Module, changes: BaseChanges)
 
 
 def with_change(source: str, tensor: torch.Tensor, changes: BaseChanges) -> torch.Tensor:
-    """A full tensor of the model as it is stored: A and B of a layer with the change of its base weight."""
+    """A full tensor of the model as it is stored: A and B of a layer with the change of its base
+    weight.
+    """
     name, found, letter = source.partition(".lora_")
     if not found or name not in changes or letter[:1] not in "AB":
         return tensor

@@ -1,11 +1,14 @@
-"""Causal attention for flat rows: the rows of a micro batch are concatenated, and no row attends to a different one.
+"""Causal attention for flat rows: the rows of a micro batch are concatenated, and no row attends to
+a different one.
 
-Letters: T tokens of all rows, H query heads, K key-value heads, D head size; R rows and L tokens of a group.
+Letters: T tokens of all rows, H query heads, K key-value heads, D head size; R rows and L tokens of
+a group.
 
-The lengths come as `cu_seq_lens_q` (rows + 1,), the keyword argument of transformers for packed rows, so any model that uses its attention
-interface passes them on. On CPU there is no padding to the longest row, no repetition of keys, and no dense T × T mask: short rows of
-similar length form groups with few pads, and long rows are computed in blocks of queries. On GPU torch's variable-length flash attention
-does the same.
+The lengths come as `cu_seq_lens_q` (rows + 1,), the keyword argument of transformers for packed
+rows, so any model that uses its attention interface passes them on. On CPU there is no padding to
+the longest row, no repetition of keys, and no dense T × T mask: short rows of similar length form
+groups with few pads, and long rows are computed in blocks of queries. On GPU torch's
+variable-length flash attention does the same.
 """
 
 import contextlib
@@ -23,7 +26,9 @@ FLAT_ATTENTION = "unisono_flat"
 
 
 class UnsupportedAttentionError(Exception):
-    """The model needs an attention feature that the flat form does not support; padded rows are used then."""
+    """The model needs an attention feature that the flat form does not support; padded rows are
+    used then.
+    """
 
 
 class RowAttention(torch.autograd.Function):
@@ -39,7 +44,9 @@ class RowAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Also takes the lengths of the rows (sum T), the factor of the scores, and the sliding window in tokens, if any."""
+        """Also takes the lengths of the rows (sum T), the factor of the scores, and the sliding
+        window in tokens, if any.
+        """
         plan = plan_rows(tuple(lengths), window=window)
         scaled = q * scale
         out = torch.empty_like(scaled)
@@ -69,10 +76,11 @@ class RowAttention(torch.autograd.Function):
 
 # ---- rows with common beginnings
 
-# Both sides of a pair begin with the same prompt, whose tokens go through the model once. Every layer but attention treats tokens one by one,
-# and causal attention makes a token depend on those before it only. So equal beginnings of two rows have equal hidden states in both, and
-# equal gradients add up. Attention itself sees all rows complete: it gathers the common tokens for both, and drops the second output.
-# S of the T tokens are computed.
+# Both sides of a pair begin with the same prompt, whose tokens go through the model once. Every
+# layer but attention treats tokens one by one, and causal attention makes a token depend on those
+# before it only. So equal beginnings of two rows have equal hidden states in both, and equal
+# gradients add up. Attention itself sees all rows complete: it gathers the common tokens for both,
+# and drops the second output. S of the T tokens are computed.
 
 
 class Merged(NamedTuple):
@@ -91,7 +99,8 @@ def merge(lengths: Sequence[int], common: Sequence[int], device: torch.device) -
 
     Args:
         lengths: tokens of each row.
-        common: for each row, how many tokens it has in common with the row before it; that row has none itself.
+        common: for each row, how many tokens it has in common with the row before it; that row has
+            none itself.
         device: of the rows.
     """
     rows = np.repeat(np.arange(len(lengths)), lengths)  # (T,)
@@ -105,13 +114,19 @@ def merge(lengths: Sequence[int], common: Sequence[int], device: torch.device) -
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The values on a device. The host does not wait for the copy: from memory that is not pinned it would, and for all work of the device before it."""
+    """The values on a device.
+
+    The host does not wait for the copy: from memory that is not pinned it would, and for all work
+    of the device before it.
+    """
     found = torch.from_numpy(values)
     return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
 
 
 class Spread(torch.autograd.Function):
-    """Values of the computed tokens (S, …) for all tokens (T, …); gradients of equal tokens add up."""
+    """Values of the computed tokens (S, …) for all tokens (T, …); gradients of equal tokens add
+    up.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, merged: Merged) -> torch.Tensor:
@@ -163,13 +178,15 @@ def flat_attention(
     merged: Merged | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls. query (1, H, T, D), key and value (1, K, T, D) → (1, T, H, D).
+    """The attention function that transformers calls. query (1, H, T, D), key and value (1, K, T,
+    D) → (1, T, H, D).
 
     With `merged` there are S tokens instead of T.
 
     Raises:
-        UnsupportedAttentionError: for soft-capped scores, attention sinks, dropout on probabilities, an attention that is not causal, or, on a
-            GPU, float32 or a size of heads that the flash kernels do not take.
+        UnsupportedAttentionError: for soft-capped scores, attention sinks, dropout on
+            probabilities, an attention that is not causal, or, on a GPU, float32 or a size of heads
+            that the flash kernels do not take.
     """
     wanted = [
         name for name in ("softcap", "s_aux", "position_bias", "head_mask") if others.get(name) is not None
@@ -191,7 +208,8 @@ def flat_attention(
     del attention_mask  # transformers creates none for a custom attention
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     module._flat_settings = (scale, sliding_window, query.shape[-1])  # noqa: SLF001 - for model.decoder
-    # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one dtype for all three.
+    # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one
+    # dtype for all three.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         if merged is not None:
@@ -244,7 +262,9 @@ def has_flash(size: int) -> bool:
 def flash(
     inputs: Sequence[torch.Tensor], places: Ends, heads: Heads
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Causal attention inside each row by torch's flash kernels (arXiv:2307.08691): the output (T, H, D), and what the backward pass needs."""
+    """Causal attention inside each row by torch's flash kernels (arXiv:2307.08691): the output (T,
+    H, D), and what the backward pass needs.
+    """
     q, k, v = map(_aligned, inputs)
     found = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - torch.nn.attention.varlen, without its autograd
         q, k, v, *_rows_of(places), 0.0, heads.window is None, False, **_settings_of(heads)
@@ -264,7 +284,9 @@ def flash_backward(
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention inside each row. q (T, H, D), k and v (T, K, D), bfloat16 or float16 → (T, H, D)."""
+    """Causal attention inside each row. q (T, H, D), k and v (T, K, D), bfloat16 or float16 → (T,
+    H, D).
+    """
 
     @staticmethod
     def forward(
@@ -283,7 +305,9 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor (T, heads, D), or a copy of it where the flash kernels could not read 16 bytes at a time."""
+    """The tensor (T, heads, D), or a copy of it where the flash kernels could not read 16 bytes at
+    a time.
+    """
     fits = tensor.stride(0) % _ALIGNED == 0 and tensor.data_ptr() % (2 * _ALIGNED) == 0
     return tensor if fits and tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
 
@@ -299,7 +323,8 @@ def _settings_of(heads: Heads) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Lets the flash kernels add up the gradient of queries in a fixed order, so that a resumed run computes the same.
+    """Lets the flash kernels add up the gradient of queries in a fixed order, so that a resumed run
+    computes the same.
 
     Not by `torch.use_deterministic_algorithms`, which imports torch's compiler.
     """
@@ -323,10 +348,12 @@ _TOKENWISE = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
 def shorten_last_layer(body: Any) -> Callable[[], None] | None:
-    """Lets the last layer compute what follows its attention at wanted tokens only; gives what undoes it, or None without the usual parts.
+    """Lets the last layer compute what follows its attention at wanted tokens only; gives what
+    undoes it, or None without the usual parts.
 
-    Its attention needs the keys and values of all tokens, but the rest of its work reaches the loss from the loss tokens alone. They are
-    the keyword argument `wanted_tokens` of the body's forward, (N,) int64 among T, whose result is then (1, N, E).
+    Its attention needs the keys and values of all tokens, but the rest of its work reaches the loss
+    from the loss tokens alone. They are the keyword argument `wanted_tokens` of the body's forward,
+    (N,) int64 among T, whose result is then (1, N, E).
     """
     layers = getattr(body, "layers", None)
     last: Any = layers[-1] if isinstance(layers, torch.nn.ModuleList) and len(layers) else None
@@ -343,7 +370,8 @@ def shorten_last_layer(body: Any) -> Callable[[], None] | None:
         hidden_states = (hidden_states + attended).index_select(1, wanted_tokens)
         return hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
 
-    # A subclass, not a method of the instance: transformers wraps the forward of a class for gradient checkpointing.
+    # A subclass, not a method of the instance: transformers wraps the forward of a class for
+    # gradient checkpointing.
     last.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
     def undo() -> None:
@@ -363,7 +391,9 @@ class Group(NamedTuple):
     """Short rows that are computed together."""
 
     index: torch.Tensor
-    """(R · L,) int64: the index among the T tokens for each place; pads repeat a token of their row."""
+    """(R · L,) int64: the index among the T tokens for each place; pads repeat a token of their
+    row.
+    """
     pads: torch.Tensor
     """(R · L,) bool: True for pads."""
     real: torch.Tensor
@@ -409,7 +439,8 @@ def _group(members: list[tuple[int, int]]) -> Group:
 def group_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, out: torch.Tensor
 ) -> torch.Tensor:
-    """Writes the output of a group's tokens into `out` (T, H, D); gives its probabilities (K · R, G · L, L).
+    """Writes the output of a group's tokens into `out` (T, H, D); gives its probabilities (K · R, G
+    · L, L).
 
     q (T, H, D) is already scaled; k and v are (T, K, D).
     """
@@ -451,7 +482,9 @@ def _gather(tensor: torch.Tensor, kv: int, group: Group, *, zero_pads: bool = Fa
 
 
 def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
-    """The inverse: (K · R, heads / K · L, D) to the tokens of `out` (T, heads, D), without the pads."""
+    """The inverse: (K · R, heads / K · L, D) to the tokens of `out` (T, heads, D), without the
+    pads.
+    """
     heads, size = out.shape[1:]
     kv = tensor.shape[0] // group.rows
     spread = tensor.view(kv, group.rows, heads // kv, group.length, size).permute(1, 3, 0, 2, 4)
@@ -481,7 +514,9 @@ def _blocks(length: int, window: int | None) -> Iterator[_Block]:
 def row_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, out: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Writes the output of one long row into `out` (n, H, D); gives the probabilities to keep for the backward pass."""
+    """Writes the output of one long row into `out` (n, H, D); gives the probabilities to keep for
+    the backward pass.
+    """
     queries, keys, values = (
         _spread(q, k.shape[1]),
         k.transpose(0, 1).contiguous(),
@@ -506,7 +541,9 @@ def row_backward(
     window: int | None,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
-    """Writes the gradients of one long row into `grads`, those of q, k and v; takes the kept probabilities from `kept`."""
+    """Writes the gradients of one long row into `grads`, those of q, k and v; takes the kept
+    probabilities from `kept`.
+    """
     q, k, v = inputs
     kv = k.shape[1]
     queries, keys, values, d_out = (
@@ -554,7 +591,9 @@ def _softmax_backward(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(tensor: torch.Tensor, kv: int) -> torch.Tensor:
-    """(n, H, D) → (K, G, n, D): a group of query heads shares one batched product with its key head."""
+    """(n, H, D) → (K, G, n, D): a group of query heads shares one batched product with its key
+    head.
+    """
     n, heads, size = tensor.shape
     return tensor.view(n, kv, heads // kv, size).permute(1, 2, 0, 3).contiguous()
 

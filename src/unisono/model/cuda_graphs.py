@@ -1,9 +1,12 @@
-"""CUDA graphs of the loss and its gradients, for models whose kernels are shorter than the time in which Python launches them.
+"""CUDA graphs of the loss and its gradients, for models whose kernels are shorter than the time in
+which Python launches them.
 
-A forward and backward pass of 135 M parameters has 3,300 kernels; an H100 needs a third of the time for them that Python needs to launch them one
-by one. A graph launches all of them at once, but always with the same tensors and numbers. So the rows of a micro batch are copied into
-buffers of one of a few shapes, and what is left of a buffer changes nothing: padding tokens are rows of their own, further rows have no
-tokens, and further labels are IGNORED. Each shape is computed as usual the first time, which compiles what it needs, and recorded the second.
+A forward and backward pass of 135 M parameters has 3,300 kernels; an H100 needs a third of the time
+for them that Python needs to launch them one by one. A graph launches all of them at once, but
+always with the same tensors and numbers. So the rows of a micro batch are copied into buffers of
+one of a few shapes, and what is left of a buffer changes nothing: padding tokens are rows of their
+own, further rows have no tokens, and further labels are IGNORED. Each shape is computed as usual
+the first time, which compiles what it needs, and recorded the second.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +37,11 @@ class Shape(NamedTuple):
 
 
 def shape_for(lengths: Sequence[int], labels: int, *, most_tokens: int, longest: int) -> Shape:
-    """The smallest shape with room for rows of these lengths, and for the rows of padding tokens.
+    """The smallest shape with room for rows of these lengths, and for the rows of padding
+    tokens.
 
-    There are few shapes for tokens and labels, and fewer for rows: one without tokens costs next to nothing.
+    There are few shapes for tokens and labels, and fewer for rows: one without tokens costs next to
+    nothing.
 
     Args:
         lengths: tokens of each row.
@@ -52,7 +57,9 @@ def shape_for(lengths: Sequence[int], labels: int, *, most_tokens: int, longest:
 
 
 def ends_of(lengths: Sequence[int], shape: Shape, *, longest: int) -> Any:
-    """(rows + 1,) int32: where each row of the buffers ends, after the rows of padding tokens those without tokens."""
+    """(rows + 1,) int32: where each row of the buffers ends, after the rows of padding tokens those
+    without tokens.
+    """
     padding = shape.tokens - sum(lengths)
     pads = [min(longest, padding - first) for first in range(0, padding, longest)]
     ends = np.full(shape.rows + 1, shape.tokens, dtype=np.int32)
@@ -73,11 +80,15 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph | None = None
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """Of each parameter; in the memory of the graph, like `loss`: the next replay overwrites them."""
+    """Of each parameter; in the memory of the graph, like `loss`: the next replay overwrites
+    them.
+    """
 
 
 def _copies(recorded: _Recorded) -> tuple[Any, torch.Tensor]:
-    """The rows and the count for a loss whose backward pass may come after the buffers have been filled again."""
+    """The rows and the count for a loss whose backward pass may come after the buffers have been
+    filled again.
+    """
     of = recorded.rows
     rows = replace(
         of, input_ids=of.input_ids.clone(), position_ids=of.position_ids.clone(), label_index=of.label_index.clone(),
@@ -127,7 +138,8 @@ class StepGraphs:
         """Records nothing yet.
 
         Args:
-            loss: of rows, and the loss tokens of the global batch, () float32; it must not wait for the device.
+            loss: of rows, and the loss tokens of the global batch, () float32; it must not wait for
+                the device.
             parameters: that are trained.
             most_tokens: of a micro batch.
             longest: tokens of a row at most.
@@ -140,7 +152,9 @@ class StepGraphs:
         self.why = ""
 
     def loss(self, rows: Any, count: int) -> torch.Tensor | None:
-        """The loss of the rows, with its gradient; None for rows that have to be computed in a different way."""
+        """The loss of the rows, with its gradient; None for rows that have to be computed in a
+        different way.
+        """
         labels = len(rows.labels)
         if self.why or rows.noise is not None or not labels or max(rows.lengths) > self._longest:
             return None
@@ -160,7 +174,9 @@ class StepGraphs:
         return loss
 
     def _has_place(self) -> bool:
-        """Whether there is a place for one more shape, if necessary that of the oldest which has come once only."""
+        """Whether there is a place for one more shape, if necessary that of the oldest which has
+        come once only.
+        """
         if len(self._recorded) >= _SHAPES:
             once = next((shape for shape, one in self._recorded.items() if one.graph is None), None)
             if once is None:
@@ -200,7 +216,9 @@ class StepGraphs:
         recorded.count.fill_(count)
 
     def _has_room(self) -> bool:
-        """Whether a graph's own memory leaves enough for micro batches that are computed as usual."""
+        """Whether a graph's own memory leaves enough for micro batches that are computed as
+        usual.
+        """
         if self._pool is not None:
             return True  # all graphs use the same
         allocated = torch.cuda.memory_allocated(self._device)
@@ -224,7 +242,8 @@ class StepGraphs:
         except RuntimeError as error:
             self._recorded.clear()
             self.why = one_line(f"{type(error).__name__}: {error}", limit=300)
-            # torch leaves the generator in the middle of the recording, so whatever draws from it next would fail (pytorch/pytorch#171263).
+            # torch leaves the generator in the middle of the recording, so whatever draws from it
+            # next would fail (pytorch/pytorch#171263).
             fresh = torch.Generator(self._device)
             fresh.set_state(random_state)
             generator.graphsafe_set_state(fresh)

@@ -1,7 +1,9 @@
-"""What kernels.c does for CPUs, for bfloat16 tensors on NVIDIA GPUs: passes over memory in Triton, attention by torch's flash kernels.
+"""What kernels.c does for CPUs, for bfloat16 tensors on NVIDIA GPUs: passes over memory in Triton,
+attention by torch's flash kernels.
 
-Each function reads and writes every value once. Triton compiles them at their first call, in a second or two, and keeps them in its cache.
-Letters: T tokens, E hidden size, H query heads, K key-value heads, D head size, F intermediate size, N rows of logits, V vocabulary.
+Each function reads and writes every value once. Triton compiles them at their first call, in a
+second or two, and keeps them in its cache. Letters: T tokens, E hidden size, H query heads, K
+key-value heads, D head size, F intermediate size, N rows of logits, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -137,7 +139,9 @@ def _cross_entropy_rows(logits, labels, factor, width, losses, GRADIENT: tl.cons
 
 
 class CudaKernels:
-    """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous, on the GPU."""
+    """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous,
+    on the GPU.
+    """
 
     has_products = True
 
@@ -154,7 +158,9 @@ class CudaKernels:
     def wide_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm in bfloat16 of the rows of x (T, E) float32 with a float32 weight, and the factor of each (T,) float32."""
+        """RMSNorm in bfloat16 of the rows of x (T, E) float32 with a float32 weight, and the factor
+        of each (T,) float32.
+        """
         return _norm(x, weight, eps, wide=True)
 
     def wide_norm_backward(
@@ -188,7 +194,8 @@ class CudaKernels:
         places: Ends,
         heads: Heads,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output (T, H, D), and what the backward pass needs; q (T, H, D) and k (T, K, D) are rotated in place first.
+        """The output (T, H, D), and what the backward pass needs; q (T, H, D) and k (T, K, D) are
+        rotated in place first.
 
         Args:
             inputs: q, k, and v (T, K, D).
@@ -209,7 +216,9 @@ class CudaKernels:
         heads: Heads,
         grads: Sequence[torch.Tensor],
     ) -> None:
-        """Writes the gradients of q, k and v from that of the output; `kept` is what `attention` gave."""
+        """Writes the gradients of q, k and v from that of the output; `kept` is what `attention`
+        gave.
+        """
         *turned, d_v = flash_backward(grad, kept, places, heads)
         for source, target in zip(turned, grads, strict=False):
             _rotate(source, target, rope, back=True)
@@ -218,7 +227,10 @@ class CudaKernels:
     def cross_entropy(
         self, logits: torch.Tensor, labels: torch.Tensor, factor: float | torch.Tensor
     ) -> torch.Tensor:
-        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0. Labels below 0 have none.
+        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace,
+        unless that is 0.
+
+        Labels below 0 have none.
 
         Args:
             logits: (N, V).
@@ -241,7 +253,9 @@ class CudaKernels:
         moments: tuple[torch.Tensor, torch.Tensor],
         figures: AdamWFigures,
     ) -> None:
-        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments (n,) bfloat16."""
+        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments
+        (n,) bfloat16.
+        """
         if len(values):
             _adamw_values[(triton.cdiv(len(values), 1024),)](
                 values, grad, *moments, len(values), *figures, BLOCK=1024
@@ -303,7 +317,8 @@ def _norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     d_x = torch.empty_like(x)
-    # As many programs as run at once, so that few partial sums are added up, in an order that is always the same.
+    # As many programs as run at once, so that few partial sums are added up, in an order that is
+    # always the same.
     programs = min(rows, (2 if trained else 8) * _processors(x.device))
     parts = torch.empty(programs if trained else 0, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
@@ -321,7 +336,9 @@ def _processors(device: torch.device) -> int:
 def _rotate(
     source: torch.Tensor, target: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], *, back: bool
 ) -> None:
-    """Writes `source` (T, heads, D), rotated by cosines and sines (T, D), into `target`; both may be the same."""
+    """Writes `source` (T, heads, D), rotated by cosines and sines (T, D), into `target`; both may
+    be the same.
+    """
     tokens, heads, size = source.shape
     each = min(8, triton.next_power_of_2(heads))
     _rotate_heads[(tokens, triton.cdiv(heads, each))](

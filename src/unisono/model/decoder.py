@@ -1,13 +1,16 @@
-"""Attention and MLP of a decoder layer, each as one function with few products and passes over memory, in bfloat16.
+"""Attention and MLP of a decoder layer, each as one function with few products and passes over
+memory, in bfloat16.
 
-For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and for full fine-tuning of float32 weights under autocast,
-whose roundings are kept: products in bfloat16, norms and what is added up over the layers in float32.
+For frozen bfloat16 weights with LoRA or without (evaluation, reference models), and for full
+fine-tuning of float32 weights under autocast, whose roundings are kept: products in bfloat16, norms
+and what is added up over the layers in float32.
 
-Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F intermediate size; W (out, in) a
-weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling.
+Letters: T tokens, E hidden size, H query heads, K key-value heads, G = H / K, D head size, F
+intermediate size; W (out, in) a weight, A (r, in) and B (out, r) of its adapter, s the adapter's
+scaling.
 
-Whether a model has such layers is not looked up in a list of names: their parts are recognized by name and type, and `model.forward` keeps
-the fast layers only if the model's outputs stay the same.
+Whether a model has such layers is not looked up in a list of names: their parts are recognized by
+name and type, and `model.forward` keeps the fast layers only if the model's outputs stay the same.
 """
 
 import copy
@@ -42,7 +45,10 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Scratch:
-    """Memory for the bfloat16 copy of one joined weight at a time. What it gives is valid until it is asked again."""
+    """Memory for the bfloat16 copy of one joined weight at a time.
+
+    What it gives is valid until it is asked again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._flat = torch.empty(0, dtype=torch.bfloat16, device=device)
@@ -58,7 +64,9 @@ class Scratch:
         self._flat = self._flat.new_empty(0)
 
     def joined(self, weights: list[torch.Tensor], *, more: int = 0) -> torch.Tensor:
-        """(out + more, in): copies of weights with the same input one below the other, and `more` rows with any values."""
+        """(out + more, in): copies of weights with the same input one below the other, and `more`
+        rows with any values.
+        """
         sizes = [len(weight) for weight in weights]
         joined = self.take(sum(sizes) + more, weights[0].shape[1])
         for part, weight in zip(joined.split([*sizes, more]), weights, strict=False):
@@ -67,7 +75,8 @@ class Scratch:
 
 
 class Joined:
-    """Adapted layers with the same input: one product x @ [W; s·A]ᵀ gives the outputs of all base weights and of all A.
+    """Adapted layers with the same input: one product x @ [W; s·A]ᵀ gives the outputs of all base
+    weights and of all A.
 
     The base weights become views of the joined weight, so it takes no memory of its own.
     """
@@ -76,7 +85,8 @@ class Joined:
         self.layers = layers
         bases = [layer.get_base_layer() for layer in layers]
         names = [next(iter(layer.lora_A)) for layer in layers]
-        # The modules, not their weights, which may be replaced: finding them in a layer takes longer than all else of a call.
+        # The modules, not their weights, which may be replaced: finding them in a layer takes
+        # longer than all else of a call.
         self._bases = bases
         self._downs = [layer.lora_A[name] for layer, name in zip(layers, names, strict=True)]
         self._ups = [layer.lora_B[name] for layer, name in zip(layers, names, strict=True)]
@@ -158,7 +168,9 @@ class Joined:
             part.copy_(up.weight.detach())
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
-        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
+        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r);
+        writes that of s·A·x into the others.
+        """
         if self.kernels is not None:
             d_x = d_joint.new_empty(len(d_joint), self.layers[0].in_features)
             self.kernels.multiply_back(d_joint[:, : self.out], self._adapted(), d_joint[:, self.out :], d_x)
@@ -198,9 +210,11 @@ def _diagonal(columns: Sequence[torch.Tensor], sizes: list[int]) -> list[torch.T
 
 
 class Sharded(Joined):
-    """Adapted layers whose weights are whole only while their layer runs: without `kernels` they are joined in the scratch for each product.
+    """Adapted layers whose weights are whole only while their layer runs: without `kernels` they
+    are joined in the scratch for each product.
 
-    The copy takes 2 to 3 % of the time of a product with 720 tokens; torch's products with the single weights take 8 to 13 % more than a joined one.
+    The copy takes 2 to 3 % of the time of a product with 720 tokens; torch's products with the
+    single weights take 8 to 13 % more than a joined one.
     """
 
     def __init__(self, layers: list[Any], scratch: Scratch) -> None:
@@ -221,14 +235,18 @@ class Sharded(Joined):
 
 
 class Packed(Joined):
-    """Adapted layers with quantized weights and the same input: each weight is dequantized for its product, and freed before the next one."""
+    """Adapted layers with quantized weights and the same input: each weight is dequantized for its
+    product, and freed before the next one.
+    """
 
     def _join(self, bases: list[Any]) -> None:
         shape = (self.width - self.out, bases[0].in_features)  # (r, in)
         self.down = torch.empty(shape, dtype=torch.bfloat16, device=self._ups[0].weight.device)
 
     def _weights(self, joint: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after the other."""
+        """The columns of `joint` (T, out + r) of each layer, and its weight (out, in), one after
+        the other.
+        """
         for part, base in zip(joint[:, : self.out].split(self.sizes, 1), self._bases, strict=True):
             yield part, dequantized(base.weight, state_of(base), joint.dtype)
 
@@ -244,7 +262,9 @@ class Packed(Joined):
         return joint
 
     def input_gradient(self, d_joint: torch.Tensor) -> torch.Tensor:
-        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r); writes that of s·A·x into the others."""
+        """(T, in), from the gradient of the outputs, the first columns of `d_joint` (T, out + r);
+        writes that of s·A·x into the others.
+        """
         self.project(d_joint)
         d_x = d_joint[:, self.out :] @ self.down
         for part, weight in self._weights(d_joint):
@@ -254,7 +274,9 @@ class Packed(Joined):
 
 
 class Unadapted(ABC):
-    """Layers without an adapter that have the same input: one product with their joined bfloat16 weight."""
+    """Layers without an adapter that have the same input: one product with their joined bfloat16
+    weight.
+    """
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -328,9 +350,11 @@ class Frozen(Unadapted):
 
 
 class Trained(Unadapted):
-    """Trained float32 layers, of whose weights bfloat16 copies are joined for each product, which takes a hundredth of its time.
+    """Trained float32 layers, of whose weights bfloat16 copies are joined for each product, which
+    takes a hundredth of its time.
 
-    So the copies are never stale, need no memory that grows with the model, and weights may be sharded.
+    So the copies are never stale, need no memory that grows with the model, and weights may be
+    sharded.
     """
 
     def __init__(self, layers: list[Any], scratch: Scratch) -> None:
@@ -352,7 +376,10 @@ class Trained(Unadapted):
     def gradients(
         self, d_joint: torch.Tensor, x: torch.Tensor, low: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
-        """Those of the weights; None for one that is frozen. `low` is that of adapters, and not used."""
+        """Those of the weights; None for one that is frozen.
+
+        `low` is that of adapters, and not used.
+        """
         del low
         if not any(layer.weight.requires_grad for layer in self.layers):
             return [None] * len(self.layers)
@@ -383,7 +410,10 @@ class Product(torch.autograd.Function):
 
 
 class Lookup(torch.autograd.Function):
-    """The rows of a trained embedding on a CPU. Its gradient has few rows, which are added to that of a tied head."""
+    """The rows of a trained embedding on a CPU.
+
+    Its gradient has few rows, which are added to that of a tied head.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
@@ -457,7 +487,9 @@ class TrainedNorm(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """down(silu(gate(x)) * up(x)); silu and product are computed once more in the backward pass instead of being kept."""
+    """down(silu(gate(x)) * up(x)); silu and product are computed once more in the backward pass
+    instead of being kept.
+    """
 
     @staticmethod
     def forward(
@@ -514,7 +546,10 @@ class SelfAttention(torch.autograd.Function):
         kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """x (T, E), cosines and sines (T, D) → (T, H · D). `places` is what the kernels' attention needs to know of the rows."""
+        """x (T, E), cosines and sines (T, D) → (T, H · D).
+
+        `places` is what the kernels' attention needs to know of the rows.
+        """
         joint = joined.product(x)
         out, kept = attend(_heads_of(joint, joined, heads), rope, places, heads, kernels)
         low = joint[:, joined.out :]
@@ -553,10 +588,12 @@ def _heads_of(
 
 
 def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Sets the fast forward on the norms, MLPs and attentions that have the expected parts; gives the changed modules.
+    """Sets the fast forward on the norms, MLPs and attentions that have the expected parts; gives
+    the changed modules.
 
-    An attention needs the settings with which it has called `flat_attention` before. In full fine-tuning the other linear layers without
-    bias are changed, too. A layer whose weights are sharded keeps no joined weight.
+    An attention needs the settings with which it has called `flat_attention` before. In full
+    fine-tuning the other linear layers without bias are changed, too. A layer whose weights are
+    sharded keeps no joined weight.
     """
     device = next(model.parameters()).device
     kernels = kernels_of(device)
@@ -600,10 +637,13 @@ def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def release_originals(model: torch.nn.Module) -> None:
-    """Gives the memory of the weights that were joined back to the system; no value changes. Sharded weights stay as they are.
+    """Gives the memory of the weights that were joined back to the system; no value changes.
 
-    A file of safetensors stays mapped as long as one tensor of it is in use, so the other frozen weights are copied out of it. And glibc
-    keeps what is freed between blocks in use: at 135 M parameters 185 MB, on top of which came the activations.
+    Sharded weights stay as they are.
+
+    A file of safetensors stays mapped as long as one tensor of it is in use, so the other frozen
+    weights are copied out of it. And glibc keeps what is freed between blocks in use: at 135 M
+    parameters 185 MB, on top of which came the activations.
     """
     for parameter in model.parameters():
         # Not of a subclass, i.e. of quantized or sharded weights.
@@ -617,7 +657,9 @@ def release_originals(model: torch.nn.Module) -> None:
 
 
 def release_scratch(changed: list[torch.nn.Module]) -> None:
-    """Gives the memory for the copies back: a trial has used the head as a layer, which training may not, and its copy is the largest."""
+    """Gives the memory for the copies back: a trial has used the head as a layer, which training
+    may not, and its copy is the largest.
+    """
     for module in changed:
         joined = vars(module).get("_joined", ())
         for one in joined if isinstance(joined, tuple) else (joined,):
@@ -644,7 +686,9 @@ def _join(layers: list[Any], scratch: Scratch) -> Joined | Unadapted:
 
 
 def _is_norm(module: Any, kernels: Any) -> bool:
-    """Whether it is RMSNorm with a frozen bfloat16 or a float32 weight: it has its two parts, and its forward gives the same values."""
+    """Whether it is RMSNorm with a frozen bfloat16 or a float32 weight: it has its two parts, and
+    its forward gives the same values.
+    """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
         return False
@@ -679,7 +723,9 @@ def _is_wide(layer: Any) -> bool:
 
 
 def _is_looked_up(layer: Any) -> bool:
-    """Whether it is torch's plain embedding in float32 on a CPU; on a GPU sums would depend on the order of its threads."""
+    """Whether it is torch's plain embedding in float32 on a CPU; on a GPU sums would depend on the
+    order of its threads.
+    """
     if type(layer) is not torch.nn.Embedding or layer.max_norm is not None:
         return False
     plain = not (layer.sparse or layer.scale_grad_by_freq) and layer.weight.device.type == "cpu"

@@ -1,4 +1,6 @@
-"""Finds the directory of a model or tokenizer (a path, `builtin:NAME`, a hub id), and reads without torch what the model is."""
+"""Finds the directory of a model or tokenizer (a path, `builtin:NAME`, a hub id), and reads without
+torch what the model is.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -55,7 +57,9 @@ _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 
 def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
-    """The directory with the model's files; of a run with full fine-tuning, that of its result. `key` is where the config names it.
+    """The directory with the model's files; of a run with full fine-tuning, that of its result.
+
+    `key` is where the config names it.
 
     Raises:
         ModelError: if there is no such directory or built-in model, or the hub does not provide it.
@@ -88,7 +92,8 @@ def locate_tokenizer(config: RunConfig) -> Path:
     """The directory with the tokenizer's files: the model's own unless `model.tokenizer` is set.
 
     Raises:
-        ModelError: as locate_model, or if the directory has no tokenizer, or a file of it cannot be read.
+        ModelError: as locate_model, or if the directory has no tokenizer, or a file of it cannot be
+            read.
     """
     named = config.model.tokenizer
     directory = _tokenizer_directory(named) if named else _own_tokenizer(config)
@@ -131,25 +136,33 @@ def _builtin(path: str) -> Path:
     raise ModelError.of(
         f"there is no built-in model {name!r}",
         where="model.path",
-        fix=f"did you mean builtin:{near}?"
-        if near
-        else f"one of {', '.join(_BUILTIN + entry for entry in known)}",
+        fix=(
+            f"did you mean builtin:{near}?"
+            if near
+            else f"one of {', '.join(_BUILTIN + entry for entry in known)}"
+        ),
     )
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a model's or tokenizer's name is a hub id: there is no such directory, and it does not have the form of a path."""
+    """Whether a model's or tokenizer's name is a hub id: there is no such directory, and it does
+    not have the form of a path.
+    """
     return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _is_path(path))
 
 
 def _is_path(path: str) -> bool:
-    """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_` and `.`."""
+    """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_`
+    and `.`.
+    """
     parts = path.split("/")
     return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
 
 
 def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[str] = _DOWNLOADED) -> Path:
-    """The directory of a hub id in the hub's cache, with the files of these patterns, downloaded if they are not there."""
+    """The directory of a hub id in the hub's cache, with the files of these patterns, downloaded if
+    they are not there.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -199,9 +212,14 @@ def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[st
             f"{path} is neither a directory on this machine nor available from the hub",
             where=key,
             why=f"it is not in {folder}, and {silence or error}",
-            fix=f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
-            if hub.offline
-            else "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by HF_ENDPOINT); for a directory write ./NAME",
+            fix=(
+                f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
+                if hub.offline
+                else (
+                    "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by"
+                    " HF_ENDPOINT); for a directory write ./NAME"
+                )
+            ),
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError.of(
@@ -213,20 +231,26 @@ def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[st
 
 
 VerifyFiles = Callable[[Path, dict[str, tuple[int, str]]], None]
-"""Called with a model's directory, and size and XXH3-128 of its files by name; raises if they are not as expected."""
+"""Called with a model's directory, and size and XXH3-128 of its files by name; raises if they are
+not as expected.
+"""
 
 
 def inspect_model(
     config: RunConfig, *, verify_files: VerifyFiles = lambda _directory, _digests: None
 ) -> ModelFacts:
-    """The figures of the config's model; downloads it first if it is a hub id. Reads its weights once.
+    """The figures of the config's model; downloads it first if it is a hub id.
+
+    Reads its weights once.
 
     Args:
         config: of the run.
-        verify_files: called after all files are read, before NaN and infinite weights are refused: damage can cause such values.
+        verify_files: called after all files are read, before NaN and infinite weights are refused:
+            damage can cause such values.
 
     Raises:
-        ModelError: if files are missing, damaged, or do not belong together, or weights are NaN or infinite.
+        ModelError: if files are missing, damaged, or do not belong together, or weights are NaN or
+            infinite.
     """
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
@@ -289,14 +313,18 @@ def inspect_model(
 
 
 def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
-    """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the names of the weights."""
+    """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the
+    names of the weights.
+    """
     gates = sum(name.endswith((".mlp.gate_proj.weight", ".mlp.gate_proj.qweight")) for name in names)
     layers = _positive_int(text, *_LAYERS)
     return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
 
 
 def _ties_head(settings: dict[str, Any], text: dict[str, Any], headers: list[TensorHeader]) -> bool:
-    """Whether embedding and head share one matrix; what config.json leaves open depends on the model type, but files have no such head."""
+    """Whether embedding and head share one matrix; what config.json leaves open depends on the
+    model type, but files have no such head.
+    """
     for part in (text, settings):
         if isinstance(part.get("tie_word_embeddings"), bool):
             return bool(part["tie_word_embeddings"])
@@ -335,7 +363,8 @@ def _read_adapters(
 def _read_reference(
     named: str, text: dict[str, Any], digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
 ) -> dict[Path, WeightContents]:
-    """Reads the weights of the reference of preference objectives, and adds their digests by config key.
+    """Reads the weights of the reference of preference objectives, and adds their digests by config
+    key.
 
     Raises:
         ModelError: if it has a different vocabulary than the model, whose tokens it has to read.
@@ -362,7 +391,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """config.json as a mapping.
 
     Raises:
-        ModelError: if it is missing or is not a JSON object, or has no model type or impossible sizes.
+        ModelError: if it is missing or is not a JSON object, or has no model type or impossible
+            sizes.
     """
     file = directory / "config.json"
     try:
@@ -390,7 +420,9 @@ def read_model_config(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
-    """Refuses sizes that no model has; some model types have a list of sizes, one for each layer."""
+    """Refuses sizes that no model has; some model types have a list of sizes, one for each
+    layer.
+    """
     for name in (*_HIDDEN, *_LAYERS, "num_attention_heads", "n_head", "vocab_size"):
         value, most = settings.get(name), _MOST_LAYERS if name in _LAYERS else _LARGEST
         if (
@@ -407,7 +439,8 @@ def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
 
 
 def refuse_larger_config(directory: Path, text: dict[str, Any], headers: Sequence[TensorHeader]) -> None:
-    """Refuses a config.json for a far larger model than the files hold: the rest would be allocated, and drawn at random.
+    """Refuses a config.json for a far larger model than the files hold: the rest would be
+    allocated, and drawn at random.
 
     Args:
         directory: of the model.
@@ -449,7 +482,8 @@ def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool
         reward: whether it has to be a reward model, or to become one.
 
     Raises:
-        ModelError: if it is a classifier, and a language model is wanted; or if it cannot be a reward model.
+        ModelError: if it is a classifier, and a language model is wanted; or if it cannot be a
+            reward model.
     """
     where, classifies = str(directory / "config.json"), is_classifier(settings)
     if not reward:
@@ -498,10 +532,17 @@ def _refuse_lost_parts(directory: Path, settings: dict[str, Any]) -> None:
     raise ModelError.of(
         f"{directory} is a multimodal model, and rows of text would train another model than that",
         where=str(directory / "config.json"),
-        why=f"transformers loads its text part alone, as {text}: in {own}, the class of the checkpoint, an adapter of it would change"
-        " nothing, and a merged or fully trained model would lack everything else",
-        fix='train its text part as a model of its own: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;'
-        f" [c.from_pretrained('{directory}').save_pretrained('TEXT') for c in (M, T)]\", and set model.path: TEXT",
+        why=(
+            f"transformers loads its text part alone, as {text}: in {own}, the class of the checkpoint, an"
+            " adapter of it would change nothing, and a merged or fully trained model would lack everything"
+            " else"
+        ),
+        fix=(
+            'train its text part as a model of its own: python -c "from transformers import'
+            " AutoModelForCausalLM as M, AutoTokenizer as T;"
+            f" [c.from_pretrained('{directory}').save_pretrained('TEXT') for c in (M, T)]\", and set"
+            " model.path: TEXT"
+        ),
     )
 
 

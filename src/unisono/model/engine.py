@@ -1,7 +1,9 @@
-"""Continuous batching: answers of different age share each forward, and join and leave between two tokens.
+"""Continuous batching: answers of different age share each forward, and join and leave between two
+tokens.
 
-The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is computed beside it. A long prompt is read in parts,
-with a token of every running answer between two of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
+The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is
+computed beside it. A long prompt is read in parts, with a token of every running answer between two
+of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
 
 Letters: B answers of a batch, L tokens so far of the longest, V vocabulary.
 """
@@ -68,8 +70,8 @@ class Engine:
 
     Attributes:
         waiting: answers that have not begun, in order.
-        on_failure: gets answers that have ended because an exception was raised for them, and the exception;
-            without it, `step` raises it.
+        on_failure: gets answers that have ended because an exception was raised for them, and the
+            exception; without it, `step` raises it.
     """
 
     on_failure: Callable[[Sequence[Answer], Exception], None] | None = None
@@ -92,8 +94,8 @@ class Engine:
             pad_id: any token; it pads batches on the left and is masked.
             rows: maximum number of answers that are computed together.
             together: whether answers may share a forward.
-            part_tokens: of a prompt in one forward, so that the same answers are always computed in the same way; None: what measured
-                times allow.
+            part_tokens: of a prompt in one forward, so that the same answers are always computed in
+                the same way; None: what measured times allow.
         """
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stop_ids = stop_ids
@@ -110,7 +112,9 @@ class Engine:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """A context in which `step` can be called; the model's mode and settings are restored at its end."""
+        """A context in which `step` can be called; the model's mode and settings are restored at
+        its end.
+        """
         with torch.no_grad(), undisturbed(self._base):
             yield
 
@@ -134,7 +138,8 @@ class Engine:
         return [answer for batch in (*self._batches, *self._reading) for answer in batch.answers]
 
     def step(self) -> list[Answer]:
-        """Generates one token of each answer whose prompt has been read, and reads a part of one prompt; returns the answers that got a token or ended.
+        """Generates one token of each answer whose prompt has been read, and reads a part of one
+        prompt; returns the answers that got a token or ended.
 
         Answers that the caller ended before leave their place first.
         """
@@ -155,7 +160,8 @@ class Engine:
     def _attempt(self, batch: "_Batch", work: "Callable[[_Batch], list[Answer]]") -> list[Answer]:
         """The result of work on a batch.
 
-        If it raises an exception, the answers of the batch end, and of one that it has joined in part.
+        If it raises an exception, the answers of the batch end, and of one that it has joined in
+        part.
         """
         try:
             return work(batch)
@@ -174,7 +180,9 @@ class Engine:
         self.on_failure(failed, error)
 
     def _read(self, batch: "_Batch", *, since: float) -> list[Answer]:
-        """Reads the next part of the prompts of a batch; the batches take turns. Returns its answers if that was the last part.
+        """Reads the next part of the prompts of a batch; the batches take turns.
+
+        Returns its answers if that was the last part.
 
         Args:
             batch: taken from those that are being read.
@@ -265,7 +273,8 @@ def answer_prompts(
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
-    """The answers of `model.generate`, sooner: a place in the batch that becomes free is taken by the next prompt.
+    """The answers of `model.generate`, sooner: a place in the batch that becomes free is taken by
+    the next prompt.
 
     Args:
         model: as for `Engine`.
@@ -293,7 +302,8 @@ def answer_prompts(
         Answer(prompt, limit, sampling, place=place)
         for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
-    # In an order that does not depend on times, and with neighbors of similar length: the cache of a batch is as long as its longest row.
+    # In an order that does not depend on times, and with neighbors of similar length: the cache of
+    # a batch is as long as its longest row.
     engine = Engine(
         model, stop_ids=stop_ids, pad_id=pad_id, rows=_ROWS, together=together, part_tokens=_PART_TOKENS
     )
@@ -397,7 +407,9 @@ class _Batch:
         return int(self._cache.get_seq_length())
 
     def keep_running(self) -> bool:
-        """Removes the answers that have ended, with their place in the cache; whether any is left."""
+        """Removes the answers that have ended, with their place in the cache; whether any is
+        left.
+        """
         kept = [row for row, answer in enumerate(self.answers) if answer.ended is None]
         if len(kept) == len(self.answers):
             return bool(kept)
@@ -433,7 +445,9 @@ class _Batch:
                 setattr(mine, name, torch.cat(parts))
 
     def layers(self) -> list[Any]:
-        """The layers that have something in the cache: some models share that of a different layer."""
+        """The layers that have something in the cache: some models share that of a different
+        layer.
+        """
         return [layer for layer in self._cache.layers if layer.is_initialized]
 
 
@@ -442,7 +456,8 @@ def _pad_left(mask: torch.Tensor, gap: int) -> torch.Tensor:
 
 
 def _keeps_all_tokens(base: Any) -> bool:
-    """Whether attention is all that a model keeps of its past, so that rows of its cache can be padded and put together.
+    """Whether attention is all that a model keeps of its past, so that rows of its cache can be
+    padded and put together.
 
     A sliding window needs no special cache: the mask hides older tokens.
     """
@@ -451,12 +466,16 @@ def _keeps_all_tokens(base: Any) -> bool:
 
 
 def _has_long_rope(base: Any) -> bool:
-    """Whether positions depend on the longest row and the last token of a forward (LongRoPE, arXiv:2402.13753)."""
+    """Whether positions depend on the longest row and the last token of a forward (LongRoPE,
+    arXiv:2402.13753).
+    """
     return any(getattr(module, "rope_type", None) == "longrope" for module in base.modules())
 
 
 def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not where any is NaN."""
+    """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not
+    where any is NaN.
+    """
     for row, answer in enumerate(answers):
         if answer.sampling.repetition_penalty != 1:
             seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)

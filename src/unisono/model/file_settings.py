@@ -1,4 +1,8 @@
-"""What a model's and an adapter's files contain, compared with the config: the adapters it starts from, and how weights are quantized. Without torch."""
+"""What a model's and an adapter's files contain, compared with the config: the adapters it starts
+from, and how weights are quantized.
+
+Without torch.
+"""
 
 from dataclasses import dataclass
 from importlib import metadata
@@ -94,9 +98,11 @@ def adapter_directory(name: str, key: str) -> Path:
     raise ModelError.of(
         f"there is no adapter in {name}",
         where=key,
-        why=f"neither it nor its folder `adapter` has {ADAPTER_SETTINGS} and {ADAPTER_FILE}"
-        if directory.is_dir()
-        else "there is no such directory; relative paths start at the working directory",
+        why=(
+            f"neither it nor its folder `adapter` has {ADAPTER_SETTINGS} and {ADAPTER_FILE}"
+            if directory.is_dir()
+            else "there is no such directory; relative paths start at the working directory"
+        ),
         fix="pass the directory of an adapter in peft's layout, or of a finished run",
     )
 
@@ -133,7 +139,9 @@ def _read(name: str, key: str) -> StoredAdapter:
 
 
 def _refuse_unmergeable(adapter: StoredAdapter) -> None:
-    """Refuses an adapter whose change of the base weights is more than B·A: the result could not be stored as an adapter."""
+    """Refuses an adapter whose change of the base weights is more than B·A: the result could not be
+    stored as an adapter.
+    """
     what = None
     if adapter.kind == "dora":
         what = "it is a DoRA adapter"
@@ -149,7 +157,9 @@ def _refuse_unmergeable(adapter: StoredAdapter) -> None:
 
 
 def _refuse_other_task(adapter: StoredAdapter, *, reward: bool) -> None:
-    """Refuses to continue an adapter of a language model as that of a reward model, and the reverse."""
+    """Refuses to continue an adapter of a language model as that of a reward model, and the
+    reverse.
+    """
     if adapter.is_reward == reward:
         return
     kinds = ("a language model", "a reward model")
@@ -157,9 +167,11 @@ def _refuse_other_task(adapter: StoredAdapter, *, reward: bool) -> None:
         f"{adapter.directory} is an adapter of {kinds[adapter.is_reward]}, and {kinds[reward]} is trained",
         where=adapter.key,
         why=f"task_type is {adapter.settings.get('task_type')!r} in {ADAPTER_SETTINGS}",
-        fix="move it to adapter.merge: training starts from the model with it merged"
-        if reward
-        else "set objective: reward, or use an adapter of a language model",
+        fix=(
+            "move it to adapter.merge: training starts from the model with it merged"
+            if reward
+            else "set objective: reward, or use an adapter of a language model"
+        ),
     )
 
 
@@ -175,7 +187,8 @@ def _refuse_differences(adapter: StoredAdapter, section: AdapterSection) -> None
     ]
     problems = [
         Problem(
-            f"adapter.{key} is {_shown(mine)}, and {_shown(theirs)} in {adapter.directory / ADAPTER_SETTINGS}",
+            f"adapter.{key} is {_shown(mine)}, and {_shown(theirs)} in"
+            f" {adapter.directory / ADAPTER_SETTINGS}",
             f"adapter.{key}",
             "training continues with that adapter's weights",
             f"set adapter.{key}: {_shown(theirs)}",
@@ -195,12 +208,16 @@ def _shown(value: Any) -> str:
 
 Kind = Literal["nf4", "fp4", "int8", "gptq", "awq"]
 LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
-"""The layouts that are read of files of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978); in the first, zero points are stored less one."""
+"""The layouts that are read of files of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978); in the
+first, zero points are stored less one.
+"""
 _WIDTHS = {"gptq": (2, 4, 8), "awq": (4,)}  # bits of a weight
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
 _LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
-"""What transformers needs to quantize weights and to read quantized ones, with the first tested version."""
+"""What transformers needs to quantize weights and to read quantized ones, with the first tested
+version.
+"""
 _INSTALL = "pip install bitsandbytes accelerate"
 
 
@@ -209,9 +226,11 @@ class Quantization:
     """How the linear layers of a base model are quantized.
 
     Attributes:
-        kind: the data type of bitsandbytes (nf4, fp4, int8), or the method by which files were quantized.
+        kind: the data type of bitsandbytes (nf4, fp4, int8), or the method by which files were
+            quantized.
         double: whether the scales of blocks are quantized, too.
-        stored: whether the model's files have quantized weights; if not, weights are quantized when they are loaded.
+        stored: whether the model's files have quantized weights; if not, weights are quantized when
+            they are loaded.
         layout: of files of GPTQ and AWQ, one of LAYOUTS.
         embeddings: whether embedding and head are in int8, too.
     """
@@ -232,7 +251,8 @@ def quantization_of(section: ModelSection, directory: Path, settings: dict[str, 
         settings: its config.json.
 
     Raises:
-        ModelError: if the files are quantized in another way than the config says, or a library is missing.
+        ModelError: if the files are quantized in another way than the config says, or a library is
+            missing.
     """
     stored = stored_quantization(directory, settings)
     if stored is None:
@@ -330,7 +350,8 @@ def _grouped(method: str, found: dict[str, Any], directory: Path) -> Quantizatio
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """A matrix (outs, ins) in files of GPTQ or AWQ: `bits` for each weight, and a scale and a zero point for each of `groups` of inputs.
+    """A matrix (outs, ins) in files of GPTQ or AWQ: `bits` for each weight, and a scale and a zero
+    point for each of `groups` of inputs.
 
     `parts` are its tensors by their last name.
     """
@@ -351,7 +372,8 @@ def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -
     """The matrices that GPTQ or AWQ quantized, by the name of their layer.
 
     Raises:
-        ModelError: if there are none, if shapes contradict each other, or if the head is among them.
+        ModelError: if there are none, if shapes contradict each other, or if the head is among
+            them.
     """
     parts: dict[str, dict[str, TensorHeader]] = {}
     for header in headers:
@@ -383,7 +405,8 @@ def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader]
         if fits and bits in _WIDTHS[how.kind] and shapes.get("g_idx", (ins,)) == (ins,):
             return GroupedShape(outs, ins, bits, groups, parts)
     raise ModelError.of(
-        f"the tensors of {layer} are not those of a matrix that {how.kind.upper()} quantized to {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
+        f"the tensors of {layer} are not those of a matrix that {how.kind.upper()} quantized to"
+        f" {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
         where=where,
         why=", ".join(f"{name} {parts[name].dtype} {shape}" for name, shape in shapes.items()),
         fix=f"copy the weights again, or {_ORIGINAL}",

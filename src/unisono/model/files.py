@@ -1,4 +1,6 @@
-"""Reads a model's files without torch: JSON, templates, headers of weight files, and weights in one pass."""
+"""Reads a model's files without torch: JSON, templates, headers of weight files, and weights in one
+pass.
+"""
 
 import json
 import stat
@@ -39,7 +41,9 @@ _MOST = dict.fromkeys(
     (INDEX, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
      "tekken.json"), MOST_BYTES,
 ) | {"chat_template.jinja": TEMPLATE_BYTES, "model.safetensors": None, "adapter_model.safetensors": None}  # fmt: skip
-"""The files of a model's directory that unisono, transformers, tokenizers and peft open, with their largest size; None: any."""
+"""The files of a model's directory that unisono, transformers, tokenizers and peft open, with their
+largest size; None: any.
+"""
 
 # Bits per item; items of F4 and F6 share bytes.
 _ITEM_BITS = {
@@ -66,7 +70,8 @@ _ITEM_BITS = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-# Unsigned type of the same width, exponent bits, and mantissa bits. An exponent of all ones is infinity if the mantissa is 0, else NaN.
+# Unsigned type of the same width, exponent bits, and mantissa bits. An exponent of all ones is
+# infinity if the mantissa is 0, else NaN.
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
     "F32": ("<u4", 0x7F80_0000, 0x007F_FFFF),
@@ -77,7 +82,9 @@ _EXPONENTS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a safetensors file: its name, dtype and shape, and where in the file its bytes begin and end."""
+    """One tensor of a safetensors file: its name, dtype and shape, and where in the file its bytes
+    begin and end.
+    """
 
     name: str
     dtype: str
@@ -127,7 +134,10 @@ def weight_files(directory: Path) -> list[Path]:
             "the weights are pickled files",
             where=str(directory),
             why="loading a pickle can run arbitrary code",
-            fix="convert them once to safetensors (transformers: model.save_pretrained), if you trust their source",
+            fix=(
+                "convert them once to safetensors (transformers: model.save_pretrained), if you trust their"
+                " source"
+            ),
         )
     raise ModelError.of(
         "the model has no weights",
@@ -173,9 +183,11 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuses the directory of a model, a tokenizer or an adapter that a library could not open safely.
+    """Refuses the directory of a model, a tokenizer or an adapter that a library could not open
+    safely.
 
-    It may hold a file for which the library would wait, or that it would read into memory without a limit.
+    It may hold a file for which the library would wait, or that it would read into memory without a
+    limit.
 
     Raises:
         ModelError: with the file.
@@ -296,9 +308,11 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
     end = tensors[-1].end
     if end != size:
         raise ModelError.of(
-            "a weight file is truncated"
-            if size < end
-            else "a weight file is longer than its header declares",
+            (
+                "a weight file is truncated"
+                if size < end
+                else "a weight file is longer than its header declares"
+            ),
             where=str(file),
             why=f"it has {size} bytes; its header declares {end}",
             fix="copy or download it again",
@@ -307,7 +321,10 @@ def read_safetensors_header(file: Path) -> list[TensorHeader]:
 
 
 def _tensors(file: Path, header: Any, *, data: int) -> list[TensorHeader]:
-    """The tensors of the header. Each must begin at the end of the previous one, and have the size of its shape."""
+    """The tensors of the header.
+
+    Each must begin at the end of the previous one, and have the size of its shape.
+    """
     if not isinstance(header, dict):
         raise _damaged(file, "its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -333,7 +350,8 @@ def _tensor(file: Path, name: str, entry: Any, data: int) -> TensorHeader:
     if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
         raise _damaged(
             file,
-            f"in its header {name} has the dtype {one_line(str(dtype), limit=40)!r}, which safetensors does not support",
+            f"in its header {name} has the dtype {one_line(str(dtype), limit=40)!r}, which safetensors does"
+            " not support",
         )
     return TensorHeader(name, dtype, shape, data + begin, data + end)
 
@@ -347,10 +365,12 @@ def _damaged(file: Path, why: str, *, fix: str = "copy or download it again") ->
 
 
 def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
-    """Reads a weight file once: its digest, and which of its tensors have NaN or infinite values.
+    """Reads a weight file once: its digest, and which of its tensors have NaN or infinite
+    values.
 
-    Reading in blocks that stay in the cache saves more than the search costs: 0.08 s for 135 million bfloat16 weights in memory, 0.22 s for
-    float32 (the digest alone takes 0.06 and 0.15 s of these).
+    Reading in blocks that stay in the cache saves more than the search costs: 0.08 s for 135
+    million bfloat16 weights in memory, 0.22 s for float32 (the digest alone takes 0.06 and 0.15 s
+    of these).
 
     Args:
         file: a safetensors file.
@@ -413,7 +433,8 @@ def odd_weights(odd: dict[Path, dict[str, str]]) -> ModelError:
             f"{name} contains {what}",
             str(file),
             "such a weight makes every loss NaN and every answer meaningless",
-            "copy or download the weights again; if they come from a training run, use an earlier checkpoint of it",
+            "copy or download the weights again; if they come from a training run, use an earlier checkpoint"
+            " of it",
         )
         for file, tensors in odd.items()
         for name, what in tensors.items()

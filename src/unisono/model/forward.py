@@ -1,13 +1,15 @@
 """The forward over the rows of a micro batch, and the choice between its implementations.
 
-Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V vocabulary.
+Letters: T tokens of all rows, R rows, L tokens of the longest row, N loss tokens, E hidden size, V
+vocabulary.
 
 A reward model has a head that gives one value for a row; it has no logits.
 
-The fast implementation is flat (rows concatenated, `model.attention`) with the head at loss tokens only. Whether a model supports it is
-not looked up in a list of names, but tested on two short rows after loading: the outputs of the rows must not depend on each other, and
-must equal those of the unmodified model for each row alone. A model that fails the test runs on padded rows, with its own attention or
-its own head: slower, but correct.
+The fast implementation is flat (rows concatenated, `model.attention`) with the head at loss tokens
+only. Whether a model supports it is not looked up in a list of names, but tested on two short rows
+after loading: the outputs of the rows must not depend on each other, and must equal those of the
+unmodified model for each row alone. A model that fails the test runs on padded rows, with its own
+attention or its own head: slower, but correct.
 """
 
 import contextlib
@@ -63,9 +65,11 @@ class Rows:
         labels: (N,) int64, the tokens to predict.
         noise: (T, E) float32, added to the input embeddings; None for none.
         loss_counts: loss tokens of each row; they sum to N. Needed by sums of rows only.
-        common: for each row, how many of its first tokens are those of the row before it, which has none itself; empty: none are known.
+        common: for each row, how many of its first tokens are those of the row before it, which has
+            none itself; empty: none are known.
         weights: (N,) float32, the weight of each loss token, up to 1; None: all count in full.
-        ends: where the rows end, if the device knows it already; None: it follows from their lengths.
+        ends: where the rows end, if the device knows it already; None: it follows from their
+            lengths.
     """
 
     input_ids: torch.Tensor
@@ -102,30 +106,41 @@ class Forward:
     merges: bool = False
     """Whether the common beginnings of rows are computed once."""
     root: Callable[[Callable[[], Any]], Any] | None = None
-    """Set if weights are sharded over ranks: every use of them goes through it (`train.sharding`)."""
+    """Set if weights are sharded over ranks: every use of them goes through it
+    (`train.sharding`).
+    """
     quick: bool = False
-    """Whether each adapted layer computes the products of its weight and its adapter in one function."""
+    """Whether each adapted layer computes the products of its weight and its adapter in one
+    function.
+    """
     fast_layers: int = 0
     """Norms, MLPs and attentions that are one function each (`model.decoder`)."""
     shortens: bool = False
     """Whether the last layer computes what follows its attention at loss tokens only."""
     graphs: StepGraphs | None = None
-    """Launches the kernels of a loss at once, where launching them one by one takes longer than the device."""
+    """Launches the kernels of a loss at once, where launching them one by one takes longer than the
+    device.
+    """
 
     def within(self, use: Callable[[], T]) -> T:
-        """The result of `use`, called where all weights are unsharded. With sharded weights all ranks must call it alike."""
+        """The result of `use`, called where all weights are unsharded.
+
+        With sharded weights all ranks must call it alike.
+        """
         if self.root is None:
             return use()
         found: T = self.root(use)
         return found
 
     def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
-        """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a gradient.
+        """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a
+        gradient.
 
         Args:
             rows: the micro batch.
             count: loss tokens of the global batch.
-            smoothing: the share of the target probability that is spread evenly over the vocabulary (arXiv:1512.00567).
+            smoothing: the share of the target probability that is spread evenly over the vocabulary
+                (arXiv:1512.00567).
         """
         if self.graphs is not None and not smoothing and torch.is_grad_enabled():
             found = self.graphs.loss(rows, count)
@@ -134,7 +149,8 @@ class Forward:
         return self.within(lambda: self._loss(rows, count, smoothing))
 
     def use_graphs(self, *, most_tokens: int, longest: int) -> None:
-        """Computes losses by CUDA graphs from now on, if the model is small enough and nothing in its forward waits for the device.
+        """Computes losses by CUDA graphs from now on, if the model is small enough and nothing in
+        its forward waits for the device.
 
         Args:
             most_tokens: of a micro batch.
@@ -173,9 +189,11 @@ class Forward:
             return logits_log_probs(self._logits(rows), rows.labels)
 
     def scores(self, rows: Rows) -> torch.Tensor:
-        """(R,) float32, with a gradient: a reward model's value of each row, at its last token that is not the padding token.
+        """(R,) float32, with a gradient: a reward model's value of each row, at its last token that
+        is not the padding token.
 
-        The rule for the token is that of transformers' sequence classification, so that the saved model gives the same values.
+        The rule for the token is that of transformers' sequence classification, so that the saved
+        model gives the same values.
         """
         return self.within(lambda: self._scores(rows))
 
@@ -249,7 +267,9 @@ class Forward:
 
     @contextlib.contextmanager
     def ready_to_generate(self) -> Any:
-        """A context in which the model has its own attention, for prompts in padded batches with a cache."""
+        """A context in which the model has its own attention, for prompts in padded batches with a
+        cache.
+        """
         base = self.loaded.base
         if self.layout == "flat":
             base.set_attn_implementation(self.own_attention)
@@ -342,22 +362,28 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
 
 
 def _alone(forward: Forward) -> torch.Tensor:
-    """(N, V): the probe's logits, with each row alone through the unmodified model; of a reward model (N, E), its last hidden states."""
+    """(N, V): the probe's logits, with each row alone through the unmodified model; of a reward
+    model (N, E), its last hidden states.
+    """
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
     body = getattr(base, base.base_model_prefix)
     with forward._precision():  # noqa: SLF001 - same module
         parts = [
-            body(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1].float()
-            if forward.loaded.is_reward
-            else base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            (
+                body(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1].float()
+                if forward.loaded.is_reward
+                else base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            )
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
 
 
 def _try_score(forward: Forward) -> None:
-    """Chooses the head of a reward model at last tokens only if that gives the values of the model's own forward of padded rows."""
+    """Chooses the head of a reward model at last tokens only if that gives the values of the
+    model's own forward of padded rows.
+    """
     base = forward.loaded.base
     rows = _probe_rows(base, first=11)
     lengths = [n for length in rows.lengths for n in range(1, length + 1)]
@@ -379,7 +405,10 @@ def _score_head(base: Any) -> Any:
 
 
 def head_values(base: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """(…) float32: a reward model's values of hidden states (…, E). A difference of two needs more digits than bfloat16 has."""
+    """(…) float32: a reward model's values of hidden states (…, E).
+
+    A difference of two needs more digits than bfloat16 has.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         return torch.nn.functional.linear(hidden.float(), _score_head(base).weight.float())[..., 0]
 
@@ -390,7 +419,9 @@ def _pad_of(base: Any) -> int:
 
 
 def _last_tokens(rows: Rows, pad: int) -> torch.Tensor:
-    """(R,) int64: the positions among T of each row's last token that is not `pad`; of its first one if all are."""
+    """(R,) int64: the positions among T of each row's last token that is not `pad`; of its first
+    one if all are.
+    """
     lengths = torch.tensor(rows.lengths, device=rows.input_ids.device)
     starts = lengths.cumsum(0) - lengths  # (R,)
     row_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)  # (T,)
@@ -399,7 +430,9 @@ def _last_tokens(rows: Rows, pad: int) -> torch.Tensor:
 
 
 def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
-    """Chooses the chunked head if the model's head is one matrix, and the logits equal the model's own."""
+    """Chooses the chunked head if the model's head is one matrix, and the logits equal the model's
+    own.
+    """
     head = _head_of(forward.loaded.base)
     settings = forward.loaded.base.config.get_text_config()
     # With small logits the test below would not detect that they are capped.
@@ -439,9 +472,12 @@ def _trained(head: Any) -> Any:
 
 
 def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
-    """Chooses the flat layout if rows do not influence each other, and each gives the same output as alone."""
+    """Chooses the flat layout if rows do not influence each other, and each gives the same output
+    as alone.
+    """
     base = forward.loaded.base
-    # A model without this flag does not use the attention interface, and would keep its own attention.
+    # A model without this flag does not use the attention interface, and would keep its own
+    # attention.
     if not getattr(base, "_supports_attention_backend", False):
         forward.why = "its attention cannot be replaced"
         return
@@ -471,12 +507,19 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
 
 
 def _why_not_in_training(forward: Forward) -> str:
-    """What the flat attention lacks in training mode alone, i.e. dropout on probabilities; empty if nothing. Random numbers are not used up."""
+    """What the flat attention lacks in training mode alone, i.e. dropout on probabilities; empty if
+    nothing.
+
+    Random numbers are not used up.
+    """
     base = forward.loaded.base
     device = base.device
     forward.loaded.model.train()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), forward._precision():  # noqa: SLF001 - same module
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            forward._precision(),  # noqa: SLF001 - same module
+        ):
             (forward._hidden if forward.loaded.is_reward else forward._logits)(_probe_rows(base, first=11))  # noqa: SLF001
     except UnsupportedAttentionError as error:
         return f"its attention needs {error} in training"
@@ -523,8 +566,9 @@ def _try_last_layer(forward: Forward) -> None:
 def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, trains: bool) -> None:
     """Chooses the fast layers only if the outputs stay the same.
 
-    On a GPU each function is compiled at its first call, which can fail, or give other values with another compiler. So there the gradients
-    are compared, too, if there will be backward passes; with sharded weights one would sum over the ranks.
+    On a GPU each function is compiled at its first call, which can fail, or give other values with
+    another compiler. So there the gradients are compared, too, if there will be backward passes;
+    with sharded weights one would sum over the ranks.
     """
     missing = why_no_kernels("bfloat16", forward.loaded.base.device)
     if missing:
@@ -563,7 +607,9 @@ _GRADIENT_TIMES = 4  # roundings add up once more on the way back, over few toke
 
 
 def _probed_parameters(forward: Forward) -> list[torch.nn.Parameter]:
-    """Trained parameters in the model's order, as many as take little memory; those of the first layer are among them."""
+    """Trained parameters in the model's order, as many as take little memory; those of the first
+    layer are among them.
+    """
     chosen, room = [], _PROBED_ELEMENTS
     for parameter in forward.loaded.trainable.values():
         if parameter.numel() <= room:
@@ -573,7 +619,9 @@ def _probed_parameters(forward: Forward) -> list[torch.nn.Parameter]:
 
 
 def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """(n,) float32: the gradients of these parameters; zeros for one that the loss does not reach."""
+    """(n,) float32: the gradients of these parameters; zeros for one that the loss does not
+    reach.
+    """
     with torch.enable_grad():
         if forward.loaded.is_reward:
             loss = forward._scores(rows).sum()  # noqa: SLF001 - same module
@@ -584,16 +632,20 @@ def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Par
 
 
 def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *, times: float = 1) -> bool:
-    """Whether they are equal up to rounding: the root mean square of the difference is small compared with the spread of the logits.
+    """Whether they are equal up to rounding: the root mean square of the difference is small
+    compared with the spread of the logits.
 
-    Measured between correct implementations: 1e-6 in float32; 2 % in bfloat16 over 30 layers. Incorrect ones were never below 20 %.
+    Measured between correct implementations: 1e-6 in float32; 2 % in bfloat16 over 30 layers.
+    Incorrect ones were never below 20 %.
     """
     tolerance = (2e-5 if dtype == torch.float32 else 0.06) * times
     return bool((found - wanted).square().mean().sqrt() <= tolerance * wanted.std().clamp_min(1e-6))
 
 
 def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
-    """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows, and the boundaries of rows."""
+    """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows,
+    and the boundaries of rows.
+    """
     if rows.ends is None:
         ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
         longest = max(rows.lengths)
@@ -615,7 +667,9 @@ def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
 
 
 def _padded_inputs(rows: Rows, *, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(R, L) ids with padding on the right, which causal attention never reads, and row and column of each label position."""
+    """(R, L) ids with padding on the right, which causal attention never reads, and row and column
+    of each label position.
+    """
     device = rows.input_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)

@@ -1,4 +1,5 @@
-"""Generates answers to prompts: greedy, sampled or by beam search, in batches of similar length, with generation and cache of transformers.
+"""Generates answers to prompts: greedy, sampled or by beam search, in batches of similar length,
+with generation and cache of transformers.
 
 Letters: B rows of a batch, L tokens so far, V vocabulary.
 """
@@ -35,10 +36,12 @@ class Sampling:
         temperature: 0 selects the most likely token, else the logits are divided by it.
         top_p: only the most likely tokens that together reach this probability can be sampled.
         top_k: only this many of the most likely tokens can be sampled; 0: all.
-        repetition_penalty: the logits of all tokens of prompt and answer so far are divided by it, or multiplied where negative
-            (arXiv:1909.05858); 1: unchanged.
-        beams: above 1, with temperature 0: the most likely answer that a search with so many candidates finds.
-        length_penalty: with beams: the exponent of an answer's length, by which its log-probability is divided.
+        repetition_penalty: the logits of all tokens of prompt and answer so far are divided by it,
+            or multiplied where negative (arXiv:1909.05858); 1: unchanged.
+        beams: above 1, with temperature 0: the most likely answer that a search with so many
+            candidates finds.
+        length_penalty: with beams: the exponent of an answer's length, by which its log-probability
+            is divided.
         seed: of the random streams.
     """
 
@@ -74,8 +77,9 @@ def generate(
 ) -> list[list[int]]:
     """The answer to each prompt, as tokens, without the stop token.
 
-    The same seed gives the same answers. Each prompt has its own random stream, keyed by (seed, index of the prompt), so the other prompts
-    of a batch matter only through the rounding of logits. The model's training mode, attention and settings, and all global generators are
+    The same seed gives the same answers. Each prompt has its own random stream, keyed by (seed,
+    index of the prompt), so the other prompts of a batch matter only through the rounding of
+    logits. The model's training mode, attention and settings, and all global generators are
     unchanged afterwards.
 
     Args:
@@ -85,10 +89,13 @@ def generate(
         stop_ids: tokens that end an answer.
         pad_id: any token; it pads batches on the left and is masked.
         sampling: how tokens are chosen.
-        on_token: called with each new token of the answer, with beams at its end; for a single prompt only.
-        is_done: called with a prompt's index and its answer so far; True ends that answer; with beams at its end.
+        on_token: called with each new token of the answer, with beams at its end; for a single
+            prompt only.
+        is_done: called with a prompt's index and its answer so far; True ends that answer; with
+            beams at its end.
         on_answers: called with the number of answered prompts, after each batch.
-        is_over: called after each token; True ends all answers as they are, and leaves those not yet started empty. Not with beams.
+        is_over: called after each token; True ends all answers as they are, and leaves those not
+            yet started empty. Not with beams.
     """
     assert all(prompts), "a prompt has no tokens"
     assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
@@ -225,7 +232,8 @@ def _batches(lengths: list[int], max_new_tokens: int, *, beams: int) -> Iterator
 class _Listener(StoppingCriteria):
     """Collects the answer of each row, and decides when it ends.
 
-    The end-of-text criterion of transformers is not used: here an answer ends in one place, whatever the reason.
+    The end-of-text criterion of transformers is not used: here an answer ends in one place,
+    whatever the reason.
     """
 
     def __init__(
@@ -275,7 +283,9 @@ class _Listener(StoppingCriteria):
 
 
 class _Draws(LogitsProcessor):
-    """Samples the token of each row with the row's own random numbers; the greedy search after it can only select that token."""
+    """Samples the token of each row with the row's own random numbers; the greedy search after it
+    can only select that token.
+    """
 
     def __init__(
         self,
@@ -304,7 +314,9 @@ class _Draws(LogitsProcessor):
 
 
 def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The token of each row that its random number selects: scores (B, V) logits, numbers (B, 1) in [0, 1) → (B, 1)."""
+    """The token of each row that its random number selects: scores (B, V) logits, numbers (B, 1) in
+    [0, 1) → (B, 1).
+    """
     exact = scores.double()
     # The largest is 0, so that no temperature, however small, divides to infinity.
     likely = torch.softmax((exact - exact.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
@@ -325,8 +337,8 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling)
 class _RepetitionPenalty(LogitsProcessor):
     """Makes the tokens of prompt and answer less likely.
 
-    Unlike that of transformers it spares the token of the padding, which may be a stop token: an answer must not depend on the other
-    prompts of its batch.
+    Unlike that of transformers it spares the token of the padding, which may be a stop token: an
+    answer must not depend on the other prompts of its batch.
     """
 
     def __init__(self, penalty: float, mask: torch.Tensor) -> None:
@@ -360,9 +372,11 @@ def random_numbers(seed: int, place: int, length: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Switches the model to evaluation mode with an attention that supports padding; restores it afterwards.
+    """Switches the model to evaluation mode with an attention that supports padding; restores it
+    afterwards.
 
-    Its generation_config is replaced, too: a repetition penalty in a file must not change greedy decoding.
+    Its generation_config is replaced, too: a repetition penalty in a file must not change greedy
+    decoding.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     training = [module for module in model.modules() if module.training]

@@ -1,7 +1,9 @@
-"""GGUF, the files of llama.cpp and Ollama: settings, tensors and tokenizer of a model, written and read back.
+"""GGUF, the files of llama.cpp and Ollama: settings, tensors and tokenizer of a model, written and
+read back.
 
-The package `gguf` has the names of tensors of all architectures. What a tensor must look like differs for some; this module knows the
-architectures in ARCHITECTURES. How llama.cpp splits words is found by trying what it knows.
+The package `gguf` has the names of tensors of all architectures. What a tensor must look like
+differs for some; this module knows the architectures in ARCHITECTURES. How llama.cpp splits words
+is found by trying what it knows.
 """
 
 import json
@@ -40,7 +42,9 @@ DTYPES = {
     "f16": (GgmlType.F16, LlamaFileType.MOSTLY_F16),
     "bf16": (GgmlType.BF16, LlamaFileType.MOSTLY_BF16),
 }
-"""What is written without llama.cpp's own tool: the type of matrices; vectors are always float32."""
+"""What is written without llama.cpp's own tool: the type of matrices; vectors are always
+float32.
+"""
 _INTERLEAVED = ("llama", "mistral")
 """Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
 _QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
@@ -49,7 +53,10 @@ Setting = tuple[str, str, Any]
 """A key, the type of GGUF ("uint32", "float32", "bool", "string", "array"), and the value."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
@@ -64,7 +71,9 @@ _SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
     "tekken": ((_CASED,), True),
     "bloom": ((r" ?[^(\s|.,!?…。，、।۔،)]+",), False),
 }
-"""llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken without merging."""
+"""llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken
+without merging.
+"""
 TEXTS = (
     "Hello, world! It's 10:45 on May 3rd, 2026; that'll be $1,234.50 (or €99).",
     "don't I'VE we'd THEY'LL 'still' 'title' \"quoted\" — dash – and…",
@@ -109,7 +118,10 @@ class Layout:
                 f"a model of type {kind} cannot be written as GGUF here",
                 where="config.json: model_type",
                 why=f"the types that can be are {', '.join(ARCHITECTURES)}",
-                fix="write a directory with `unisono export --merge`, and convert it with llama.cpp's convert_hf_to_gguf.py",
+                fix=(
+                    "write a directory with `unisono export --merge`, and convert it with llama.cpp's"
+                    " convert_hf_to_gguf.py"
+                ),
             )
         found = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
         found._check()
@@ -231,7 +243,11 @@ class Layout:
         return self.interleaved(name, tensor)
 
     def interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The outputs of q_proj and k_proj in the order of llama.cpp: a head's two halves become pairs. Others are unchanged."""
+        """The outputs of q_proj and k_proj in the order of llama.cpp: a head's two halves become
+        pairs.
+
+        Others are unchanged.
+        """
         if self.kind not in _INTERLEAVED or not any(f".{part}_proj." in name for part in "qk"):
             return tensor
         heads = self._heads if ".q_proj." in name else int(self.config.num_key_value_heads)
@@ -314,10 +330,12 @@ def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtyp
     Args:
         path: of the file.
         tensors: that were written.
-        dtype: one of DTYPES: values must be equal; None: they were quantized since, and must be near.
+        dtype: one of DTYPES: values must be equal; None: they were quantized since, and must be
+            near.
 
     Returns:
-        The largest root mean square difference of a tensor, relative to that of its values; 0 for equal ones.
+        The largest root mean square difference of a tensor, relative to that of its values; 0 for
+        equal ones.
 
     Raises:
         IntegrityError: if one is missing, differs, or is there in addition.
@@ -361,8 +379,10 @@ class Spaces:
     """What llama.cpp does with the spaces beside special tokens.
 
     Attributes:
-        prefix: for SentencePiece's BPE: it puts one before a text, and before what follows a special token.
-        strips: special tokens take the white space after them. It does that by the name of the model, `general.name`.
+        prefix: for SentencePiece's BPE: it puts one before a text, and before what follows a
+            special token.
+        strips: special tokens take the white space after them. It does that by the name of the
+            model, `general.name`.
     """
 
     prefix: bool
@@ -427,9 +447,11 @@ def tokenizer_settings(
 
     Args:
         tokenizer: of transformers, a fast one.
-        rows: of the embedding: as many tokens are written. One without a text gets a placeholder; one without a row is not written.
+        rows: of the embedding: as many tokens are written. One without a text gets a placeholder;
+            one without a row is not written.
         template: the chat template, as Jinja.
-        stops: the tokens that end an answer. llama.cpp has keys for three: the end of sequence, of a turn, and of a message.
+        stops: the tokens that end an answer. llama.cpp has keys for three: the end of sequence, of
+            a turn, and of a message.
         end_of_turn: the one that the template writes.
         spaces: as `find_spaces` gives it.
 
@@ -471,7 +493,10 @@ def _unknown(what: str) -> ModelError:
         f"llama.cpp has nothing for {what}",
         where="tokenizer.json",
         why="byte-level BPE and SentencePiece's BPE can be written",
-        fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py, or keep it for transformers and vLLM",
+        fix=(
+            "convert a merged export with llama.cpp's convert_hf_to_gguf.py, or keep it for transformers and"
+            " vLLM"
+        ),
     )
 
 
@@ -517,7 +542,9 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
 
 
 def _pieces(raw: dict[str, Any], count: int, *, prefix: bool) -> list[Setting]:
-    """The keys of SentencePiece's BPE. tokenizer.json has no scores; their order is that of the merges."""
+    """The keys of SentencePiece's BPE. tokenizer.json has no scores; their order is that of the
+    merges.
+    """
     merged: dict[str, int] = {}
     for rank, merge in enumerate(raw["model"]["merges"]):
         merged.setdefault(merge.replace(" ", "") if isinstance(merge, str) else "".join(merge), rank)

@@ -1,7 +1,8 @@
 """What llama.cpp computes by values of its own, whatever config.json says.
 
-A file has no key for such a value, or none that llama.cpp reads: it would be read back as it was written, and answer otherwise. The list
-follows what llama.cpp does with each architecture, and tests run it.
+A file has no key for such a value, or none that llama.cpp reads: it would be read back as it was
+written, and answer otherwise. The list follows what llama.cpp does with each architecture, and
+tests run it.
 """
 
 import math
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 Limit = tuple[str, Any, tuple[Any, ...], str]
-"""A key of config.json, its value, those for which llama.cpp computes the same, and what it does."""
+"""A key of config.json, its value, those for which llama.cpp computes the same, and what it
+does.
+"""
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 _LLAMAS = ("llama", "mistral")
@@ -17,12 +20,15 @@ _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _WINDOWED_EVERY = {"gemma2": 2, "gemma3_text": 6}
 """Layers with a window: all but each second, or sixth."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""A Gemma with so many layers is the one of 27 billion parameters for llama.cpp, whose attention has another scale."""
+"""A Gemma with so many layers is the one of 27 billion parameters for llama.cpp, whose attention
+has another scale.
+"""
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None, "mscale_all_dim": None}
 
 
 def find_difference(kind: str, config: Any) -> tuple[str, str, str] | None:
-    """The first key of a config whose value llama.cpp does not compute, the value as it is shown, and what llama.cpp does.
+    """The first key of a config whose value llama.cpp does not compute, the value as it is shown,
+    and what llama.cpp does.
 
     Args:
         kind: the `model_type` of an architecture that can be written.

@@ -1,9 +1,12 @@
-"""Functions of kernels.c, and causal attention with them: tokens are packed so that all products are batched.
+"""Functions of kernels.c, and causal attention with them: tokens are packed so that all products
+are batched.
 
-They are built once for a machine by its C compiler, kept in unisono's cache, and called on bfloat16 tensors in host memory. Without a compiler
-`load_kernels` gives None, and torch's own operations do the same work, slower. A processor with AVX512_BF16 computes attention as one function
-instead, and the products with the low rank of adapters; with AMX torch's products may be faster, so they are kept. Letters: T tokens of all rows, H query heads, K key-value heads,
-G = H / K, D head size; others are those of kernels.c.
+They are built once for a machine by its C compiler, kept in unisono's cache, and called on bfloat16
+tensors in host memory. Without a compiler `load_kernels` gives None, and torch's own operations do
+the same work, slower. A processor with AVX512_BF16 computes attention as one function instead, and
+the products with the low rank of adapters; with AMX torch's products may be faster, so they are
+kept. Letters: T tokens of all rows, H query heads, K key-value heads, G = H / K, D head size;
+others are those of kernels.c.
 """
 
 import ctypes
@@ -36,7 +39,9 @@ _MAX_RATIO = 1.25  # of the longest to the shortest row of a group
 
 @functools.cache
 def load_kernels() -> "Kernels | None":
-    """The functions, or None where they cannot be built: no C compiler, not Linux, no folder to write to."""
+    """The functions, or None where they cannot be built: no C compiler, not Linux, no folder to
+    write to.
+    """
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -46,7 +51,10 @@ def load_kernels() -> "Kernels | None":
 
 
 def _built() -> Path:
-    """The library for this machine: that in the cache, or a new one. It has the threads of torch, or one if the compiler cannot use them."""
+    """The library for this machine: that in the cache, or a new one.
+
+    It has the threads of torch, or one if the compiler cannot use them.
+    """
     flags = _flags_of_cpu()
     options = [*_FLAGS, *([_WIDE_VECTORS] if "avx512f" in flags.split() else [])]
     runtime = _openmp_of_torch()
@@ -66,7 +74,10 @@ def _built() -> Path:
 
 
 def _openmp_of_torch() -> list[Path]:
-    """GNU's OpenMP library that torch has loaded, if any. A second one, such as the compiler's own, would have threads of its own."""
+    """GNU's OpenMP library that torch has loaded, if any.
+
+    A second one, such as the compiler's own, would have threads of its own.
+    """
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return sorted({Path(line.split(maxsplit=5)[-1]) for line in lines if "/libgomp" in line})[:1]
 
@@ -89,7 +100,9 @@ def _flags_of_cpu() -> str:
 
 
 class AdamWFigures(NamedTuple):
-    """The numbers of an update by AdamW (arXiv:1711.05101) whose moments are in bfloat16, see `train.optim.CompactAdamW`."""
+    """The numbers of an update by AdamW (arXiv:1711.05101) whose moments are in bfloat16, see
+    `train.optim.CompactAdamW`.
+    """
 
     decay: float  # factor of the values
     share1: float  # of the gradient in the new first moment, 1 - beta1
@@ -101,7 +114,9 @@ class AdamWFigures(NamedTuple):
 
 
 class Kernels:
-    """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous, on the CPU."""
+    """The functions on tensors: bfloat16 where nothing else is said, the last dimension contiguous,
+    on the CPU.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -131,7 +146,9 @@ class Kernels:
     def wide_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm in bfloat16 of the rows of x (T, E) float32 with a float32 weight, and the factor of each (T,) float32."""
+        """RMSNorm in bfloat16 of the rows of x (T, E) float32 with a float32 weight, and the factor
+        of each (T,) float32.
+        """
         y, factor = torch.empty(x.shape, dtype=torch.bfloat16), torch.empty(x.shape[0])
         self._call("wide_norm_forward", x, weight, eps, *x.shape, y, factor)
         return y, factor
@@ -164,7 +181,9 @@ class Kernels:
         moments: tuple[torch.Tensor, torch.Tensor],
         figures: AdamWFigures,
     ) -> None:
-        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments (n,) bfloat16."""
+        """An update by AdamW of values (n,) float32, with their gradient (n,) float32 and moments
+        (n,) bfloat16.
+        """
         self._call("adamw", values, grad, *moments, len(values), *figures)
 
     def dequantize(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -181,7 +200,9 @@ class Kernels:
         places: torch.Tensor | None,
         bits: int,
     ) -> torch.Tensor:
-        """(out, in) of the bytes of codes, and of float32 scales and uint8 zero points (out, groups); see `quantization.Groups`."""
+        """(out, in) of the bytes of codes, and of float32 scales and uint8 zero points (out,
+        groups); see `quantization.Groups`.
+        """
         found = torch.empty(len(packed), packed.shape[1] * 8 // bits, dtype=torch.bfloat16)
         order = 0 if places is None else places
         self._call(
@@ -205,7 +226,9 @@ class Kernels:
         places: tuple[torch.Tensor, torch.Tensor],
         packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Writes q (T, H, D), k and v (T, K, D), rotated by float32 cosines and sines (T, D) and scaled, into their packed layout."""
+        """Writes q (T, H, D), k and v (T, K, D), rotated by float32 cosines and sines (T, D) and
+        scaled, into their packed layout.
+        """
         q, k, v = inputs
         strides = [tensor.stride(0) for tensor in inputs]
         sizes = (*q.shape[:2], k.shape[1], q.shape[2])
@@ -219,7 +242,9 @@ class Kernels:
         places: tuple[torch.Tensor, torch.Tensor],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        """Writes the gradients of q, k and v, with rows equally far apart, from those of what was packed."""
+        """Writes the gradients of q, k and v, with rows equally far apart, from those of what was
+        packed.
+        """
         q, k, _ = grads
         sizes = (*q.shape[:2], k.shape[1], q.shape[2])
         self._call("unpack", *packed, *rope, scale, *places, *sizes, *grads, q.stride(0))
@@ -238,7 +263,9 @@ class Kernels:
         self._call("pack_heads", flat, packed, *places, tokens, heads, kv, size, int(back))
 
     def softmax(self, scores: torch.Tensor, *, first: int, group: int, window: int | None) -> None:
-        """Causal softmax of scores (batch, queries * G, keys) in place; `first` is the first query's place among the keys, or their number: of all."""
+        """Causal softmax of scores (batch, queries * G, keys) in place; `first` is the first
+        query's place among the keys, or their number: of all.
+        """
         self._call("softmax", scores, *scores.shape, first, group, window or 0)
 
     def softmax_backward(
@@ -254,7 +281,9 @@ class Kernels:
         begins: torch.Tensor,
         heads: "Heads",
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and what the backward pass needs."""
+        """The output (T, H, D) of q (T, H, D), k and v (T, K, D), rotated by `rope`, and what the
+        backward pass needs.
+        """
         out = torch.empty(inputs[0].shape, dtype=torch.bfloat16)
         sums = torch.empty(2, out.shape[0] * out.shape[1])
         self._call("attention", *_attention_values(inputs, rope, begins, heads), out, *sums)
@@ -269,27 +298,37 @@ class Kernels:
         heads: "Heads",
         grads: tuple[torch.Tensor, ...],
     ) -> None:
-        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output; `kept` is what `attention` gave."""
+        """Writes the gradients of q, k and v, with rows equally far apart, from that of the output;
+        `kept` is what `attention` gave.
+        """
         *inputs, out, sums = kept
         values = _attention_values(inputs, rope, begins, heads)
         self._call("attention_backward", grad, *values, out, *sums, *grads, grads[0].stride(0))
 
     def has_low_rank(self, rank: int, width: int) -> bool:
-        """Whether it has the three functions below for an adapter's B (width, rank), or A (rank, width)."""
+        """Whether it has the three functions below for an adapter's B (width, rank), or A (rank,
+        width).
+        """
         return self.has_products and rank % 8 == 0 and width % 32 == 0
 
     def add_low_rank(self, low: torch.Tensor, bs: Sequence[torch.Tensor], y: torch.Tensor) -> None:
-        """Adds low @ Bᵀ of each adapter, B (width, r) float32, to its columns of y (T, widths); low is (T, ranks)."""
+        """Adds low @ Bᵀ of each adapter, B (width, r) float32, to its columns of y (T, widths); low
+        is (T, ranks).
+        """
         self._call("add_low_rank", low, low.stride(0), _adapters(bs), len(bs), len(y), y, y.stride(0))
 
     def project_low_rank(self, y: torch.Tensor, bs: Sequence[torch.Tensor], low: torch.Tensor) -> None:
-        """Writes y @ B of each adapter, B (width, r) float32, from its columns of y (T, widths) into those of low (T, ranks)."""
+        """Writes y @ B of each adapter, B (width, r) float32, from its columns of y (T, widths)
+        into those of low (T, ranks).
+        """
         self._call("project_low_rank", y, y.stride(0), _adapters(bs), len(bs), len(y), low, low.stride(0))
 
     def multiply(
         self, x: torch.Tensor, layers: Sequence["Layer"], y: torch.Tensor, low: torch.Tensor
     ) -> None:
-        """Writes x Wᵀ + low Bᵀ of each layer, x (T, in), into its columns of y (T, widths), and x s·Aᵀ of all into low (T, ranks)."""
+        """Writes x Wᵀ + low Bᵀ of each layer, x (T, in), into its columns of y (T, widths), and x
+        s·Aᵀ of all into low (T, ranks).
+        """
         of = _layers(layers)
         self._call(
             "multiply", x, x.stride(0), x.shape[1], of, len(of), len(x), y, y.stride(0), low, low.stride(0)
@@ -298,7 +337,9 @@ class Kernels:
     def multiply_back(
         self, d_y: torch.Tensor, layers: Sequence["Layer"], d_low: torch.Tensor, d_x: torch.Tensor
     ) -> None:
-        """Writes d_y B of each layer, from its columns of d_y (T, widths), into those of d_low (T, ranks), and d_y W + d_low s·A, summed over the layers, into d_x (T, in)."""
+        """Writes d_y B of each layer, from its columns of d_y (T, widths), into those of d_low (T,
+        ranks), and d_y W + d_low s·A, summed over the layers, into d_x (T, in).
+        """
         of = _layers(layers)
         widths = (d_low, d_low.stride(0), d_x, d_x.stride(0))
         self._call("multiply_back", d_y, d_y.stride(0), d_x.shape[1], of, len(of), len(d_y), *widths)
@@ -329,7 +370,9 @@ class Kernels:
         return [*d_a.split(ranks), *(part.view(b.shape) for part, b in parts)]
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, factor: float) -> torch.Tensor:
-        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace, unless that is 0."""
+        """(N,) float32: the losses of logits (N, V), which their gradients times `factor` replace,
+        unless that is 0.
+        """
         losses = torch.empty(logits.shape[0])
         self._call("cross_entropy", logits, labels, *logits.shape, factor, losses)
         return losses
@@ -365,7 +408,9 @@ def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[Layer]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (T, in) times the transposed weight (out, in) → (T, out), by `Kernels` if they can, else by torch."""
+    """x (T, in) times the transposed weight (out, in) → (T, out), by `Kernels` if they can, else by
+    torch.
+    """
     kernels = _of_product(x, weight)
     if kernels is None:
         return x @ weight.t()
@@ -375,7 +420,9 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def product_back(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """d_y (T, out) times the weight (out, in) → (T, in), by `Kernels` if they can, else by torch."""
+    """d_y (T, out) times the weight (out, in) → (T, in), by `Kernels` if they can, else by
+    torch.
+    """
     kernels = _of_product(d_y, weight)
     if kernels is None:
         return d_y @ weight
@@ -385,7 +432,9 @@ def product_back(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _of_product(x: torch.Tensor, weight: torch.Tensor) -> Kernels | None:
-    """For two bfloat16 matrices on a CPU that no gradient is wanted of, here: a product in C has none."""
+    """For two bfloat16 matrices on a CPU that no gradient is wanted of, here: a product in C has
+    none.
+    """
     if (
         x.device.type != "cpu"
         or x.ndim != 2
@@ -428,14 +477,18 @@ def _layers(layers: Sequence[Layer]) -> "ctypes.Array[_Adapter]":
 
 
 def _c_type(value: Any) -> Any:
-    """Of an argument: an integer, a float, or what is passed by its address (a tensor, an array)."""
+    """Of an argument: an integer, a float, or what is passed by its address (a tensor, an
+    array).
+    """
     if isinstance(value, int):
         return ctypes.c_int64
     return ctypes.c_float if isinstance(value, float) else ctypes.c_void_p
 
 
 def group_rows(lengths: Sequence[int], *, window: int | None) -> tuple[list[list[int]], list[int]]:
-    """Short rows in groups of similar length, and long rows, each by its number; empty rows are in none."""
+    """Short rows in groups of similar length, and long rows, each by its number; empty rows are in
+    none.
+    """
     longest_short = BLOCK if window is None else min(BLOCK, window)
     short = sorted(
         (row for row, n in enumerate(lengths) if 0 < n <= longest_short), key=lambda row: lengths[row]
@@ -467,9 +520,11 @@ def begins_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
-    """What attention on a CPU needs to know of the rows: where each begins, if it is one function; else where tokens are packed.
+    """What attention on a CPU needs to know of the rows: where each begins, if it is one function;
+    else where tokens are packed.
 
-    The function's threads divide the key-value heads of all rows among them, and torch's products divide a single one as well.
+    The function's threads divide the key-value heads of all rows among them, and torch's products
+    divide a single one as well.
     """
     if kernels.has_products and heads.size % 32 == 0 and len(lengths) * heads.kv >= torch.get_num_threads():
         return begins_of(lengths)
@@ -491,7 +546,9 @@ class Packed(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # every layer and every backward needs those of the same rows
 def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
-    """Assigns places to the tokens of rows; rows of similar length, if short, form groups with pads."""
+    """Assigns places to the tokens of rows; rows of similar length, if short, form groups with
+    pads.
+    """
     groups, long_rows = group_rows(lengths, window=window)
     start, length = (torch.zeros(sum(lengths), dtype=torch.int64) for _ in range(2))
     begins = [0]
@@ -528,7 +585,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """The blocks of all groups, in order: views of queries, keys, values and one more tensor like queries."""
+    """The blocks of all groups, in order: views of queries, keys, values and one more tensor like
+    queries.
+    """
     for place, rows, longest in packed.groups:
         part = slice(place * heads.kv, (place + rows * longest) * heads.kv)
         of_queries = [
@@ -568,7 +627,9 @@ def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tenso
 def _attend(
     packed: Packed, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor]:
-    """Writes the output into the last of queries, keys, values, output; gives the probabilities to keep."""
+    """Writes the output into the last of queries, keys, values, output; gives the probabilities to
+    keep.
+    """
     kept = []
     for block in _blocks(packed, heads, tensors):
         p = _probabilities(block, heads, kernels)
@@ -593,7 +654,9 @@ def _attend_backward(
     tensors: tuple[torch.Tensor, ...],
     kept: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and values, packed, from queries, keys, values and the output's gradient."""
+    """The gradients of queries, keys and values, packed, from queries, keys, values and the
+    output's gradient.
+    """
     adds_up = any(rows == 1 and longest > BLOCK for _, rows, longest in packed.groups)
     d_queries = torch.empty_like(tensors[0])
     d_keys, d_values = (
@@ -706,7 +769,9 @@ def attend_backward(
     kernels: Any,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
-    """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D), and what `attend` kept."""
+    """Writes the gradients of q, k and v into `grads`, from that of the output, (T, H, D), and what
+    `attend` kept.
+    """
     grad = grad.contiguous()
     if not isinstance(places, Packed):
         kernels.attention_backward(grad, kept, rope, places, heads, grads)

@@ -1,7 +1,9 @@
-"""Layers that replace those of peft and transformers: LoRA in one product, the head at loss tokens in chunks, and scaled positions (RoPE, arXiv:2104.09864).
+"""Layers that replace those of peft and transformers: LoRA in one product, the head at loss tokens
+in chunks, and scaled positions (RoPE, arXiv:2104.09864).
 
-Letters: W (out, in) a frozen base weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling: the layer computes W + s·B·A.
-Of the head, whose N × V logits never exist at once: N loss tokens, E hidden size, V vocabulary.
+Letters: W (out, in) a frozen base weight, A (r, in) and B (out, r) of its adapter, s the adapter's
+scaling: the layer computes W + s·B·A. Of the head, whose N × V logits never exist at once: N loss
+tokens, E hidden size, V vocabulary.
 """
 
 import functools
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
-    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA GPU; None where they cannot be used."""
+    """The functions for tensors on a device: those of kernels.c, or of cuda_kernels for an NVIDIA
+    GPU; None where they cannot be used.
+    """
     if device.type == "cpu":
         return load_kernels()
     return _on_gpu()[0] if device.type == "cuda" and torch.version.hip is None else None
@@ -36,9 +40,11 @@ def kernels_of(device: torch.device) -> "Kernels | CudaKernels | None":
 
 @functools.cache
 def _on_gpu() -> "tuple[CudaKernels | None, str]":
-    """None and the reason without Triton, or where it cannot compile: it needs a C compiler, Python's headers, and a folder to write to.
+    """None and the reason without Triton, or where it cannot compile: it needs a C compiler,
+    Python's headers, and a folder to write to.
 
-    The cross entropy is tried here, as losses use it whatever the layers of a model are; `model.forward` tries the others in the model.
+    The cross entropy is tried here, as losses use it whatever the layers of a model are;
+    `model.forward` tries the others in the model.
     """
     try:
         from unisono.model.cuda_kernels import CudaKernels
@@ -61,7 +67,9 @@ def _on_gpu() -> "tuple[CudaKernels | None, str]":
 
 
 def has_kernels(dtype: str, device: torch.device) -> bool | None:
-    """Whether a computation uses them; None where it would not in any case: other dtypes and devices."""
+    """Whether a computation uses them; None where it would not in any case: other dtypes and
+    devices.
+    """
     usable = dtype == "bfloat16" and (
         device.type == "cpu" or (device.type == "cuda" and not torch.version.hip)
     )
@@ -69,21 +77,28 @@ def has_kernels(dtype: str, device: torch.device) -> bool | None:
 
 
 def why_no_kernels(dtype: str, device: torch.device) -> str:
-    """Why a computation that could use them does not, with the fix; empty unless `has_kernels` is False."""
+    """Why a computation that could use them does not, with the fix; empty unless `has_kernels` is
+    False.
+    """
     if has_kernels(dtype, device) is not False:
         return ""
     if device.type == "cuda":
         return _on_gpu()[1]
     if shutil.which(COMPILER) is None:
         return f"there is no C compiler (install {COMPILER})"
-    return f"the C compiler ({COMPILER}) cannot build them (install the headers of C, e.g. libc6-dev, or free space on the disk of the cache)"
+    return (
+        f"the C compiler ({COMPILER}) cannot build them (install the headers of C, e.g. libc6-dev, or free"
+        " space on the disk of the cache)"
+    )
 
 
 def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """What a backward pass gives autograd for a weight: its gradient in the weight's dtype; None if it is in `weight.grad` already.
+    """What a backward pass gives autograd for a weight: its gradient in the weight's dtype; None if
+    it is in `weight.grad` already.
 
-    It is put there as it is, e.g. in bfloat16, if the weight's `grad_dtype` is None. Autograd would add up two of them in bfloat16; here the
-    second one makes the sum float32. See `train.gradient_sync.NoSync`.
+    It is put there as it is, e.g. in bfloat16, if the weight's `grad_dtype` is None. Autograd would
+    add up two of them in bfloat16; here the second one makes the sum float32. See
+    `train.gradient_sync.NoSync`.
     """
     if not weight.is_leaf or weight.grad_dtype is not None:
         return gradient.to(weight.dtype)
@@ -94,7 +109,8 @@ def own_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor |
 class LoraProduct(torch.autograd.Function):
     """x (…, in), W, bias (out,) or None frozen, A, B, s → (…, out).
 
-    W is a dense weight, with the state None; or a packed one with the state of its layer, which is dequantized for each product.
+    W is a dense weight, with the state None; or a packed one with the state of its layer, which is
+    dequantized for each product.
     """
 
     @staticmethod
@@ -167,9 +183,11 @@ def _dense(weight: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor
 
 
 def speed_up_lora(model: torch.nn.Module) -> int:
-    """Sets the fast forward on every plain LoRA layer of a peft model; gives the number of these layers.
+    """Sets the fast forward on every plain LoRA layer of a peft model; gives the number of these
+    layers.
 
-    Layers with dropout, DoRA, several adapters, or a base that is neither torch's Linear nor quantized keep peft's forward.
+    Layers with dropout, DoRA, several adapters, or a base that is neither torch's Linear nor
+    quantized keep peft's forward.
     """
     quantized = {id(layer) for layer in adapted_layers(model)}
     count = 0
@@ -230,13 +248,15 @@ def _forward_of_quantized(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     return out.to(x.dtype)
 
 
-# Rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its memory. A head in int8 is dequantized once
-# more for each chunk, a tenth of the time of its products on a CPU; with twice as many rows the step at 135 M parameters needs 13 MB more.
+# Rows of logits in memory at a time; N × V logits at once cost 10 to 30 % of a step and most of its
+# memory. A head in int8 is dequantized once more for each chunk, a tenth of the time of its
+# products on a CPU; with twice as many rows the step at 135 M parameters needs 13 MB more.
 _CHUNK = 128
 
 
 _TRAINED_CHUNK = 256  # where the head is trained, too: its gradient is in memory once for each chunk
-# Where logits are in bfloat16 and their gradient takes their place: a product packs the head once for all rows of a chunk.
+# Where logits are in bfloat16 and their gradient takes their place: a product packs the head once
+# for all rows of a chunk.
 _LOGITS = 15 << 20  # less than 32 MiB, from which on glibc gives a tensor's memory back each time
 _MOST_ROWS = 510
 _BLOCK = 4096  # tokens of the vocabulary whose part of that gradient is computed at a time
@@ -248,7 +268,9 @@ def _rows_at_a_time(weight: torch.Tensor, *, on_cpu: int) -> int:
 
 
 def _rows_in_place(hidden: torch.Tensor, weight: torch.Tensor, least: int) -> int:
-    """Rows of logits at a time on a CPU where their gradient takes their place, in chunks of equal size; else 0."""
+    """Rows of logits at a time on a CPU where their gradient takes their place, in chunks of equal
+    size; else 0.
+    """
     if hidden.device.type != "cpu" or hidden.dtype != torch.bfloat16 or load_kernels() is None:
         return 0
     chunks = -(-len(hidden) // max(least, min(_MOST_ROWS, _LOGITS // len(weight))))
@@ -258,7 +280,8 @@ def _rows_in_place(hidden: torch.Tensor, weight: torch.Tensor, least: int) -> in
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Cross entropy of a linear head whose logits never exist all at once.
 
-    The gradients are computed in the forward pass, chunk by chunk, while the logits exist; that of the weight in float32.
+    The gradients are computed in the forward pass, chunk by chunk, while the logits exist; that of
+    the weight in float32.
     """
 
     @staticmethod
@@ -271,7 +294,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         count: int | torch.Tensor,
         smoothing: float,
     ) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in the dtype of `hidden`.
+        """hidden (N, E), weight (V, E), labels (N,) int64 → the loss, a float32 scalar; products in
+        the dtype of `hidden`.
 
         `scale` (V,) is that of a weight in int8, else None.
         """
@@ -323,7 +347,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def _add_product(
     d_weight: torch.Tensor, d_logits: torch.Tensor, rows: torch.Tensor, *, is_first: bool
 ) -> None:
-    """Writes d_logitsᵀ @ rows, from (n, V) and (n, E), into d_weight (V, E) float32, or adds it, in blocks that stay in a CPU's cache."""
+    """Writes d_logitsᵀ @ rows, from (n, V) and (n, E), into d_weight (V, E) float32, or adds it, in
+    blocks that stay in a CPU's cache.
+    """
     block = len(d_weight) if d_weight.is_cuda else _BLOCK
     for of_weight, of_logits in zip(d_weight.split(block), d_logits.split(block, 1), strict=True):
         product = of_logits.t() @ rows
@@ -333,12 +359,15 @@ def _add_product(
 def _losses(
     logits: torch.Tensor, labels: torch.Tensor, count: Any, smoothing: float, *, needs_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the logits; the logits are overwritten."""
+    """The losses (n,) of logits (n, V), and the gradient of their sum / count, in the dtype of the
+    logits; the logits are overwritten.
+    """
     kernels = kernels_of(logits.device) if logits.dtype == torch.bfloat16 and not smoothing else None
     if kernels is not None:
-        return kernels.cross_entropy(
-            logits, labels.contiguous(), 1 / count if needs_gradient else 0.0
-        ), logits
+        return (
+            kernels.cross_entropy(logits, labels.contiguous(), 1 / count if needs_gradient else 0.0),
+            logits,
+        )
     dtype, logits, wanted = logits.dtype, logits.float(), labels[:, None]
     normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
     picked = logits.gather(1, wanted)
@@ -347,7 +376,8 @@ def _losses(
     losses = normaliser - picked
     if not needs_gradient:
         return losses, logits
-    # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one hot unless it is smoothed
+    # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one
+    # hot unless it is smoothed
     logits.sub_(normaliser).exp_()
     logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
     if smoothing:
@@ -358,16 +388,20 @@ def _losses(
 class ChunkedLogProbs(torch.autograd.Function):
     """Log-probabilities of labels under a linear head whose logits never exist all at once.
 
-    Each log-probability depends on its own hidden state only, so with a frozen head the gradients of the hidden states are computed in the
-    forward pass, while the logits exist, and are scaled row by row in the backward pass. A trained head needs the incoming gradients to sum
-    over rows, so its logits are computed once more.
+    Each log-probability depends on its own hidden state only, so with a frozen head the gradients
+    of the hidden states are computed in the forward pass, while the logits exist, and are scaled
+    row by row in the backward pass. A trained head needs the incoming gradients to sum over rows,
+    so its logits are computed once more.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, labels: torch.Tensor
     ) -> torch.Tensor:
-        """hidden (N, E), weight (V, E), labels (N,) int64 → (N,) float32. `scale` (V,) is that of a weight in int8, else None."""
+        """hidden (N, E), weight (V, E), labels (N,) int64 → (N,) float32.
+
+        `scale` (V,) is that of a weight in int8, else None.
+        """
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
@@ -410,7 +444,9 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def _d_logits(logits: torch.Tensor, normaliser: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The derivative of a log-probability by its logits, one hot - softmax, in the memory of the logits (n, V)."""
+    """The derivative of a log-probability by its logits, one hot - softmax, in the memory of the
+    logits (n, V).
+    """
     logits.sub_(normaliser).exp_().neg_()
     return logits.scatter_add_(1, wanted, torch.ones_like(wanted, dtype=logits.dtype))
 
@@ -423,7 +459,9 @@ def head_log_probs(
     dtype: torch.dtype,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(N,) float32: log-probabilities of labels (N,) from hidden states (N, E) under a linear head (V, E); products in `dtype`."""
+    """(N,) float32: log-probabilities of labels (N,) from hidden states (N, E) under a linear head
+    (V, E); products in `dtype`.
+    """
     weight = weight.to(dtype) if scale is None else weight
     found: torch.Tensor = ChunkedLogProbs.apply(hidden.to(dtype), weight, scale, labels)
     return found
@@ -439,7 +477,8 @@ def head_loss(
     smoothing: float = 0.0,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in `dtype`.
+    """The loss of hidden states (N, E) under a linear head (V, E), as a float32 scalar; products in
+    `dtype`.
 
     `scale` (V,) is that of a head in int8.
     """
@@ -449,7 +488,9 @@ def head_loss(
 
 
 def logits_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(N,) float32: log-probabilities of labels (N,) from logits (N, V), for heads that are more than one matrix."""
+    """(N,) float32: log-probabilities of labels (N,) from logits (N, V), for heads that are more
+    than one matrix.
+    """
     logits = logits.float()
     return logits.gather(1, labels[:, None])[:, 0] - torch.logsumexp(logits, dim=1)
 
@@ -466,7 +507,8 @@ def logits_loss(
 
 # ---- positions: a model reads longer rows than it was trained on
 
-# The frequencies between which llama3 interpolates: the values of Llama 3.1's own config are 1 and 4.
+# The frequencies between which llama3 interpolates: the values of Llama 3.1's own config are 1 and
+# 4.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _KEPT = ("rope_theta", "partial_rotary_factor")
 
@@ -474,7 +516,8 @@ _KEPT = ("rope_theta", "partial_rotary_factor")
 def scale_rope(settings: Any, section: RopeSection, *, max_length: int) -> None:
     """Sets the RoPE parameters of a model's config, before the model is made from it.
 
-    linear: arXiv:2306.15595; dynamic: NTK-aware scaling by the length of each row; yarn: arXiv:2309.00071; llama3: as in Llama 3.1.
+    linear: arXiv:2306.15595; dynamic: NTK-aware scaling by the length of each row; yarn:
+    arXiv:2309.00071; llama3: as in Llama 3.1.
 
     Args:
         settings: of transformers; changed in place.
@@ -513,7 +556,8 @@ def scale_rope(settings: Any, section: RopeSection, *, max_length: int) -> None:
 
 
 def rope_factor(section: RopeSection, *, original: int, max_length: int) -> float:
-    """The factor; with `auto` the multiple of the model's positions that the longest row needs, and 1 if it fits.
+    """The factor; with `auto` the multiple of the model's positions that the longest row needs, and
+    1 if it fits.
 
     Args:
         section: `model.rope` of the config.
@@ -524,7 +568,8 @@ def rope_factor(section: RopeSection, *, original: int, max_length: int) -> floa
 
 
 def take_rope(settings: Any, *, directory: Path) -> None:
-    """Sets the RoPE parameters with which an adapter was trained, if config.json beside it has them.
+    """Sets the RoPE parameters with which an adapter was trained, if config.json beside it has
+    them.
 
     Args:
         settings: of the base model, of transformers; changed in place.
@@ -545,7 +590,9 @@ def take_rope(settings: Any, *, directory: Path) -> None:
 
 
 def context_of(text: Any) -> int | None:
-    """The maximum number of positions by a model's config, if RoPE is scaled dynamically; else None."""
+    """The maximum number of positions by a model's config, if RoPE is scaled dynamically; else
+    None.
+    """
     parameters = getattr(text, "rope_parameters", None)
     if not isinstance(parameters, dict) or parameters.get("rope_type") != "dynamic":
         return None
@@ -555,7 +602,8 @@ def context_of(text: Any) -> int | None:
 def scale_rows_apart(base: torch.nn.Module) -> list[torch.nn.Module]:
     """Lets dynamic RoPE depend on the length of each row; gives the changed modules.
 
-    transformers scales by the longest row of a batch, and by longer ones before: the loss of a row would depend on other rows.
+    transformers scales by the longest row of a batch, and by longer ones before: the loss of a row
+    would depend on other rows.
     """
     found = [module for module in base.modules() if getattr(module, "rope_type", None) == "dynamic"]
     for module in found:

@@ -77,7 +77,8 @@ class LoadedModel:
         trainable: the trained parameters by name, in the model's order; all float32.
         parameters: number of parameters, tied ones counted once.
         base_changes: how frozen weights in memory differ from their files.
-        quantized_digest: of quantized weights with their scales; empty without any, and until training sets it.
+        quantized_digest: of quantized weights with their scales; empty without any, and until
+            training sets it.
     """
 
     model: torch.nn.Module
@@ -94,7 +95,9 @@ class LoadedModel:
 
     @property
     def is_reward(self) -> bool:
-        """Whether it gives one value for a row instead of logits for a token: transformers' sequence classification."""
+        """Whether it gives one value for a row instead of logits for a token: transformers'
+        sequence classification.
+        """
         return isinstance(getattr(self.base, SCORE, None), torch.nn.Module)
 
     @property
@@ -108,7 +111,8 @@ def load_for_training(
 ) -> LoadedModel:
     """Loads the model with its adapter. Frozen weights are in `dtype`, trained ones in float32.
 
-    The caller must seed torch's global generator: it draws the initial weights of an adapter or a random model.
+    The caller must seed torch's global generator: it draws the initial weights of an adapter or a
+    random model.
 
     Raises:
         ModelError: if the files do not match each other, or the config does not match the model.
@@ -153,9 +157,11 @@ def load_for_training(
             "no parameter is left to train",
             where="freeze" if config.freeze else "train_only",
             why="its patterns match every parameter" if config.freeze else "it names no parameter",
-            fix="use narrower patterns"
-            if config.freeze
-            else "set train_only.layers, or name modules in train_only.extra",
+            fix=(
+                "use narrower patterns"
+                if config.freeze
+                else "set train_only.layers, or name modules in train_only.extra"
+            ),
         )
     return LoadedModel(model, base, tokenizer, trainable, count_parameters(model), changes)
 
@@ -199,7 +205,8 @@ def load_base(
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
 
-    A reward model made of a language model has a new head `score`, drawn from torch's global generator.
+    A reward model made of a language model has a new head `score`, drawn from torch's global
+    generator.
 
     Args:
         directory: of the model.
@@ -287,7 +294,8 @@ def _check_head(directory: Path, model: Any, *, reward: bool) -> None:
 
 
 def set_pad_token(base: Any, tokenizer: Any) -> None:
-    """Sets in model and tokenizer the token that fills up batches; transformers scores the last other token of each row.
+    """Sets in model and tokenizer the token that fills up batches; transformers scores the last
+    other token of each row.
 
     Raises:
         ModelError: if the tokenizer has no such token.
@@ -301,12 +309,15 @@ def set_pad_token(base: Any, tokenizer: Any) -> None:
                 fix="set pad_token in tokenizer_config.json",
             )
         tokenizer.pad_token = tokenizer.eos_token
-    # Not before the model is made: it would give the row of this token in the embedding no gradient.
+    # Not before the model is made: it would give the row of this token in the embedding no
+    # gradient.
     base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
 def odd_parameters(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part is checked."""
+    """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part
+    is checked.
+    """
     found = []
     packed = packed_weights(model)
     numbers = {name: p for name, p in model.named_parameters() if name not in packed}
@@ -356,7 +367,10 @@ def _load_error(directory: Path, error: Exception) -> ModelError:
                 return ModelError.of(
                     f"transformers does not support {error.args[0]!r} ({key} in config.json)",
                     where=str(directory / "config.json"),
-                    fix="copy config.json of the model again, or pip install --upgrade transformers if the model is newer",
+                    fix=(
+                        "copy config.json of the model again, or pip install --upgrade transformers if the"
+                        " model is newer"
+                    ),
                 )
     return ModelError.of(
         "the model cannot be loaded",
@@ -367,7 +381,9 @@ def _load_error(directory: Path, error: Exception) -> ModelError:
 
 
 def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
-    """Refuses missing tensors and tensors of the wrong shape: transformers initializes them randomly, and only warns."""
+    """Refuses missing tensors and tensors of the wrong shape: transformers initializes them
+    randomly, and only warns.
+    """
     files = {
         header.name: file for file in weight_files(directory) for header in read_safetensors_header(file)
     }
@@ -405,7 +421,9 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
 
 
 def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> bool:
-    """Refuses, or resizes the embedding for, a tokenizer with more tokens than the embedding has rows; whether it was resized."""
+    """Refuses, or resizes the embedding for, a tokenizer with more tokens than the embedding has
+    rows; whether it was resized.
+    """
     rows = base.get_input_embeddings().weight.shape[0]
     wanted = len(tokenizer)
     if wanted <= rows:
@@ -482,7 +500,9 @@ def chosen_layers(layers: list[torch.nn.Module], section: TrainOnlySection) -> l
 
 
 def _stack_of_layers(base: Any) -> torch.nn.ModuleList:
-    """The model's list of blocks: the one with the most parameters, as layers may have lists of their own."""
+    """The model's list of blocks: the one with the most parameters, as layers may have lists of
+    their own.
+    """
     lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
         raise ModelError.of(
@@ -496,7 +516,9 @@ def _stack_of_layers(base: Any) -> torch.nn.ModuleList:
 def _modules_named(
     names: list[str], modules: list[tuple[str, torch.nn.Module]], *, where: str
 ) -> list[torch.nn.Module]:
-    """The modules with these names: a name is one part of the dotted name, or several at its end."""
+    """The modules with these names: a name is one part of the dotted name, or several at its
+    end.
+    """
     found: list[torch.nn.Module] = []
     for wanted in names:
         matching = [module for name, module in modules if f".{name}".endswith(f".{wanted}")]

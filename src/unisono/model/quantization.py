@@ -1,11 +1,13 @@
-"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314) and embeddings: loading, products with their weights, merging.
+"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314) and embeddings: loading,
+products with their weights, merging.
 
-Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the adapter's scaling; of embedding and head V
-vocabulary, E hidden size.
+Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the
+adapter's scaling; of embedding and head V vocabulary, E hidden size.
 
-A quantized weight is dequantized for each product, in the forward pass and again in the backward pass, and freed before the next one: at
-most one weight exists in full. `forward` of bitsandbytes is not used: in evaluation mode on a CPU with AVX512-BF16, bitsandbytes 0.50 packs
-the weights in memory differently, and later products with them have no gradient.
+A quantized weight is dequantized for each product, in the forward pass and again in the backward
+pass, and freed before the next one: at most one weight exists in full. `forward` of bitsandbytes is
+not used: in evaluation mode on a CPU with AVX512-BF16, bitsandbytes 0.50 packs the weights in
+memory differently, and later products with them have no gradient.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ class QuantizedLoad:
     device: torch.device
 
     def options(self, directory: Path, settings: Any) -> dict[str, Any]:
-        """The keyword arguments of `from_pretrained`, for the files of a directory; changes their config where unisono reads them itself.
+        """The keyword arguments of `from_pretrained`, for the files of a directory; changes their
+        config where unisono reads them itself.
 
         Raises:
             ModelError: if bitsandbytes does not support the device.
@@ -92,7 +95,8 @@ class QuantizedLoad:
 def quantized_load(
     config: RunConfig | None, directory: Path, *, dtype: str, device: torch.device
 ) -> QuantizedLoad | None:
-    """How the weights of a model's directory are quantized in memory, by a run's config and its files; None if they are not.
+    """How the weights of a model's directory are quantized in memory, by a run's config and its
+    files; None if they are not.
 
     Raises:
         ModelError: if files and config contradict each other, or a library is missing.
@@ -107,10 +111,12 @@ def quantized_load(
 
 @contextlib.contextmanager
 def without_heap() -> Iterator[None]:
-    """A context in which glibc gives each tensor above 1 MB memory of its own, and returns it to the system when it is freed.
+    """A context in which glibc gives each tensor above 1 MB memory of its own, and returns it to
+    the system when it is freed.
 
-    While a model is quantized, parts of freed weights stay in the heap between what lives on: at 135 M parameters up to 500 MB, differently
-    in each run. Afterwards the heap is used again, which is faster, with the thresholds that glibc finds for itself after large tensors.
+    While a model is quantized, parts of freed weights stay in the heap between what lives on: at
+    135 M parameters up to 500 MB, differently in each run. Afterwards the heap is used again, which
+    is faster, with the thresholds that glibc finds for itself after large tensors.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     set_threshold = mallopt or (lambda _name, _bytes: 0)
@@ -126,7 +132,8 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
     """Replaces the forward of the quantized layers by `DequantizedProduct`.
 
     Raises:
-        ModelError: if most of the model's matrices are not linear layers, so that they are not quantized.
+        ModelError: if most of the model's matrices are not linear layers, so that they are not
+            quantized.
     """
     layers = [layer for _, layer in quantized_layers(model)]
     for layer in layers:
@@ -139,9 +146,11 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
         raise ModelError.of(
             f"the weights of this model cannot be quantized as {load.how.kind}",
             where=where,
-            why=f"most of them are not in linear layers, e.g. {largest}"
-            if largest
-            else "it has no linear layers besides its head",
+            why=(
+                f"most of them are not in linear layers, e.g. {largest}"
+                if largest
+                else "it has no linear layers besides its head"
+            ),
             fix="set model.quantize: null",
         )
     for layer in layers:
@@ -156,7 +165,9 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
 
 
 def _release_files(model: torch.nn.Module) -> None:
-    """Copies the weights that are not quantized, which otherwise keep whole files mapped into memory, and returns freed memory to the system."""
+    """Copies the weights that are not quantized, which otherwise keep whole files mapped into
+    memory, and returns freed memory to the system.
+    """
     packed = {id(layer.weight) for _, layer in quantized_layers(model)}
     for parameter in model.parameters():
         if id(parameter) not in packed and parameter.device.type == "cpu":
@@ -171,7 +182,8 @@ def _release_files(model: torch.nn.Module) -> None:
 def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of each linear layer with a quantized weight."""
     for name, module in model.named_modules():
-        # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the same names, and no compute_dtype or state.
+        # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the
+        # same names, and no compute_dtype or state.
         kind = type(module)
         is_theirs = kind.__module__.startswith("bitsandbytes.")
         if kind is GroupedLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
@@ -192,7 +204,10 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 
 def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors by which quantized weights are dequantized, by name. With the packed weights they determine the values."""
+    """The tensors by which quantized weights are dequantized, by name.
+
+    With the packed weights they determine the values.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, layer in quantized_layers(model):
         state = state_of(layer)
@@ -224,7 +239,9 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def state_of(layer: Any) -> Any:
-    """What dequantizes its weight: the state of bitsandbytes, or of int8 the largest value of each row, (out,) float32."""
+    """What dequantizes its weight: the state of bitsandbytes, or of int8 the largest value of each
+    row, (out,) float32.
+    """
     if hasattr(layer, "quant_state"):
         return layer.quant_state
     scale = layer.state.SCB
@@ -232,7 +249,9 @@ def state_of(layer: Any) -> Any:
 
 
 def keep_scales(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves the scales of quantized weights to a device, and keeps them at their layers: sharding replaces the parameters that hold them."""
+    """Moves the scales of quantized weights to a device, and keeps them at their layers: sharding
+    replaces the parameters that hold them.
+    """
     for _, layer in quantized_layers(model):
         state = state_of(layer)
         if isinstance(state, torch.Tensor):
@@ -251,7 +270,8 @@ def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.T
     """
     if isinstance(state, torch.Tensor):
         scale = state * (1.0 / _LARGEST_INT8)
-        # torch multiplies bfloat16 by float32 numbers in place 30 times slower on a CPU, with the same result.
+        # torch multiplies bfloat16 by float32 numbers in place 30 times slower on a CPU, with the
+        # same result.
         compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
         kernels = load_kernels() if compiled else None
         return kernels.dequantize(packed, scale) if kernels else packed.to(dtype).mul_(scale[:, None])
@@ -302,13 +322,15 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
 
 @dataclass
 class Groups:
-    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o, g]), where g is the group of input i.
+    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o,
+    g]), where g is the group of input i.
 
     Attributes:
         bits: of a code; a byte has several, the first one in its lowest bits.
         scales: (out, groups) in the dtype of the files.
         zeros: (out, groups) uint8.
-        places: (in,) int64, where among the codes, which are in the order of groups, each input is; None if inputs are in that order.
+        places: (in,) int64, where among the codes, which are in the order of groups, each input is;
+            None if inputs are in that order.
     """
 
     bits: int
@@ -327,7 +349,10 @@ class Groups:
             setattr(self, name, tensor.to(device))
 
     def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """W (out, in) of the bytes (out, in · bits / 8). Differences and products are exact in float32, and rounded once."""
+        """W (out, in) of the bytes (out, in · bits / 8).
+
+        Differences and products are exact in float32, and rounded once.
+        """
         outs, width = packed.shape[0], packed.shape[1] * 8 // self.bits
         compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
         whole_bytes = width // self.scales.shape[1] * self.bits % 8 == 0
@@ -359,9 +384,12 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class GroupedLinear(torch.nn.Linear):
-    """A linear layer whose weight was quantized by GPTQ or AWQ. It has the tensors of the files until `pack` makes one weight of them.
+    """A linear layer whose weight was quantized by GPTQ or AWQ.
 
-    It is a `Linear`, so that peft adapts it, and has the interface of HQQ's layers, from which peft gets dense weights for DoRA.
+    It has the tensors of the files until `pack` makes one weight of them.
+
+    It is a `Linear`, so that peft adapts it, and has the interface of HQQ's layers, from which peft
+    gets dense weights for DoRA.
     """
 
     def __init__(self, linear: torch.nn.Linear, shape: GroupedShape) -> None:
@@ -434,7 +462,9 @@ def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _register_reader() -> None:
-    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs gptqmodel, and a CUDA device for most kernels."""
+    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs
+    gptqmodel, and a CUDA device for most kernels.
+    """
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -460,7 +490,9 @@ def _register_reader() -> None:
 
 
 def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
-    """Replaces the linear layers of which the files have quantized weights; the model is on the meta device."""
+    """Replaces the linear layers of which the files have quantized weights; the model is on the
+    meta device.
+    """
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
     linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     for name, shape in grouped_shapes(how, headers, str(directory)).items():
@@ -468,7 +500,8 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
         if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
             has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
             raise ModelError.of(
-                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {name}, but the model has {has}",
+                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {name}, but the"
+                f" model has {has}",
                 where=str(directory),
                 why="layers of experts, for example, are one tensor in this version of transformers",
                 fix="use the model's original files",
@@ -480,9 +513,11 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
 
 
 class Table(torch.nn.Module):
-    """An embedding or a head (V, E) in int8 with one scale for each token: the largest value of its row, (V,) float32.
+    """An embedding or a head (V, E) in int8 with one scale for each token: the largest value of its
+    row, (V,) float32.
 
-    Quantized by unisono, not by bitsandbytes, whose function divides by 0 for a row of zeros and needs float16 on a GPU.
+    Quantized by unisono, not by bitsandbytes, whose function divides by 0 for a row of zeros and
+    needs float16 on a GPU.
     """
 
     def __init__(self, weight: torch.nn.Parameter, scale: torch.Tensor, dtype: torch.dtype) -> None:
@@ -530,7 +565,9 @@ class _TableProduct(torch.autograd.Function):
 
 
 def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of tokens of the vocabulary."""
+    """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of
+    tokens of the vocabulary.
+    """
     if scale is None:
         return product(x, weight)
     found = x.new_empty(len(x), len(weight))
@@ -600,7 +637,9 @@ def _in_eight_bits(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.Tens
 
 
 def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
-    """Replaces quantized layers by linear ones, in place; an adapter on them is merged. Sums are in float32, and rounded once.
+    """Replaces quantized layers by linear ones, in place; an adapter on them is merged.
+
+    Sums are in float32, and rounded once.
 
     Args:
         model: of peft, or `base` itself.
@@ -633,7 +672,8 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
         plain.weight = weight
         model.set_submodule(name, plain)
     base.hf_quantizer.remove_quantization_config(base)
-    # transformers reverses what it did on loading when it saves, and cannot reverse the reading of packed values.
+    # transformers reverses what it did on loading when it saves, and cannot reverse the reading of
+    # packed values.
     steps = getattr(base, "_weight_conversions", None)
     if steps is not None:
         base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - no public name

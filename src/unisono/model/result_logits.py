@@ -1,4 +1,5 @@
-"""The logits of three rows, by which files are compared with the model that was trained when they are loaded again.
+"""The logits of three rows, by which files are compared with the model that was trained when they
+are loaded again.
 
 Letters: L tokens of a row, K last of them whose logits are kept, V vocabulary.
 """
@@ -19,7 +20,9 @@ from unisono.model.result_outputs import ResultOutputs
 
 ROWS = 3
 KEPT = 4
-"""The last tokens of a row have seen all others; the logits of more would make a file of hundreds of megabytes."""
+"""The last tokens of a row have seen all others; the logits of more would make a file of hundreds
+of megabytes.
+"""
 
 _TOKENS = 32
 

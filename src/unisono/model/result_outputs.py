@@ -1,4 +1,6 @@
-"""What a model computes for fixed inputs, by which files are compared with the model that was trained when they are loaded again."""
+"""What a model computes for fixed inputs, by which files are compared with the model that was
+trained when they are loaded again.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,7 +10,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
-"""Root mean square of the difference, relative to the spread of the outputs, that rounding explains."""
+"""Root mean square of the difference, relative to the spread of the outputs, that rounding
+explains.
+"""
 _TIMES_OWN_ROUNDING = 2.0
 
 
@@ -49,7 +53,9 @@ class ResultOutputs(ABC):
         """Those of another model for the same inputs."""
 
     def difference(self, other: "ResultOutputs") -> float:
-        """The root mean square of the difference, relative to the spread of these; infinite where only one is a number."""
+        """The root mean square of the difference, relative to the spread of these; infinite where
+        only one is a number.
+        """
         ours, theirs = (torch.cat([one.flatten() for one in found.outputs]) for found in (self, other))
         if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
             return float("inf")
@@ -63,8 +69,8 @@ class ResultOutputs(ABC):
 
         Args:
             found: of the model that was loaded again.
-            precise: of the same model, computed in float32: by how much the rounding of its dtype alone moves its outputs. Deep models in
-                16 bits exceed the figures of TOLERANCE.
+            precise: of the same model, computed in float32: by how much the rounding of its dtype
+                alone moves its outputs. Deep models in 16 bits exceed the figures of TOLERANCE.
         """
         known = TOLERANCE[self.dtype]
         return known if precise is None else max(known, _TIMES_OWN_ROUNDING * precise.difference(found))

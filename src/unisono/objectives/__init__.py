@@ -1,11 +1,15 @@
-"""What a run minimizes: the objectives, their losses, and the seam through which step, evaluation and rehearsal use them.
+"""What a run minimizes: the objectives, their losses, and the seam through which step, evaluation
+and rehearsal use them.
 
-All tensors are float32. U is the number of units: pairs, or rated answers. A loss is given for each unit, (U,); the caller adds them up and
-divides by the number of units of the global batch. A *sum* is the log-probability of an answer, summed over its loss tokens; a *mean* is that
-sum divided by the number of those tokens; a *log-ratio* is the sum (or mean) under the model less that under the reference.
+All tensors are float32. U is the number of units: pairs, or rated answers. A loss is given for each
+unit, (U,); the caller adds them up and divides by the number of units of the global batch. A *sum*
+is the log-probability of an answer, summed over its loss tokens; a *mean* is that sum divided by
+the number of those tokens; a *log-ratio* is the sum (or mean) under the model less that under the
+reference.
 
-The formulas are those of TRL 1.16, `DPOTrainer`, `KTOTrainer`, `RewardTrainer`, and of trl.experimental `ORPOTrainer` and `CPOTrainer`. Where
-LLaMA-Factory 0.9.5 differs for the same loss, the function says how.
+The formulas are those of TRL 1.16, `DPOTrainer`, `KTOTrainer`, `RewardTrainer`, and of
+trl.experimental `ORPOTrainer` and `CPOTrainer`. Where LLaMA-Factory 0.9.5 differs for the same
+loss, the function says how.
 """
 
 import hashlib
@@ -44,7 +48,8 @@ LN_2 = 0.6931471805599453
 
 
 def dft_losses(log_probs: torch.Tensor) -> torch.Tensor:
-    """(N,): the loss of each token: its cross entropy times its own probability, which has no gradient (DFT, arXiv:2508.05629).
+    """(N,): the loss of each token: its cross entropy times its own probability, which has no
+    gradient (DFT, arXiv:2508.05629).
 
     LLaMA-Factory's `use_dft_loss` is the same.
 
@@ -62,17 +67,21 @@ def dpo_losses(
     kind: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """(U,): the loss of pairs by the log-ratios of their answers (DPO, arXiv:2305.18290, equation 7).
+    """(U,): the loss of pairs by the log-ratios of their answers (DPO, arXiv:2305.18290, equation
+    7).
 
-    Rewards are beta × log-ratio, of sums for every kind. LLaMA-Factory's losses are the same; its rewards and log-probabilities of ipo
-    are of means. TRL has label smoothing in other losses only (robust, exo_pair, aot); aot on batches of one pair is the one here.
+    Rewards are beta × log-ratio, of sums for every kind. LLaMA-Factory's losses are the same; its
+    rewards and log-probabilities of ipo are of means. TRL has label smoothing in other losses only
+    (robust, exo_pair, aot); aot on batches of one pair is the one here.
 
     Args:
-        chosen: (U,), log-ratios of the chosen answers: of sums; for ipo of means, as its authors have confirmed to TRL.
+        chosen: (U,), log-ratios of the chosen answers: of sums; for ipo of means, as its authors
+            have confirmed to TRL.
         rejected: (U,), log-ratios of the rejected answers.
         beta: how strongly the model is held at the reference; for ipo the τ of its paper.
         kind: sigmoid; hinge (SLiC, arXiv:2305.10425); ipo (arXiv:2310.12036, equation 17).
-        label_smoothing: for sigmoid, the probability that a pair is swapped (conservative DPO, https://ericmitchell.ai/cdpo.pdf).
+        label_smoothing: for sigmoid, the probability that a pair is swapped (conservative DPO,
+            https://ericmitchell.ai/cdpo.pdf).
     """
     delta = chosen - rejected
     if kind == "hinge":
@@ -96,10 +105,12 @@ def kto_losses(
 ) -> torch.Tensor:
     """(U,): the loss of rated answers (KTO, arXiv:2402.01306, equation 7).
 
-    `kl` is the mean over the global batch of the log-ratios of mismatched answers, and 0 if that is negative. TRL takes the mean over the
-    micro batch of all ranks, and pairs each prompt with the previous answer of that micro batch; LLaMA-Factory takes the mean likewise, and
-    pairs with the previous row of the data. Rewards are beta × log-ratio: their means, and those of log-probabilities, are over the
-    desirable answers (chosen) and the others (rejected) apart, and absent where a batch has none. There is no accuracy.
+    `kl` is the mean over the global batch of the log-ratios of mismatched answers, and 0 if that is
+    negative. TRL takes the mean over the micro batch of all ranks, and pairs each prompt with the
+    previous answer of that micro batch; LLaMA-Factory takes the mean likewise, and pairs with the
+    previous row of the data. Rewards are beta × log-ratio: their means, and those of
+    log-probabilities, are over the desirable answers (chosen) and the others (rejected) apart, and
+    absent where a batch has none. There is no accuracy.
 
     Args:
         log_ratios: (U,), log-ratios of sums.
@@ -115,13 +126,16 @@ def kto_losses(
 
 
 def orpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """(U,): the odds-ratio term of pairs (ORPO, arXiv:2403.07691, equations 4 and 7); the loss is the chosen side's cross entropy plus it.
+    """(U,): the odds-ratio term of pairs (ORPO, arXiv:2403.07691, equations 4 and 7); the loss is
+    the chosen side's cross entropy plus it.
 
-    TRL's cross entropy is the mean over all tokens of the batch's chosen rows but their first, prompts included; LLaMA-Factory's is the mean
-    over pairs of that of the chosen answer's tokens. Rewards are beta × mean, and log-probabilities are means.
+    TRL's cross entropy is the mean over all tokens of the batch's chosen rows but their first,
+    prompts included; LLaMA-Factory's is the mean over pairs of that of the chosen answer's tokens.
+    Rewards are beta × mean, and log-probabilities are means.
 
     Args:
-        chosen: (U,), means of the chosen answers. A probability of 1 has infinite odds: it counts as the largest float32 below 1.
+        chosen: (U,), means of the chosen answers. A probability of 1 has infinite odds: it counts
+            as the largest float32 below 1.
         rejected: (U,), means of the rejected answers.
         beta: weight of the term (λ in the paper).
     """
@@ -132,20 +146,22 @@ def orpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float) ->
 def simpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float, gamma: float) -> torch.Tensor:
     """(U,): the loss of pairs without a reference (SimPO, arXiv:2405.14734, equation 6).
 
-    Rewards are beta × mean, and log-probabilities are means. LLaMA-Factory's is the same. TRL's `CPOConfig` adds the cross entropy of the
-    chosen answers unless `cpo_alpha` is 0.
+    Rewards are beta × mean, and log-probabilities are means. LLaMA-Factory's is the same. TRL's
+    `CPOConfig` adds the cross entropy of the chosen answers unless `cpo_alpha` is 0.
 
     Args:
         chosen: (U,), means of the chosen answers.
         rejected: (U,), means of the rejected answers.
         beta: scale of the reward.
-        gamma: the margin by which the chosen reward should exceed the other one. It is not scaled by beta.
+        gamma: the margin by which the chosen reward should exceed the other one. It is not scaled
+            by beta.
     """
     return -logsigmoid(beta * (chosen - rejected) - gamma)
 
 
 def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """(U,): the loss of pairs by their rewards (Bradley and Terry 1952; arXiv:2203.02155, equation 1).
+    """(U,): the loss of pairs by their rewards (Bradley and Terry 1952; arXiv:2203.02155, equation
+    1).
 
     LLaMA-Factory's is the same; its reward has a bias, which cancels out.
 
@@ -157,7 +173,9 @@ def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) of values up to 0, accurate near 0 and far from it (Mächler 2012), with finite gradients."""
+    """log(1 - exp(x)) of values up to 0, accurate near 0 and far from it (Mächler 2012), with
+    finite gradients.
+    """
     x = x.clamp(max=-torch.finfo(x.dtype).eps / 2)
     is_near = x > -LN_2
     # Each branch sees values of its own side only: the gradient of the other would be NaN.
@@ -167,10 +185,12 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenObjective(Objective):
-    """Supervised fine-tuning and pretraining: the mean cross entropy of the loss tokens, each times its weight if rows have weights.
+    """Supervised fine-tuning and pretraining: the mean cross entropy of the loss tokens, each times
+    its weight if rows have weights.
 
     Attributes:
-        smoothing: the share of the target probability that is spread evenly over the vocabulary, in training (arXiv:1512.00567).
+        smoothing: the share of the target probability that is spread evenly over the vocabulary, in
+            training (arXiv:1512.00567).
         dft: whether a token is weighted by its own probability, in training.
     """
 
@@ -193,7 +213,9 @@ class TokenObjective(Objective):
 
 @dataclass(frozen=True)
 class Reward(Objective):
-    """Reward models: one value for each answer, that of the last token, higher for the chosen one (Bradley and Terry 1952; arXiv:2203.02155)."""
+    """Reward models: one value for each answer, that of the last token, higher for the chosen one
+    (Bradley and Terry 1952; arXiv:2203.02155).
+    """
 
     metrics = PAIR_METRICS[:4]
     sides = BOTH
@@ -212,7 +234,8 @@ _ROUNDING = 2.0**-20  # of a sum of float32, relative: eight units in the last p
 
 @dataclass(frozen=True)
 class Dpo(Objective):
-    """Direct preference optimization: the chosen answer gains on the rejected one, compared with a reference model (arXiv:2305.18290).
+    """Direct preference optimization: the chosen answer gains on the rejected one, compared with a
+    reference model (arXiv:2305.18290).
 
     The losses are sigmoid, hinge and ipo. A reward is β times the log-ratio of model and reference.
     """
@@ -236,7 +259,8 @@ class Dpo(Objective):
         )
         if section.sft_weight:
             losses = losses - section.sft_weight * answers.chosen / answers.chosen_tokens
-        # Before the first step the rewards are equal. The rounding of log-probabilities, which depends on the micro batch, must not decide.
+        # Before the first step the rewards are equal. The rounding of log-probabilities, which
+        # depends on the micro batch, must not decide.
         rounding = section.beta * _ROUNDING * (answers.chosen + answers.rejected).detach().abs()
         sums = pair_sums(*rewards, answers.chosen, answers.rejected, rounding=rounding)
         return Part(losses.sum() / counts.units, sums)
@@ -244,10 +268,12 @@ class Dpo(Objective):
 
 @dataclass(frozen=True)
 class Orpo(Objective):
-    """Odds-ratio preference optimization: fine-tuning and preference in one, without a reference model (arXiv:2403.07691).
+    """Odds-ratio preference optimization: fine-tuning and preference in one, without a reference
+    model (arXiv:2403.07691).
 
-    As in TRL, the cross entropy is that of all tokens of the chosen row, prompt and answer, and a mean over the tokens of the global batch;
-    the odds ratio is a mean over pairs. A reward is β times the mean log-probability of an answer's tokens.
+    As in TRL, the cross entropy is that of all tokens of the chosen row, prompt and answer, and a
+    mean over the tokens of the global batch; the odds ratio is a mean over pairs. A reward is β
+    times the mean log-probability of an answer's tokens.
     """
 
     settings: PreferenceSection
@@ -273,7 +299,9 @@ class Orpo(Objective):
 
 
 def _with_prompts(rows: Rows) -> Rows:
-    """The rows with every token of chosen rows but the first as a loss token; rejected rows keep theirs."""
+    """The rows with every token of chosen rows but the first as a loss token; rejected rows keep
+    theirs.
+    """
     device = rows.input_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
@@ -288,7 +316,8 @@ def _with_prompts(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class Simpo(Objective):
-    """Simple preference optimization: pairs by mean log-probability, without a reference model (arXiv:2405.14734).
+    """Simple preference optimization: pairs by mean log-probability, without a reference model
+    (arXiv:2405.14734).
 
     A reward is β times the mean log-probability of an answer's tokens.
     """
@@ -311,9 +340,11 @@ class Simpo(Objective):
 
 @dataclass(frozen=True)
 class Kto(Objective):
-    """Kahneman-Tversky optimization: answers that are rated good or bad one by one, compared with a reference model (arXiv:2402.01306).
+    """Kahneman-Tversky optimization: answers that are rated good or bad one by one, compared with a
+    reference model (arXiv:2402.01306).
 
-    The divergence from the reference is estimated over the global batch, from prompts with the answers of other rows.
+    The divergence from the reference is estimated over the global batch, from prompts with the
+    answers of other rows.
     """
 
     settings: PreferenceSection
@@ -327,7 +358,9 @@ class Kto(Objective):
         return (micro.rows.sums(forward.log_probs(micro.rows)) - micro.reference[:, 1]).sum()
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
-        """The micro batch's part of the loss; `known` is the estimate of the divergence before it is limited to 0 or more."""
+        """The micro batch's part of the loss; `known` is the estimate of the divergence before it
+        is limited to 0 or more.
+        """
         assert micro.reference is not None
         assert micro.labels is not None
         section, good = self.settings, micro.labels
@@ -349,7 +382,9 @@ class Kto(Objective):
         return Part(losses.sum() / counts.units, sums)
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """Means over the desirable and over the other answers, the difference of their rewards, and the estimate of the divergence."""
+        """Means over the desirable and over the other answers, the difference of their rewards, and
+        the estimate of the divergence.
+        """
         found = super().figures(sums)
         if "rewards_chosen" in found and "rewards_rejected" in found:
             found["reward_margin"] = found["rewards_chosen"] - found["rewards_rejected"]
@@ -393,7 +428,8 @@ def objective_of(config: RunConfig, *, digest: str = "") -> Objective:
 
 
 def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objective:
-    """An objective of the user's own: executes the file, if its content is that on which the nodes agreed.
+    """An objective of the user's own: executes the file, if its content is that on which the nodes
+    agreed.
 
     Raises:
         ConfigError: if it is not, or does not give an objective; with the line in the file.
@@ -440,7 +476,9 @@ def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objectiv
 
 
 class OwnObjective(Objective):
-    """An objective of the user's own. An unusable result of its functions is an exception with their line.
+    """An objective of the user's own.
+
+    An unusable result of its functions is an exception with their line.
 
     Attributes:
         where: file and line of its loss.
@@ -502,13 +540,16 @@ def _is_scalar(value: Any) -> bool:
 
 
 MODEL, OBJECTIVE = 1, 2
-"""The origin of NaN or infinity: the model's outputs had it, or only the loss, or its gradient by them, did."""
+"""The origin of NaN or infinity: the model's outputs had it, or only the loss, or its gradient by
+them, did.
+"""
 
 
 class _WatchedForward(Forward):
     """The same forward.
 
-    It notes, without waiting for the device, whether what it gives, and the loss's gradient by it, are finite.
+    It notes, without waiting for the device, whether what it gives, and the loss's gradient by it,
+    are finite.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -536,7 +577,9 @@ class OwnPart(Part):
     forward: _WatchedForward
 
     def origin_of_nan(self) -> torch.Tensor:
-        """A scalar, after the backward pass: MODEL or OBJECTIVE, if there is NaN or infinity; 0 if nothing was noted."""
+        """A scalar, after the backward pass: MODEL or OBJECTIVE, if there is NaN or infinity; 0 if
+        nothing was noted.
+        """
         if not self.forward.given:
             return self.loss.new_zeros(())
         given = torch.stack(self.forward.given).all()
@@ -545,7 +588,8 @@ class OwnPart(Part):
 
 
 def _refuse_other(kind: Any, path: Path, source: bytes) -> None:
-    """Refuses a class without the interface of an objective, or with rows that its runs do not have.
+    """Refuses a class without the interface of an objective, or with rows that its runs do not
+    have.
 
     Raises:
         ConfigError: with its line in the file.

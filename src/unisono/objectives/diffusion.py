@@ -1,4 +1,6 @@
-"""Denoising of latents: the mean squared error between the noise (or v) and what the UNet predicts of it (arXiv:2006.11239)."""
+"""Denoising of latents: the mean squared error between the noise (or v) and what the UNet predicts
+of it (arXiv:2006.11239).
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass

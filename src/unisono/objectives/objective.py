@@ -1,19 +1,25 @@
 """What a run minimizes: the seam between the training loop and the objectives.
 
-An objective turns the units of a micro batch into their part of the loss. A unit is a row, a pair, or a rated answer. Step, evaluation and
-the rehearsal of the longest batch all go through `Objective.loss`, which divides by the counts of the *global* batch, so that parts add up to
-the same loss for any number of micro batches and ranks.
+An objective turns the units of a micro batch into their part of the loss. A unit is a row, a pair,
+or a rated answer. Step, evaluation and the rehearsal of the longest batch all go through
+`Objective.loss`, which divides by the counts of the *global* batch, so that parts add up to the
+same loss for any number of micro batches and ranks.
 
 What the seam can carry without a change of the loop:
 
-- Other weights of tokens (DFT, in `sft`): `Forward.log_probs` gives each loss token's log-probability with its gradient.
-- Terms that need a figure of the whole global batch first, without gradient (the divergence of KTO): `first_sides` and `first`.
-- Numbers that another model gave for each unit, computed once and stored: `Micro.reference`, the log-probabilities of a reference.
-- Distillation from stored log-probabilities: an objective whose stored numbers are those of the teacher. Of a sequence's log-probability
-  they are two numbers for each unit, as here. Of single tokens they are one row for each loss token: `train.run.load_units`, which selects
-  the numbers of a micro batch, then selects by tokens; the loop only passes them.
-- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored numbers, and their advantages are a
-  column of the table, as `labels` are. Only the source of the rows is new, and it belongs to data, not to the loop.
+- Other weights of tokens (DFT, in `sft`): `Forward.log_probs` gives each loss token's
+  log-probability with its gradient.
+- Terms that need a figure of the whole global batch first, without gradient (the divergence of
+  KTO): `first_sides` and `first`.
+- Numbers that another model gave for each unit, computed once and stored: `Micro.reference`, the
+  log-probabilities of a reference.
+- Distillation from stored log-probabilities: an objective whose stored numbers are those of the
+  teacher. Of a sequence's log-probability they are two numbers for each unit, as here. Of single
+  tokens they are one row for each loss token: `train.run.load_units`, which selects the numbers of
+  a micro batch, then selects by tokens; the loop only passes them.
+- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored
+  numbers, and their advantages are a column of the table, as `labels` are. Only the source of the
+  rows is new, and it belongs to data, not to the loop.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +45,9 @@ PAIR_METRICS = (
     "logps_chosen",
     "logps_rejected",
 )
-"""Metrics of pairs: means over pairs; logps are sums over the tokens of an answer, or means where the loss uses means."""
+"""Metrics of pairs: means over pairs; logps are sums over the tokens of an answer, or means where
+the loss uses means.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,12 @@ class Micro:
     """The units of one micro batch.
 
     Attributes:
-        rows: the rows of tokens, in the order of the units, those of a unit one after the other; only the sides that were requested.
+        rows: the rows of tokens, in the order of the units, those of a unit one after the other;
+            only the sides that were requested.
         units: number of units, U.
         labels: (U,) bool, whether an answer is desirable; None for objectives without labels.
-        reference: (U, 2) float32, the reference's log-probability of the answer of each side; None for objectives without a reference.
+        reference: (U, 2) float32, the reference's log-probability of the answer of each side; None
+            for objectives without a reference.
         pictures: the pictures whose captions the rows are; None for text.
     """
 
@@ -82,7 +92,8 @@ class Part:
 
     Attributes:
         loss: a float32 scalar with a gradient.
-        sums: (2 · metrics,) float32 without a gradient: for each metric its sum over units, and over how many units.
+        sums: (2 · metrics,) float32 without a gradient: for each metric its sum over units, and
+            over how many units.
     """
 
     loss: torch.Tensor
@@ -95,7 +106,8 @@ class Objective(ABC):
     Attributes:
         metrics: names of the metrics that `loss` gives sums of.
         sides: the sides of a unit that `loss` needs.
-        first_sides: the sides of a unit that `first` needs; empty if the loss needs no figure of the global batch.
+        first_sides: the sides of a unit that `first` needs; empty if the loss needs no figure of
+            the global batch.
         uses_reference: whether it compares with a reference model.
     """
 
@@ -111,7 +123,8 @@ class Objective(ABC):
         return cls()
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """A float32 scalar; its sum over the units of the global batch, divided by their number, is `known` in `loss`.
+        """A float32 scalar; its sum over the units of the global batch, divided by their number, is
+        `known` in `loss`.
 
         Called only with `first_sides`, without gradient and dropout.
         """
@@ -130,7 +143,9 @@ class Objective(ABC):
         """
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The metrics of a batch, from the sums over all ranks: means over units; one that no unit has a value for is absent."""
+        """The metrics of a batch, from the sums over all ranks: means over units; one that no unit
+        has a value for is absent.
+        """
         del known
         each = zip(self.metrics, sums[::2], sums[1::2], strict=True)
         return {name: total / number for name, total, number in each if number}
@@ -155,13 +170,17 @@ def pair_sums(
     *,
     rounding: torch.Tensor | float = 0.0,
 ) -> torch.Tensor:
-    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each; rewards are equal if they differ by `rounding` at most."""
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each; rewards are equal if
+    they differ by `rounding` at most.
+    """
     margin = chosen - rejected
     return sums_of(chosen, rejected, margin, accurate(margin, rounding), logps_chosen, logps_rejected)
 
 
 def accurate(margin: torch.Tensor, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal, e.g. before the first step."""
+    """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal,
+    e.g. before the first step.
+    """
     return torch.where(margin.abs() > rounding, (margin.sign() + 1) / 2, 0.5)
 
 

@@ -1,4 +1,7 @@
-"""The decisions of a run, made once before the start. Pure: values in, values out; no torch, no clock, no disk."""
+"""The decisions of a run, made once before the start.
+
+Pure: values in, values out; no torch, no clock, no disk.
+"""
 
 from unisono.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.plan.run_plan import (

@@ -1,4 +1,7 @@
-"""How long a run is in optimizer steps, what makes it short, and what would make it longer. Pure."""
+"""How long a run is in optimizer steps, what makes it short, and what would make it longer.
+
+Pure.
+"""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +42,8 @@ def period_of(text: str | None, config: RunConfig, data: DataSummary) -> int | N
 
 
 def beyond_the_end(periods: Mapping[str, int | None], origins: Mapping[str, str], *, steps: int) -> list[str]:
-    """A line if periods that the user has set are longer than the run: what is due at them is done at its end.
+    """A line if periods that the user has set are longer than the run: what is due at them is done
+    at its end.
 
     Args:
         periods: in steps, by config key.
@@ -87,9 +91,11 @@ def short_run(
     found = ways_to_more_steps(config, data, ranks=ranks, of_ranks=of_ranks)
     is_rough = Duration.parse(config.duration).unit == "tokens"
     first, *others = (
-        f"{way} for about {way.steps:,} optimizer steps"
-        if is_rough
-        else f"{way} for {way.steps:,} optimizer steps"
+        (
+            f"{way} for about {way.steps:,} optimizer steps"
+            if is_rough
+            else f"{way} for {way.steps:,} optimizer steps"
+        )
         for way in found
     )
     options = f"{first}, or {others[0]}" if others else first
@@ -113,14 +119,19 @@ def _why_few(config: RunConfig, data: DataSummary, of_ranks: tuple[int, int] | N
         made = f"packing made {sequences:,} sequences of {rows:,} rows"
     size = f"batch.global is {config.batch.global_:,}"
     if of_ranks is not None:
-        size = f"a step takes {config.batch.global_:,} (batch.per_rank {of_ranks[0]} × batch.accumulate {of_ranks[1]} × {ranks} rank{'' if ranks == 1 else 's'})"
+        size = (
+            f"a step takes {config.batch.global_:,} (batch.per_rank {of_ranks[0]} × batch.accumulate"
+            f" {of_ranks[1]} × {ranks} rank{'' if ranks == 1 else 's'})"
+        )
     return f"{made}, {size}, duration {config.duration}"
 
 
 def ways_to_more_steps(
     config: RunConfig, data: DataSummary, *, ranks: int, of_ranks: tuple[int, int] | None
 ) -> list[LongerRun]:
-    """Settings with at least FEW_STEPS steps, one at a time where one is enough: the largest smaller batch, the shortest longer duration."""
+    """Settings with at least FEW_STEPS steps, one at a time where one is enough: the largest
+    smaller batch, the shortest longer duration.
+    """
     unit = Duration.parse(config.duration).unit
     if unit == "steps":
         return [LongerRun({"duration": f"{FEW_STEPS} steps"}, FEW_STEPS)]
@@ -142,7 +153,8 @@ def ways_to_more_steps(
 def _batch_of(
     config: RunConfig, most: int, *, ranks: int, of_ranks: tuple[int, int] | None
 ) -> tuple[int, dict[str, str]] | None:
-    """The largest global batch of at most `most` sequences, or the smallest there is, with its keys; None if the config's is as small.
+    """The largest global batch of at most `most` sequences, or the smallest there is, with its
+    keys; None if the config's is as small.
 
     It keeps a sequence for each rank, and micro batches as they were asked for.
     """
@@ -165,7 +177,9 @@ def _with_batch(config: RunConfig, size: int) -> RunConfig:
 
 
 def _longer(config: RunConfig, data: DataSummary, size: int, keys: dict[str, str]) -> LongerRun:
-    """The shortest duration of whole epochs, or of tokens, with enough steps of `size` sequences."""
+    """The shortest duration of whole epochs, or of tokens, with enough steps of `size`
+    sequences.
+    """
     duration = Duration.parse(config.duration)
     if duration.unit == "tokens":
         amount = math.ceil(FEW_STEPS * size * data.train.tokens / data.train.sequences)
@@ -200,7 +214,8 @@ _PARTS = 4  # of a run, with an evaluation after each
 
 
 def propose_extent(sequences: int, *, global_batch: int, epochs: int, every: int) -> ProposedExtent:
-    """A batch of the template's or half, a quarter … of it, so that there are steps enough; more epochs only if a batch of 1 is not enough.
+    """A batch of the template's or half, a quarter … of it, so that there are steps enough; more
+    epochs only if a batch of 1 is not enough.
 
     Args:
         sequences: of one epoch.

@@ -1,4 +1,7 @@
-"""The devices of a node's ranks, and which rank runs on which node. Pure: machine and environment are handed in."""
+"""The devices of a node's ranks, and which rank runs on which node.
+
+Pure: machine and environment are handed in.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +18,9 @@ _BFLOAT16_SINCE = (8, 0)  # Ampere
 def usable_accelerators(
     machine: Machine, *, requested: str, visible: str | None, torch_version: str = ""
 ) -> Accelerators:
-    """How many accelerators ranks could use here, by the config's `device`; what `read_topology` infers from."""
+    """How many accelerators ranks could use here, by the config's `device`; what `read_topology`
+    infers from.
+    """
     if requested == "cpu":
         return Accelerators(0, "device: cpu")
     gpus = visible_gpus(machine.gpus, visible)
@@ -227,9 +232,11 @@ class Layout:
 
 
 def lay_out(offers: Sequence[NodeOffer]) -> Layout:
-    """Ranks node after node, in the order of node ranks; threads as the poorest node has them, the same on all.
+    """Ranks node after node, in the order of node ranks; threads as the poorest node has them, the
+    same on all.
 
-    Replicas round alike only where they add in the same order, and that depends on the number of threads.
+    Replicas round alike only where they add in the same order, and that depends on the number of
+    threads.
     """
     ordered = sorted(offers, key=lambda offer: offer.node_rank)
     nodes = [
@@ -262,7 +269,9 @@ def lay_out(offers: Sequence[NodeOffer]) -> Layout:
 
 
 def threads_of(*, cores: int, nproc: int, declared: int | None) -> tuple[int, str]:
-    """Threads of each rank of a node, and where that comes from; part of what makes a run repeatable."""
+    """Threads of each rank of a node, and where that comes from; part of what makes a run
+    repeatable.
+    """
     if declared:
         return declared, "OMP_NUM_THREADS"
     if nproc == 1:

@@ -1,4 +1,7 @@
-"""Makes the plan from the config and the facts. Pure; every derived number is stored with its origin."""
+"""Makes the plan from the config and the facts.
+
+Pure; every derived number is stored with its origin.
+"""
 
 import math
 import re
@@ -33,11 +36,14 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # More tokens per forward do not increase throughput.
 _ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
 _SHARE_OF_MEMORY = 0.8
-# Width of a text model. Measured with two threads in place of one (bench/results/threads.json): 1.2 × the time at 128, the same at 192, less from 256 on.
+# Width of a text model. Measured with two threads in place of one (bench/results/threads.json): 1.2
+# × the time at 128, the same at 192, less from 256 on.
 _SMALL = 192
 _LARGEST_BATCH = 1_000_000  # as in the schema
 FUSED_TYPES = frozenset({"hrm_text"})
-"""Model types whose files fuse several tensors of the model: transformers needs all of them together to write one."""
+"""Model types whose files fuse several tensors of the model: transformers needs all of them
+together to write one.
+"""
 _TIED_IN_GGUF = ("gemma", "gemma2")
 """Model types for which a GGUF has no head of its own."""
 
@@ -132,9 +138,9 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     per_epoch = data.train.sequences / config.batch.global_
     total_steps, total_sequences = steps_of(config, data)
     periods = {
-        "eval.every": period_of(config.eval.every, config, data)
-        if data.eval or config.diffusion.prompts
-        else None,
+        "eval.every": (
+            period_of(config.eval.every, config, data) if data.eval or config.diffusion.prompts else None
+        ),
         "checkpoint.every": period_of(config.checkpoint.every, config, data),
     }
     eval_every, checkpoint_every = (every and min(every, total_steps) for every in periods.values())
@@ -208,7 +214,8 @@ def _with_global_batch(given: PlanInputs) -> tuple[PlanInputs, tuple[int, int] |
     size = earlier or per_rank * accumulate * given.world_size
     if size > _LARGEST_BATCH:
         raise ConfigError.of(
-            f"the global batch has {size:,} sequences: {per_rank:,} × {accumulate:,} × {given.world_size} ranks",
+            f"the global batch has {size:,} sequences: {per_rank:,} × {accumulate:,} × {given.world_size}"
+            " ranks",
             where="batch.per_rank",
             why=f"the limit is {_LARGEST_BATCH:,}",
             fix="lower batch.per_rank or batch.accumulate",
@@ -227,7 +234,9 @@ def _few_steps(given: PlanInputs, steps: int, of_ranks: tuple[int, int] | None) 
 
 
 def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
-    """Threads of each rank: one for matrices so small that threads wait for each other longer than they compute, unless the number is declared."""
+    """Threads of each rank: one for matrices so small that threads wait for each other longer than
+    they compute, unless the number is declared.
+    """
     on_cpu = all(device.kind == "cpu" for device in given.devices)
     is_small = not given.model.is_picture_model and given.model.hidden_size <= _SMALL
     if given.threads == 1 or not on_cpu or not is_small or "OMP_NUM_THREADS" in given.threads_origin:
@@ -286,8 +295,9 @@ def _fit(
     else:
         found = _smallest(given, strategies[-1], dtype)
         origins["memory"] = (
-            f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the "
-            f"{show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the trial of the longest batch will show it"
+            f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the"
+            f" {show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the trial of the longest batch will"
+            " show it"
         )
     if len(strategies) > 1:
         why = (
@@ -320,7 +330,8 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
         return ["ddp"] if given.config.optim.kind == "muon" or quantized_dora else ["ddp", "fsdp"]
     if requested == "fsdp" and quantized_dora:
         raise ConfigError.of(
-            f"parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as {given.model.quantized}",
+            "parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as"
+            f" {given.model.quantized}",
             where="parallel.strategy",
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
@@ -342,7 +353,8 @@ def _micro_batch(
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
                     origins["micro_batch"] = (
-                        f"auto: {micro} × {longest} {'positions of latents' if given.model.is_picture_model else 'tokens'} fit"
+                        f"auto: {micro} × {longest}"
+                        f" {'positions of latents' if given.model.is_picture_model else 'tokens'} fit"
                     )
                 if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
@@ -404,13 +416,15 @@ def _seldom_kept(config: RunConfig, data: DataSummary) -> list[str]:
     if every is None or wanted is None or wanted % every == 0:
         return []
     return [
-        f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every {math.lcm(every, wanted)} steps"
-        " can a checkpoint be kept forever"
+        f"checkpoint.keep_every is {wanted} steps and checkpoint.every {every}: only at every"
+        f" {math.lcm(every, wanted)} steps can a checkpoint be kept forever"
     ]
 
 
 def _reasons_for_nothing(config: RunConfig, settings: Mapping[str, str]) -> list[str]:
-    """A warning for each variable with a reason that is not set: a misspelled name, or a removed setting."""
+    """A warning for each variable with a reason that is not set: a misspelled name, or a removed
+    setting.
+    """
     return [
         f"reasons.{name} has no effect: {name} is not set on the head"
         for name in config.reasons
@@ -433,7 +447,8 @@ def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
     if strategy != "fsdp" or len(names) == 1 or given.data.eval is None:
         return []
     return [
-        f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ: {', '.join(names)}"
+        f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ:"
+        f" {', '.join(names)}"
         for key in requested
     ]
 
@@ -445,8 +460,8 @@ def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
         return []
     size = show_bytes(model.weight_bytes or 4 * model.parameters)
     return [
-        f"rank 0 will hold the whole model ({size}) in host memory when the result is written: in the files of {model.model_type} several"
-        " tensors are one, so they are gathered together and not one by one"
+        f"rank 0 will hold the whole model ({size}) in host memory when the result is written: in the files"
+        f" of {model.model_type} several tensors are one, so they are gathered together and not one by one"
     ]
 
 
@@ -478,7 +493,8 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
     rope, positions = config.model.rope, model.positions
     if rope is not None and rope.factor == "auto" and 0 < config.data.max_length <= positions:
         found.append(
-            f"model.rope has no effect: data.max_length is {config.data.max_length}, and the model has {positions} positions"
+            f"model.rope has no effect: data.max_length is {config.data.max_length}, and the model has"
+            f" {positions} positions"
         )
     found += [
         f"optim.{key} has no effect: optim.schedule is {config.optim.schedule}"
@@ -512,7 +528,9 @@ _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", _HEAD)
 
 
 def _parted_head(config: RunConfig, model: ModelFacts) -> list[str]:
-    """A warning if the adapter changes embedding or head of a model in which they share one matrix: what that means for exports."""
+    """A warning if the adapter changes embedding or head of a model in which they share one matrix:
+    what that means for exports.
+    """
     adapter = config.adapter
     if adapter is None or not model.ties_head or config.model.resize_vocabulary:
         return []
@@ -527,13 +545,16 @@ def _parted_head(config: RunConfig, model: ModelFacts) -> list[str]:
         return []
     no_gguf = "; llama.cpp has no such Gemma, so it cannot be exported as GGUF"
     return [
-        f"{found[0]}: embedding and head share one matrix in this model, and are two after training. `unisono export` writes the adapter as it is,"
-        f" and `export --merge` a model with tie_word_embeddings: false{no_gguf * (model.model_type in _TIED_IN_GGUF)}"
+        f"{found[0]}: embedding and head share one matrix in this model, and are two after training. `unisono"
+        " export` writes the adapter as it is, and `export --merge` a model with tie_word_embeddings:"
+        f" false{no_gguf * (model.model_type in _TIED_IN_GGUF)}"
     ]
 
 
 def _changed(section: Section) -> list[str]:
-    """The keys that differ from their defaults; explicit defaults, as in config.yaml, do not count."""
+    """The keys that differ from their defaults; explicit defaults, as in config.yaml, do not
+    count.
+    """
     return sorted(
         name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default
     )

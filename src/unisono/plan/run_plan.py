@@ -1,4 +1,6 @@
-"""The plan and its parts: plain values, written to plan.json and read by the worker; which sequences make which step of it, and the estimate of a rank's memory."""
+"""The plan and its parts: plain values, written to plan.json and read by the worker; which
+sequences make which step of it, and the estimate of a rank's memory.
+"""
 
 import hashlib
 import heapq
@@ -36,12 +38,16 @@ class ModelFacts(Part):
     linear_parameters: int
     """Parameters in the matrices of the layers, which `all-linear` adapts."""
     linear_in_out: int
-    """Sum over these matrices of in_features + out_features; times rank it is the size of an adapter."""
+    """Sum over these matrices of in_features + out_features; times rank it is the size of an
+    adapter.
+    """
     weight_bytes: int
     digest: str
     """Of config.json and of the weights' names, shapes, sizes and contents."""
     quantized: str = ""
-    """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized files (gptq, awq); empty: not quantized."""
+    """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized
+    files (gptq, awq); empty: not quantized.
+    """
     quantized_double: bool = False
     """Whether the scales of blocks are quantized, too."""
     quantized_bits: float = 0
@@ -51,7 +57,9 @@ class ModelFacts(Part):
     quantized_embeddings: bool = False
     """Whether embedding and head are in int8, too."""
     positions: int = 0
-    """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such number."""
+    """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such
+    number.
+    """
     has_plain_mlps: bool = False
     """Whether the MLP of every layer is SwiGLU without bias."""
     norms_heads: bool = False
@@ -61,7 +69,9 @@ class ModelFacts(Part):
 
     @property
     def is_picture_model(self) -> bool:
-        """Whether it is a Stable Diffusion pipeline: `hidden_size` are the channels of the first level of its UNet, `layers` its levels."""
+        """Whether it is a Stable Diffusion pipeline: `hidden_size` are the channels of the first
+        level of its UNet, `layers` its levels.
+        """
         return self.model_type.startswith("stable-diffusion")
 
 
@@ -88,13 +98,17 @@ class DataSummary(Part):
     train: SplitSummary
     eval: SplitSummary | None
     ledger: dict[str, int]
-    """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens, tokens_cut, loss_tokens."""
+    """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens,
+    tokens_cut, loss_tokens.
+    """
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str
     """The origin of the chat template."""
     total_steps: int
-    """Optimizer steps of the whole duration; before the plan, with `batch.per_rank`, its sequences, unless it is given in steps."""
+    """Optimizer steps of the whole duration; before the plan, with `batch.per_rank`, its sequences,
+    unless it is given in steps.
+    """
     digest: str
     """Of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
@@ -104,7 +118,9 @@ class DataSummary(Part):
     tokenizer_digest: str = ""
     """Of the tokenizer's files."""
     tokenizer_traits: str = ""
-    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on the model's type, too."""
+    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on
+    the model's type, too.
+    """
     warnings: list[str] = []
 
 
@@ -166,7 +182,9 @@ class MemoryEstimate(Part):
 
 
 class Setting(Part):
-    """An environment variable of the head, or a line of its nccl.conf, that affects how ranks compute or communicate."""
+    """An environment variable of the head, or a line of its nccl.conf, that affects how ranks
+    compute or communicate.
+    """
 
     name: str
     value: str
@@ -196,11 +214,15 @@ class RunPlan(Part):
     config_digest: str
     output_dir: str
     epoch: int = 0
-    """The number of this start of the ranks, from 0; a restart is a new one, and processes of the old one may not join it."""
+    """The number of this start of the ranks, from 0; a restart is a new one, and processes of the
+    old one may not join it.
+    """
     world_size: int
     strategy: Strategy = "single"
     nodes: list[NodePlace] = []
-    """By node_rank, the head first. A job that continues with fewer nodes keeps their numbers; ranks are renumbered."""
+    """By node_rank, the head first. A job that continues with fewer nodes keeps their numbers;
+    ranks are renumbered.
+    """
     ranks: list[RankPlace] = []
     """All ranks in order, node by node, so that rank 0 is on the head's machine."""
     store_host: str = "127.0.0.1"
@@ -216,7 +238,9 @@ class RunPlan(Part):
     data: DataSummary
     global_batch: int
     batch_of_ranks: tuple[int, int] | None = None
-    """`batch.per_rank` and `batch.accumulate`, from which the first start of the run has made the global batch."""
+    """`batch.per_rank` and `batch.accumulate`, from which the first start of the run has made the
+    global batch.
+    """
     micro_batch: int
     gradient_checkpointing: bool
     total_steps: int
@@ -233,10 +257,14 @@ class RunPlan(Part):
     keep_every: int | None = None
     """Steps; checkpoints at its multiples stay forever."""
     kept_every: int | None = None
-    """Each n-th step of an adapter is kept in memory, so that a death costs at most n - 1 finished steps; None: none is, or nobody knows yet. The
-    ranks measure it before step 1 and in the first steps, and the head notes it in plan.json."""
+    """Each n-th step of an adapter is kept in memory, so that a death costs at most n - 1 finished
+    steps; None: none is, or nobody knows yet. The ranks measure it before step 1 and in the first
+    steps, and the head notes it in plan.json.
+    """
     digest_every: int | None = None
-    """Steps between comparisons of a digest of the trained weights; None if no two ranks hold the same."""
+    """Steps between comparisons of a digest of the trained weights; None if no two ranks hold the
+    same.
+    """
     rehearse: bool = False
     """Whether a checkpoint is made after the first step of this start, and read back."""
     memory: MemoryEstimate
@@ -244,7 +272,9 @@ class RunPlan(Part):
     resume_reason: str
     """One line for the first screen: fresh, resumed from where and why, extended."""
     allowed: list[dict[str, Any]] = []
-    """Allowed changes of the run's meaning, of all starts, in order: key, before, after, from_step."""
+    """Allowed changes of the run's meaning, of all starts, in order: key, before, after,
+    from_step.
+    """
     settings: list[Setting] = []
     """Variables set by hand on the head, by name; those of other nodes are in agreement.json."""
     ignored_variables: list[str] = []
@@ -263,14 +293,19 @@ class RunPlan(Part):
 
     @property
     def own_code(self) -> dict[str, str]:
-        """The user's own code that the ranks execute: its name for people, by a part of the paths of its files."""
+        """The user's own code that the ranks execute: its name for people, by a part of the paths
+        of its files.
+        """
         own = own_objective(self.config.objective)
         model = MODEL_CODE if self.config.model.trust_remote_code else {}
         return {**({str(own[0]): "the objective"} if own else {}), **model}
 
     @property
     def answers(self) -> bool:
-        """Whether the ranks can generate answers. Sharded ranks generate in lockstep, which requires equal arithmetic on all."""
+        """Whether the ranks can generate answers.
+
+        Sharded ranks generate in lockstep, which requires equal arithmetic on all.
+        """
         return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
 
     @property
@@ -285,7 +320,10 @@ class RunPlan(Part):
         return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
 
     def node(self, node_rank: int) -> NodePlace:
-        """One node by its number. A job that continues without some nodes keeps the numbers of the others, so `nodes` may have gaps.
+        """One node by its number.
+
+        A job that continues without some nodes keeps the numbers of the others, so `nodes` may have
+        gaps.
 
         Raises:
             KeyError: if it is not in the plan.
@@ -307,7 +345,8 @@ class RunPlan(Part):
 def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
     """The order of `n` sequences in one epoch.
 
-    Sorted by a key that only `random.Random.random` makes: the one generator whose sequence Python promises to keep.
+    Sorted by a key that only `random.Random.random` makes: the one generator whose sequence Python
+    promises to keep.
     """
     material = hashlib.sha256(f"unisono order {seed} {epoch}".encode()).digest()
     draw = random.Random(int.from_bytes(material, "big")).random  # noqa: S311 - an order, not a secret
@@ -316,10 +355,11 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
-    """The same sequences in an order whose steps are each of one group as far as it goes, as sd-scripts deals pictures by size.
+    """The same sequences in an order whose steps are each of one group as far as it goes, as
+    sd-scripts deals pictures by size.
 
-    What is left of each group makes mixed steps, in which each group is contiguous. It is a function of its arguments alone, so that all
-    ranks have the same order.
+    What is left of each group makes mixed steps, in which each group is contiguous. It is a
+    function of its arguments alone, so that all ranks have the same order.
 
     Args:
         order: of an epoch, a permutation.
@@ -355,7 +395,8 @@ class Stream:
 
     Attributes:
         sequences: how many there are in an epoch.
-        groups: of each sequence; a step has sequences of one group as far as it goes. Empty: a step has any sequences.
+        groups: of each sequence; a step has sequences of one group as far as it goes. Empty: a step
+            has any sequences.
         batch: sequences of a step; only groups need it.
     """
 
@@ -388,7 +429,8 @@ class Stream:
 
 
 def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, seed: int) -> int:
-    """The steps after which a run has seen `target` tokens; it ends with the step that reaches them.
+    """The steps after which a run has seen `target` tokens; it ends with the step that reaches
+    them.
 
     Args:
         lengths: tokens of each sequence.
@@ -406,10 +448,12 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
 
 
 def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
-    """The indices of a step's sequences, distributed over the ranks: evenly by number, and within that evenly by tokens.
+    """The indices of a step's sequences, distributed over the ranks: evenly by number, and within
+    that evenly by tokens.
 
-    Longest first, each goes to the rank with the fewest tokens so far that may still take one (the lower rank on a tie). A rank's
-    indices are ascending, so a single rank has all in order. With fewer sequences than ranks, some ranks have none.
+    Longest first, each goes to the rank with the fewest tokens so far that may still take one (the
+    lower rank on a tie). A rank's indices are ascending, so a single rank has all in order. With
+    fewer sequences than ranks, some ranks have none.
 
     Args:
         tokens: of each sequence of the step, in its order.
@@ -439,7 +483,9 @@ _VALUES_OF_A_LEVEL = 500
 _SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
 LOGITS_ON_GPU = 1 << 27
-"""Logits alive at a time there: a product with few rows reads the whole head from memory for little work. Other numbers were not tried."""
+"""Logits alive at a time there: a product with few rows reads the whole head from memory for little
+work. Other numbers were not tried.
+"""
 
 
 def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
@@ -450,10 +496,11 @@ def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
 
 
 KEPT_WHOLE_BYTES = 64 << 20
-"""The last layers of a sharded model stay whole between forward and backward as far as their weights fit into this.
+"""The last layers of a sharded model stay whole between forward and backward as far as their
+weights fit into this.
 
-Backward begins with them, so of a large model the last layer would only be gathered again at once; a small model is gathered once for both.
-Of frozen layers these are not sharded at all.
+Backward begins with them, so of a large model the last layer would only be gathered again at once;
+a small model is gathered once for both. Of frozen layers these are not sharded at all.
 """
 
 
@@ -474,26 +521,31 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
-    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its matrices, and the matrices × `packed_bytes`. With
-      quantized embeddings those outside × (1 + 4 / hidden).
-      Nothing with full fine-tuning in float32: the trained copy is the weight.
-    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all float32; × 12 with moments in bfloat16. An adapter trains
-      r × (in + out) values for each matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a layer's matrix that is
-      trained itself: its gradient stays in bfloat16 until its update.
-    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 × hidden more with an adapter, and in bfloat16 on
-      a GPU; and on a CPU attention probabilities of half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
+    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its
+      matrices, and the matrices × `packed_bytes`. With quantized embeddings those outside × (1 + 4
+      / hidden). Nothing with full fine-tuning in float32: the trained copy is the weight.
+    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all
+      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values for each
+      matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a
+      layer's matrix that is trained itself: its gradient stays in bfloat16 until its update.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 ×
+      hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
+      half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
       hidden values for each layer, without an adapter in float32.
-    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2 × intermediate + 7 × r values, where
-      attention is the width of queries and keys together; without an adapter 6 × hidden instead of 4. Norms of heads add attention once,
-      without an adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 × hidden + 2 × intermediate for
-      gradients of the layer whose backward runs.
-    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128 tokens; on a GPU twice 2²⁷ logits in
-      `dtype`, or all if these are fewer.
-    - of an image model a token is a position of the latents, and activations are those of its UNet (`_picture_activations`).
+    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
+      × intermediate + 7 × r values, where attention is the width of queries and keys together;
+      without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
+      adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
+      hidden + 2 × intermediate for gradients of the layer whose backward runs.
+    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
+      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
+    - of an image model a token is a position of the latents, and activations are those of its UNet
+      (`_picture_activations`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
-    - shards: weights and trainable are divided by the ranks, but not the scales of quantized weights. Embedding and head are whole during
-      a step, and two layers, or the last layers of up to 64 MiB if that is more. With an adapter embedding, head and the last layers of up
-      to 64 MiB are not divided, and two of the other layers are whole.
+    - shards: weights and trainable are divided by the ranks, but not the scales of quantized
+      weights. Embedding and head are whole during a step, and two layers, or the last layers of up
+      to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
+      are not divided, and two of the other layers are whole.
 
     Args:
         model: the model's figures.
@@ -503,7 +555,8 @@ def estimate_memory(
         longest_row: tokens of the longest row.
         gradient_checkpointing: whether activations are computed again.
         shards: ranks among which weights and state are cut (fsdp).
-        logits: whether there are logits over the vocabulary; a reward model has one value for a row.
+        logits: whether there are logits over the vocabulary; a reward model has one value for a
+            row.
         on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
         fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
         one_backward: see `has_one_backward`.
@@ -565,7 +618,9 @@ def estimate_memory(
 
 
 def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_size: int) -> bool:
-    """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have no sum in float32."""
+    """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have
+    no sum in float32.
+    """
     is_full = (
         config.adapter is None and config.objective != "reward"
     )  # reward models have no fast layers then
@@ -575,8 +630,8 @@ def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_
 def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
     """Values that a layer of `model.decoder` keeps for each token on a GPU. A test counts them.
 
-    The inputs of both norms and their outputs; queries, keys, values and the output of attention, which is as wide as the queries; gate and
-    up; the low-rank outputs of seven adapters.
+    The inputs of both norms and their outputs; queries, keys, values and the output of attention,
+    which is as wide as the queries; gate and up; the low-rank outputs of seven adapters.
     """
     hidden, intermediate = model.hidden_size, model.intermediate_size
     # in + out of the seven matrices of a layer: 7 × hidden + 3 × intermediate + 2 × attention
@@ -591,7 +646,9 @@ def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
 def expects_fast_layers(
     config: RunConfig, model: ModelFacts, *, dtype: str, devices: Sequence[DeviceChoice]
 ) -> bool:
-    """Whether GPUs will use the fast layers, by what is known before the ranks start; they decide by trying (`model.forward`)."""
+    """Whether GPUs will use the fast layers, by what is known before the ranks start; they decide
+    by trying (`model.forward`).
+    """
     adapter = config.adapter
     if dtype != "bfloat16" or not model.has_plain_mlps or not all(device.compiles for device in devices):
         return False
@@ -607,18 +664,22 @@ def expects_fast_layers(
 
 
 def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
-    """Values that a UNet keeps for its backward: 500 for each channel of the first level and position, and less for the levels below.
+    """Values that a UNet keeps for its backward: 500 for each channel of the first level and
+    position, and less for the levels below.
 
-    From the shapes of its blocks: five residual blocks with attention in each level, and half as many channels for each position from level to
-    level. On a CPU in float32 it is above what was measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside it:
-    bench/results/diffusion.json. It has not been measured on a GPU.
+    From the shapes of its blocks: five residual blocks with attention in each level, and half as
+    many channels for each position from level to level. On a CPU in float32 it is above what was
+    measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside
+    it: bench/results/diffusion.json. It has not been measured on a GPU.
     """
     values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
     return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
 
 
 def packed_bytes(model: ModelFacts) -> float:
-    """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each block, int8 one for each row."""
+    """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each
+    block, int8 one for each row.
+    """
     if model.quantized_bytes:
         return model.quantized_bytes
     packed = _bits(model) / 8

@@ -38,9 +38,11 @@ def lr_factor(
     cycles: int = 1,
     power: float = 1.0,
 ) -> float:
-    """The factor of the learning rate at an optimizer step: a pure function of the step, so resuming needs no state for it.
+    """The factor of the learning rate at an optimizer step: a pure function of the step, so
+    resuming needs no state for it.
 
-    With `start` 0 the formulas are those of transformers' `get_scheduler`, whose first step is at position 0.
+    With `start` 0 the formulas are those of transformers' `get_scheduler`, whose first step is at
+    position 0.
 
     Args:
         step: from 1 to `total`.
@@ -73,13 +75,16 @@ def lr_factor(
 
 
 _HIGHEST = {"optim.lr": 0.1, "optim.muon_lr": 1.0}
-"""Above these no run is known to train: AdamW moves every value by about its rate in a step, Muon every matrix by about its own in norm."""
+"""Above these no run is known to train: AdamW moves every value by about its rate in a step, Muon
+every matrix by about its own in norm.
+"""
 
 
 def usual_rates(config: RunConfig) -> dict[str, tuple[float, str]]:
     """The learning rates that a config has, by key: the usual one, and for what it is.
 
-    Preference objectives take a tenth (docs/how-to/preferences.md), and all weights a tenth of what an adapter takes.
+    Preference objectives take a tenth (docs/how-to/preferences.md), and all weights a tenth of what
+    an adapter takes.
     """
     usual, what = (2e-4, "an adapter") if config.adapter is not None else (2e-5, "all weights")
     if config.objective in PREFERENCE:
@@ -99,7 +104,9 @@ def beyond_training(config: RunConfig) -> list[str]:
 
 
 def lower_rates(config: RunConfig) -> str:
-    """What to set where the loss became NaN, e.g. `optim.lr=5e-05 (0.0002 is usual for an adapter)`: a quarter, or the usual rate if it was beyond any."""
+    """What to set where the loss became NaN, e.g. `optim.lr=5e-05 (0.0002 is usual for an
+    adapter)`: a quarter, or the usual rate if it was beyond any.
+    """
     rates = {"optim.lr": config.optim.lr, "optim.muon_lr": config.optim.muon_lr}
     parts = []
     for key, (usual, what) in usual_rates(config).items():

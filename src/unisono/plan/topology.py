@@ -1,4 +1,7 @@
-"""How many nodes a job has, which one this is, where the head is, and how many ranks run here. Pure."""
+"""How many nodes a job has, which one this is, where the head is, and how many ranks run here.
+
+Pure.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -166,7 +169,8 @@ def with_torchrun_options(
         variables: of a distributed job, as for `read_topology`.
 
     Raises:
-        UsageError: if two of options and variables contradict each other, or torchrun's asks for what unisono does not do.
+        UsageError: if two of options and variables contradict each other, or torchrun's asks for
+            what unisono does not do.
     """
     _refuse_other_meaning(given)
     nodes, nproc, head, notes = own.nodes, own.nproc, own.head, []
@@ -215,7 +219,10 @@ def _refuse_other_meaning(given: TorchrunOptions) -> None:
             f"--nnodes {given.nnodes} is elastic: the number of nodes could change at any time",
             where="command line",
             why="unisono compares all nodes before a run starts, and must know how many they are",
-            fix=f"--nnodes {high}; with `train`, --nodes {given.nnodes} starts with what is there in time, and restarts without lost nodes",
+            fix=(
+                f"--nnodes {high}; with `train`, --nodes {given.nnodes} starts with what is there in time,"
+                " and restarts without lost nodes"
+            ),
         )
     if given.nproc_per_node in ("cpu", "xpu"):
         raise UsageError.of(
@@ -229,7 +236,9 @@ def _refuse_other_meaning(given: TorchrunOptions) -> None:
 def _head_of_torchrun(
     own: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
 ) -> str | None:
-    """HOST:PORT of `--head`, `--rdzv-endpoint`, `--master-addr`, `--master-port` and their variables; None without a host."""
+    """HOST:PORT of `--head`, `--rdzv-endpoint`, `--master-addr`, `--master-port` and their
+    variables; None without a host.
+    """
     ends = {"--head": own.head, "--rdzv-endpoint": given.rdzv_endpoint}
     pairs = {name: _split_head(text, name) for name, text in ends.items() if text is not None}
     hosts: list[Source] = [(name, host) for name, (host, _) in pairs.items()]
@@ -256,18 +265,24 @@ def _agreed(*sources: Source) -> str:
         if text != different:
             raise UsageError.of(
                 f"{name} {text} and {other} {different} contradict each other",
-                where="command line"
-                if other.startswith("-")
-                else f"environment: {other}={one_line(different, limit=80)}",
+                where=(
+                    "command line"
+                    if other.startswith("-")
+                    else f"environment: {other}={one_line(different, limit=80)}"
+                ),
                 why="both set the same value of the job",
-                fix=f"pass one of them, or the same value in both{'' if other.startswith('-') else f'; or unset {other}'}",
+                fix=(
+                    "pass one of them, or the same value in"
+                    f" both{'' if other.startswith('-') else f'; or unset {other}'}"
+                ),
             )
     return said[0][1] if said else ""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The place that a scheduler gave this front; options and variables of a launcher take precedence.
+    """The place that a scheduler gave this front; options and variables of a launcher take
+    precedence.
 
     Attributes:
         nodes: how many.
@@ -288,7 +303,8 @@ class Accelerators:
     """The accelerators of this machine that ranks could use.
 
     Attributes:
-        count: accelerators that may be used here: visible, and torch can use them; 0: ranks run on the CPU.
+        count: accelerators that may be used here: visible, and torch can use them; 0: ranks run on
+            the CPU.
         note: why there are none, or what shows them: `CUDA_VISIBLE_DEVICES=0,1`.
     """
 
@@ -303,7 +319,8 @@ class Topology:
     Attributes:
         nodes: how many; with MIN:MAX the most.
         node_rank: which one this is.
-        head_host: where node 0's front listens; empty for one node, and with `hosts` until it is found out.
+        head_host: where node 0's front listens; empty for one node, and with `hosts` until it is
+            found out.
         nproc_declared: by `--nproc` or NPROC_PER_NODE; otherwise inferred.
         nproc_origin: where the number came from, for people.
         hosts: the other nodes that this one starts over ssh, by node rank from 1.
@@ -352,7 +369,8 @@ def read_topology(
         placed: by a scheduler that has started one front on each node; None: none has.
 
     Raises:
-        UsageError: if something is missing, contradicts, or cannot be read; with the command line to type.
+        UsageError: if something is missing, contradicts, or cannot be read; with the command line
+            to type.
     """
     reader = _Reader(request, variables, placed)
     hosts = _others(request, is_local)
@@ -457,7 +475,10 @@ class _Reader:
             raise UsageError.of(
                 f"there are {nodes} nodes, and the rank of this node is unknown",
                 where=self._nodes_where(nodes),
-                fix=f"on this node: {self._example(str(nodes))}, with R from 0 to {nodes - 1}, its own on each node",
+                fix=(
+                    f"on this node: {self._example(str(nodes))}, with R from 0 to {nodes - 1}, its own on"
+                    " each node"
+                ),
             )
         if not 0 <= rank < nodes:
             raise UsageError.of(
@@ -531,7 +552,8 @@ class _Reader:
     def _nodes_placed(self) -> bool:
         """Whether the scheduler has said how many nodes there are.
 
-        NODE_RANK and MASTER_ADDR are then leftovers: a batch script that exports them gives all nodes its own.
+        NODE_RANK and MASTER_ADDR are then leftovers: a batch script that exports them gives all
+        nodes its own.
         """
         return self.placed is not None and self.origins.get("nodes") == self.placed.origins["nodes"]
 
@@ -587,7 +609,8 @@ def _ranks(number: int) -> str:
 
 
 def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology) -> None:
-    """Checks that `--launcher nodes` has more nodes than this one, unless `--nodes 1` says that it has not.
+    """Checks that `--launcher nodes` has more nodes than this one, unless `--nodes 1` says that it
+    has not.
 
     Raises:
         UsageError: if nothing says which they are.
@@ -596,5 +619,8 @@ def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology
         raise UsageError.of(
             "--launcher nodes is for several nodes, but none are given",
             where="command line",
-            fix="--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this machine alone omit --launcher",
+            fix=(
+                "--hosts A,B from one of them, or on each --nodes N --node-rank R --head HOST; for this"
+                " machine alone omit --launcher"
+            ),
         )

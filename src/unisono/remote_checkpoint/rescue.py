@@ -1,4 +1,6 @@
-"""After a rank's death: writes a checkpoint of the latest step in the ranks' shared memory, if it is newer than the one on disk."""
+"""After a rank's death: writes a checkpoint of the latest step in the ranks' shared memory, if it
+is newer than the one on disk.
+"""
 
 import contextlib
 import secrets
@@ -81,7 +83,8 @@ def needs_other_nodes(plan: RunPlan, attempt: Attempt) -> bool:
 def rescue(
     run: RunDir, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, store: CheckpointStore, show: Show
 ) -> bool:
-    """Whether a new checkpoint was written from memory after the ranks died; it is then recorded in `attempt`.
+    """Whether a new checkpoint was written from memory after the ranks died; it is then recorded in
+    `attempt`.
 
     Args:
         attempt: how they ended; all of them are gone.
@@ -231,7 +234,9 @@ class MemorySender:
             self._send({"kind": SENT})
 
     def transfer_ended(self, outcome: TransferOutcome) -> None:
-        """Records the end of a transfer, successful or not; after the last one the head gets a message."""
+        """Records the end of a transfer, successful or not; after the last one the head gets a
+        message.
+        """
         if outcome.transfer in self._pending:
             self._pending.discard(outcome.transfer)
             if not self._pending:
@@ -247,12 +252,15 @@ def collect(
     checkpoints: Path,
     interrupts: Interrupts,
 ) -> None:
-    """Adds the snapshots of other nodes' ranks to `found`. A node lost in the meantime is recorded in `attempt`.
+    """Adds the snapshots of other nodes' ranks to `found`.
+
+    A node lost in the meantime is recorded in `attempt`.
 
     Args:
         plan: of the ranks; all of them have ended.
         found: the snapshots so far; more are added.
-        checkpoints: the head's directory of checkpoints, where received files stay until they are read.
+        checkpoints: the head's directory of checkpoints, where received files stay until they are
+            read.
         interrupts: records a stop signal that a node reports in the meantime.
     """
     waiting = {node.node_rank for node in plan.nodes[1:]} - {loss.node_rank for loss in attempt.lost}
@@ -283,7 +291,9 @@ def collect(
 
 
 def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) -> float:
-    """When the collection ends at the latest, in monotonic seconds: a stopping job has only its grace time."""
+    """When the collection ends at the latest, in monotonic seconds: a stopping job has only its
+    grace time.
+    """
     if interrupts.first is None:
         return moved + _LIMIT_S
     grace = 0.0 if interrupts.twice else parse_seconds(plan.config.grace)

@@ -1,4 +1,5 @@
-"""checkpoint.storage: a small object before the ranks start, uploads of published checkpoints beside them, and the first copy read back during the rehearsal.
+"""checkpoint.storage: a small object before the ranks start, uploads of published checkpoints
+beside them, and the first copy read back during the rehearsal.
 
 Uploads are made in a child process, one at a time.
 """
@@ -59,7 +60,10 @@ class CopyResult:
 
 
 class Uploads:
-    """A companion for all attempts of one start of the run. As a context manager it ends its child process."""
+    """A companion for all attempts of one start of the run.
+
+    As a context manager it ends its child process.
+    """
 
     def __init__(
         self,
@@ -110,12 +114,17 @@ class Uploads:
         """Queues a published checkpoint as the next upload."""
         if rank == 0 and message["kind"] == "checkpoint":
             if self._due is not None and self._task is not None:
-                text = f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and there is a newer one"
+                text = (
+                    f"{self._due.name} is not copied to {self._url}: uploads are slower than checkpoints, and"
+                    " there is a newer one"
+                )
                 self._notify(text)
             self._due = Path(str(message["path"]))
 
     def expect(self, step: int) -> None:
-        """Puts the result of the next copy of this step or a later one into `first`, for the caller to check; a failure is then no warning."""
+        """Puts the result of the next copy of this step or a later one into `first`, for the caller
+        to check; a failure is then no warning.
+        """
         self._expected, self.first = step, None
 
     def expect_nothing(self) -> None:
@@ -143,7 +152,8 @@ class Uploads:
         """Nothing: the ranks have ended, but the run may continue. `wait` ends the uploads."""
 
     def wait(self) -> None:
-        """Waits until the latest checkpoint is uploaded, while its upload makes progress; after a stop signal, for the rest of `grace`.
+        """Waits until the latest checkpoint is uploaded, while its upload makes progress; after a
+        stop signal, for the rest of `grace`.
 
         If the run ended because its first copy failed, it does not wait.
         """
@@ -214,7 +224,10 @@ class Uploads:
         elif message["kind"] == "result":
             self._close()
             if message["pruned"]:
-                text = f"{self._path.name} is not copied to {self._url}: it was pruned here before its upload started; checkpoints are faster than uploads"
+                text = (
+                    f"{self._path.name} is not copied to {self._url}: it was pruned here before its upload"
+                    " started; checkpoints are faster than uploads"
+                )
                 self._notify(text)
                 return
             self.uploaded = self._path
@@ -280,14 +293,18 @@ def _step_of(path: Path) -> int:
 def storage_observers(
     plan: RunPlan, uploading: Uploads | None, *, programs: Programs, leftovers: dict[str, str], show: Show
 ) -> tuple[RunObserver, ...]:
-    """The companions of one attempt with a storage: the uploads, and the check of the first copy."""
+    """The companions of one attempt with a storage: the uploads, and the check of the first
+    copy.
+    """
     if uploading is None:
         return ()
     return uploading, FirstCopy(plan, uploading, programs=programs, leftovers=leftovers, show=show)
 
 
 class FirstCopy:
-    """The rehearsal of the copies, beside the ranks: takes the result of the first upload, and has the copy read back."""
+    """The rehearsal of the copies, beside the ranks: takes the result of the first upload, and has
+    the copy read back.
+    """
 
     def __init__(
         self, plan: RunPlan, uploading: Uploads, *, programs: Programs, leftovers: dict[str, str], show: Show
@@ -295,7 +312,8 @@ class FirstCopy:
         """For one attempt.
 
         Args:
-            uploading: makes the copies, and reports a failure of the first one here instead of on the screen.
+            uploading: makes the copies, and reports a failure of the first one here instead of on
+                the screen.
             programs: the program of the task that reads it back.
         """
         self._plan = plan
@@ -377,8 +395,10 @@ class FirstCopy:
         if free is not None and needed > free:
             self._warn(
                 "copies_do_not_fit",
-                f"the copies of this run do not fit into {self._uploading.url}: they need {show_bytes(needed)} more, and {show_bytes(free)} are free",
-                "free space there, or lower checkpoint.keep; a copy without space is a warning, and training continues",
+                f"the copies of this run do not fit into {self._uploading.url}: they need"
+                f" {show_bytes(needed)} more, and {show_bytes(free)} are free",
+                "free space there, or lower checkpoint.keep; a copy without space is a warning, and training"
+                " continues",
             )
 
     def _warn_if_slow(self, copied: CopyResult) -> None:
@@ -388,13 +408,17 @@ class FirstCopy:
         self._end()
         self._warn(
             "rehearsal_is_slow",
-            f"the first copy was not read back within {show_seconds(patience)}: {self._place(copied)} took {show_seconds(copied.seconds)} to write",
+            f"the first copy was not read back within {show_seconds(patience)}: {self._place(copied)} took"
+            f" {show_seconds(copied.seconds)} to write",
             "check the storage and the network: resuming from a copy takes as long",
         )
 
     def _not_copied(self, copied: CopyResult, error: UnisonoError) -> UnisonoError:
         problem = error.problems[0]
-        why = "it is made after the first step so that a run that relies on copies does not train for hours without them"
+        why = (
+            "it is made after the first step so that a run that relies on copies does not train for hours"
+            " without them"
+        )
         fix = problem.fix or "test this disk and the memory of this machine, then start again with --fresh"
         return self._refusal(
             copied,
@@ -419,7 +443,10 @@ class FirstCopy:
     def _refusal(
         self, copied: CopyResult, error: UnisonoError, *, what: str, why: str, fix: str
     ) -> UnisonoError:
-        """The error in its class: damage, or a storage failure. Its location names the storage, as on all nodes."""
+        """The error in its class: damage, or a storage failure.
+
+        Its location names the storage, as on all nodes.
+        """
         ways = (
             f"{fix}; or train without copies: checkpoint.storage=null. The same command then resumes the run"
         )
@@ -462,7 +489,10 @@ def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: 
     at_once = at_most(plan, found["steps"], due)
     room = f" of {show_bytes(found['free_bytes'])} free" if found["free_bytes"] is not None else ""
     in_all = f"; {show_seconds(len(due) * copied.seconds)} in all" if copied.bytes else ""
-    return f"{line}; {how_many_more(plan, due)}, at most {at_once} there: {show_bytes(more_bytes(plan, copied, found))} more{room}{in_all}"
+    return (
+        f"{line}; {how_many_more(plan, due)}, at most {at_once} there:"
+        f" {show_bytes(more_bytes(plan, copied, found))} more{room}{in_all}"
+    )
 
 
 def more_bytes(plan: RunPlan, copied: CopyResult, found: dict[str, Any]) -> int:
@@ -488,16 +518,19 @@ def storage_tried(
     show: Show,
     patience_s: float = PATIENCE_S,
 ) -> Iterator[None]:
-    """Writes, reads and removes a small object in the storage, in a task beside the context; waits for it at the end.
+    """Writes, reads and removes a small object in the storage, in a task beside the context; waits
+    for it at the end.
 
-    Without checkpoint.storage nothing happens. A storage that does not answer or cannot be tested is a warning and does not stop the run.
+    Without checkpoint.storage nothing happens. A storage that does not answer or cannot be tested
+    is a warning and does not stop the run.
 
     Args:
         run: the run's directory; its name is part of the copies' URL.
         patience_s: how long to wait for it at the end.
 
     Raises:
-        UnfitError: if the storage cannot be reached, written, read or deleted from, or its package is missing.
+        UnfitError: if the storage cannot be reached, written, read or deleted from, or its package
+            is missing.
         DataError: if its URL has no known scheme.
     """
     if config.checkpoint.storage is None:
@@ -544,6 +577,9 @@ def _with_local_option(problem: Problem) -> Problem:
 
 
 def _warn(show: Show, url: str, why: str) -> None:
-    text = f"{url} was not tested before the first step: {why}; training starts, and each failed copy is reported"
+    text = (
+        f"{url} was not tested before the first step: {why}; training starts, and each failed copy is"
+        " reported"
+    )
     fix = "check the storage and the network"
     show({"kind": "warning", "time": time.time(), "code": "storage_untried", "text": text, "fix": fix})

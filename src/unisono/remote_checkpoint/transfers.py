@@ -1,4 +1,7 @@
-"""Checkpoints that come from elsewhere: `--resume` without a local one downloads the latest complete one from checkpoint.storage; and shards of ranks that do not share the head's output_dir are sent to it by their front."""
+"""Checkpoints that come from elsewhere: `--resume` without a local one downloads the latest
+complete one from checkpoint.storage; and shards of ranks that do not share the head's output_dir
+are sent to it by their front.
+"""
 
 import contextlib
 import os
@@ -44,9 +47,11 @@ _RUN_FILES = ".brought.tmp-"
 def download_newest(
     config: RunConfig, environment: Environment, *, who: str, programs: Programs, trust: bool, show: Show
 ) -> bool:
-    """Downloads a checkpoint into an output_dir without an intact one, so that the run can resume there.
+    """Downloads a checkpoint into an output_dir without an intact one, so that the run can resume
+    there.
 
-    The caller holds the directory's lock. A kill at any time leaves a complete download, or what `remove_partial_download` removes.
+    The caller holds the directory's lock. A kill at any time leaves a complete download, or what
+    `remove_partial_download` removes.
 
     Args:
         config: with or without checkpoint.storage.
@@ -84,13 +89,16 @@ def download_newest(
         raise damage
     _note(
         show,
-        f"{download.url} holds no complete checkpoint of {f'run {run_id}' if run_id else 'a run of this name'}",
+        f"{download.url} holds no complete checkpoint of"
+        f" {f'run {run_id}' if run_id else 'a run of this name'}",
     )
     return False
 
 
 def remove_partial_download(run: RunDir) -> bool:
-    """Removes a download that a killed start left in a directory without a run. The caller holds the directory's lock.
+    """Removes a download that a killed start left in a directory without a run.
+
+    The caller holds the directory's lock.
 
     Returns:
         Whether one was removed. A download with its plan is complete, and stays.
@@ -114,7 +122,10 @@ def _not_signed(manifest: Manifest, url: str) -> IntegrityError:
         f"the checkpoint of step {manifest.step} in the storage is not signed with your key",
         where=f"{url}/{manifest.run_id}",
         why="checkpoints signed with a different key need --trust",
-        fix=f"copy {KEY_FILE} from the machine that wrote it to your settings folder (~/.config/unisono), or pass --trust",
+        fix=(
+            f"copy {KEY_FILE} from the machine that wrote it to your settings folder (~/.config/unisono), or"
+            " pass --trust"
+        ),
     )
 
 
@@ -130,7 +141,9 @@ class _Download:
         self._show = show
 
     def look(self, run_id: str | None, *, before: int | None) -> Manifest | None:
-        """The manifest of the latest complete checkpoint in the storage, of one run or of the latest run; optionally before a step."""
+        """The manifest of the latest complete checkpoint in the storage, of one run or of the
+        latest run; optionally before a step.
+        """
         request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
         _note(self._show, f"looking in {self.url} for a checkpoint to resume from")
         found = self._ask(request)["manifest"]
@@ -154,7 +167,8 @@ class _Download:
         """Downloads a checkpoint, completely or not at all.
 
         Args:
-            is_new: whether there is no run here: its files besides the checkpoint are downloaded, too.
+            is_new: whether there is no run here: its files besides the checkpoint are downloaded,
+                too.
         """
         nonce = secrets.token_hex(4)
         temporary = self._run.checkpoints / temporary_name(manifest.step, nonce)
@@ -217,7 +231,9 @@ class _Download:
             ) from error
 
     def _place(self, beside: Path) -> None:
-        """Moves the run's other files into its directory; the plan last, since it marks the directory as complete."""
+        """Moves the run's other files into its directory; the plan last, since it marks the
+        directory as complete.
+        """
         names = sorted((path.name for path in beside.iterdir()), key=lambda name: name == self._run.plan.name)
         for name in names:
             (beside / name).rename(self._run.root / name)
@@ -378,7 +394,9 @@ class ShardArrivals:
         self._receiving, self._reported = receiving, receiving.moved
 
     def moves(self) -> Message | None:
-        """A message to rank 0 from time to time while shards arrive, so that it keeps waiting for them."""
+        """A message to rank 0 from time to time while shards arrive, so that it keeps waiting for
+        them.
+        """
         if self._receiving is None or self._receiving.moved - self._reported < _MOVES_EVERY_S:
             return None
         self._reported = self._receiving.moved
@@ -393,7 +411,8 @@ class ShardArrivals:
         self._given_up.add(temporary)
 
     def place(self, offer: Offer) -> tuple[Path, str]:
-        """The directory and name of an offered shard: of a checkpoint in progress, and of one of its node's ranks.
+        """The directory and name of an offered shard: of a checkpoint in progress, and of one of
+        its node's ranks.
 
         Raises:
             Refused: for any other.
@@ -411,7 +430,8 @@ class ShardArrivals:
         return folder, name
 
     def _wait_for_folder(self, temporary: str) -> Path:
-        """The directory, which rank 0 creates, and removes if it abandons the checkpoint: a late shard must not create it again.
+        """The directory, which rank 0 creates, and removes if it abandons the checkpoint: a late
+        shard must not create it again.
 
         Rank 0 starts the same checkpoint at the same step, however long its own copies take.
         """
@@ -429,7 +449,9 @@ class ShardArrivals:
             self._received[event.path.parent.name, event.path.name] = (event.bytes, event.xxh3_128)
 
     def confirmed(self, rank: int, message: Message) -> Message:
-        """The message to rank 0 for a rank's `shard_written`: without an error only if all of its files are here."""
+        """The message to rank 0 for a rank's `shard_written`: without an error only if all of its
+        files are here.
+        """
         node = self._plan.node(self._plan.ranks[rank].node_rank)
         confirmed = {**message, "rank": rank}
         if node.node_rank == 0 or node.shares_output:

@@ -1,9 +1,11 @@
-"""Verification of checkpoints during training: the first one of several ranks is rehearsed, and all are read again as long as the run lasts.
+"""Verification of checkpoints during training: the first one of several ranks is rehearsed, and all
+are read again as long as the run lasts.
 
-The rehearsal reads it back, and checks that all later ones fit on disk, so a failure that would come after ten hours comes in the first minute.
-(`train --rehearse` is different: a small run in a separate directory.) Later ones are read so that disk damage is detected while there is a
-different checkpoint: by a thread in the head's front, slow on purpose: at a limited rate, at the lowest priority, and never while a checkpoint
-is written.
+The rehearsal reads it back, and checks that all later ones fit on disk, so a failure that would
+come after ten hours comes in the first minute. (`train --rehearse` is different: a small run in a
+separate directory.) Later ones are read so that disk damage is detected while there is a different
+checkpoint: by a thread in the head's front, slow on purpose: at a limited rate, at the lowest
+priority, and never while a checkpoint is written.
 """
 
 import contextlib
@@ -34,7 +36,9 @@ from unisono.text import one_line, show_bytes, show_seconds
 
 _PATIENCE_S = 60.0
 _TIMES_WRITING = 20.0
-"""Reading back counts as slow after this many times the seconds of writing, and not before the patience."""
+"""Reading back counts as slow after this many times the seconds of writing, and not before the
+patience.
+"""
 _HOURS = 3600.0
 _FINISH_S = 1.0  # for a read in progress; one that hangs on a dead disk ends with the process
 _SAVE_AT_MOST_S = 600.0  # leftovers of a dead writer do not delay reading for longer
@@ -42,7 +46,8 @@ _LAST_PRIORITY = 19
 
 
 def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
-    """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of ranks, and after a storage failure.
+    """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of
+    ranks, and after a storage failure.
 
     Args:
         run: whose plan.json is still that of the previous start.
@@ -55,7 +60,9 @@ def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
 
 
 def still_due(plan: RunPlan, resume: ResumePoint | None) -> bool:
-    """Whether a restart repeats the rehearsal: the failed start has left no checkpoint of its own."""
+    """Whether a restart repeats the rehearsal: the failed start has left no checkpoint of its
+    own.
+    """
     before = plan.resume.step if plan.resume else None
     return plan.rehearse and before == (resume.step if resume else None)
 
@@ -67,7 +74,9 @@ def _rank_layout(plan: dict[str, Any]) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint as the ranks report it: its path, size, duration, and the seconds in which it blocked training."""
+    """A checkpoint as the ranks report it: its path, size, duration, and the seconds in which it
+    blocked training.
+    """
 
     step: int
     path: Path
@@ -77,7 +86,9 @@ class SavedCheckpoint:
 
 
 class FirstCheckpoint:
-    """The rehearsal, beside the ranks: has the first checkpoint read back, and estimates the cost of all checkpoints."""
+    """The rehearsal, beside the ranks: has the first checkpoint read back, and estimates the cost
+    of all checkpoints.
+    """
 
     def __init__(self, plan: RunPlan, *, programs: Programs, leftovers: dict[str, str], show: Show) -> None:
         """For one attempt.
@@ -113,7 +124,11 @@ class FirstCheckpoint:
             self._error = _not_written(message, host=self._plan.host)
 
     def pass_on(self, message: Message) -> None:
-        """Shows a message. That of the first checkpoint waits until it is read back, and then includes `estimate`: the cost of all checkpoints."""
+        """Shows a message.
+
+        That of the first checkpoint waits until it is read back, and then includes `estimate`: the
+        cost of all checkpoints.
+        """
         if (
             message["kind"] == "checkpoint"
             and message["step"] == self._plan.rehearsed_step
@@ -191,7 +206,8 @@ class FirstCheckpoint:
         self._end()
         self._warn(
             "rehearsal_is_slow",
-            f"the first checkpoint was not read back within {show_seconds(patience)}: {saved.path} took {show_seconds(saved.seconds)} to write",
+            f"the first checkpoint was not read back within {show_seconds(patience)}: {saved.path} took"
+            f" {show_seconds(saved.seconds)} to write",
             "check the storage; `unisono checkpoint verify RUN` reads it again",
         )
 
@@ -203,22 +219,26 @@ def summary(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: f
     """A line about the cost of all checkpoints of the run."""
     due = steps_due(plan, saved.step)
     line = (
-        f"rehearsal: checkpoint of {show_bytes(saved.bytes)} in {show_seconds(saved.seconds)} ({show_seconds(saved.blocking_s)} of it blocking),"
-        f" read back and verified in {show_seconds(read_s)}"
+        f"rehearsal: checkpoint of {show_bytes(saved.bytes)} in {show_seconds(saved.seconds)}"
+        f" ({show_seconds(saved.blocking_s)} of it blocking), read back and verified in"
+        f" {show_seconds(read_s)}"
     )
     if not due:
         return f"{line}; it is the only one"
     at_once = at_most(plan, room.steps, due)
     return (
-        f"{line}; {how_many_more(plan, due)}, at most {at_once} on disk: {show_bytes(at_once * saved.bytes)} of"
-        f" {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
+        f"{line}; {how_many_more(plan, due)}, at most {at_once} on disk: {show_bytes(at_once * saved.bytes)}"
+        f" of {show_bytes(room.bytes)} free; {show_seconds(len(due) * saved.seconds)} in all"
     )
 
 
 def estimate(
     plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float | None
 ) -> dict[str, Any]:
-    """The fields of `summary` for programs. `read_back_s` is null if it was not read to its end, since the checkpoints do not fit."""
+    """The fields of `summary` for programs.
+
+    `read_back_s` is null if it was not read to its end, since the checkpoints do not fit.
+    """
     due = steps_due(plan, saved.step)
     at_once = at_most(plan, room.steps, due) if due else len(room.steps)
     return {
@@ -251,7 +271,9 @@ def steps_due(plan: RunPlan, step: int) -> list[int]:
 
 
 def at_most(plan: RunPlan, there: Sequence[int], due: Sequence[int], *, keep: int | None = None) -> int:
-    """The largest number of checkpoints on disk at the same time, from the existing and the due ones."""
+    """The largest number of checkpoints on disk at the same time, from the existing and the due
+    ones.
+    """
     section = plan.config.checkpoint
     rules = Rules(keep or section.keep, plan.keep_every)
     return max_on_disk(there, due, rules, best=section.best is not None)
@@ -282,11 +304,14 @@ def _refusal(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace) -> UnfitErr
     if plan.keep_every:
         fix += ", or remove checkpoint.keep_every"
     problem = Problem(
-        f"the checkpoints of this run do not fit: up to {at_once} at the same time need {show_bytes(needed)}, and {show_bytes(room.bytes)} are available",
+        f"the checkpoints of this run do not fit: up to {at_once} at the same time need {show_bytes(needed)},"
+        f" and {show_bytes(room.bytes)} are available",
         str(saved.path.parent),
-        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(kept)}; {show_bytes(room.free_bytes)} are free"
-        f" besides the {show_bytes(room.own_bytes)} of the existing ones",
-        f"{fix}, or set output_dir to a larger disk; then run the same command again, which resumes from step {saved.step}",
+        f"the one of step {saved.step} took {show_bytes(saved.bytes)}; {'; '.join(kept)};"
+        f" {show_bytes(room.free_bytes)} are free besides the {show_bytes(room.own_bytes)} of the existing"
+        " ones",
+        f"{fix}, or set output_dir to a larger disk; then run the same command again, which resumes from step"
+        f" {saved.step}",
     )
     return UnfitError(problem, verdict=_storage_unfit(problem, plan.host, saved.step))
 
@@ -404,7 +429,9 @@ class Verifier:
     _thread: threading.Thread | None = field(default=None, init=False)
     _warnings: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue, init=False)
     _read: dict[tuple[str, int], float | None] = field(default_factory=dict, init=False)
-    """When each was last read, in seconds since 1970, by name and inode: a step may be saved again."""
+    """When each was last read, in seconds since 1970, by name and inode: a step may be saved
+    again.
+    """
     _saves: dict[str, float] = field(default_factory=dict, init=False)
     """When a directory in progress was first seen, in monotonic seconds."""
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
@@ -462,7 +489,9 @@ class Verifier:
             self._read_again(path, marks[path])
 
     def _last_read(self, path: Path, mark: tuple[str, int]) -> float | None:
-        """When a checkpoint was last read, by this start or an earlier one, in seconds since 1970; None if not since it was written."""
+        """When a checkpoint was last read, by this start or an earlier one, in seconds since 1970;
+        None if not since it was written.
+        """
         if mark in self._read:
             return self._read[mark]
         found = last_verified(self.root, path.name, read_manifest(path))
@@ -492,8 +521,10 @@ class Verifier:
         self._warned.add(mark)
         self._warn(
             "checkpoint_damaged",
-            f"checkpoint {reading.path.name} was damaged after it was written: {finding}, in {reading.path}. It no longer counts as kept",
-            "the run continues; check for disk errors (dmesg), and restore the file from a copy if you need that step",
+            f"checkpoint {reading.path.name} was damaged after it was written: {finding}, in {reading.path}."
+            " It no longer counts as kept",
+            "the run continues; check for disk errors (dmesg), and restore the file from a copy if you need"
+            " that step",
         )
 
     def _warn(self, code: str, text: str, fix: str) -> None:
@@ -513,7 +544,9 @@ class Verifier:
 
 
 def _mark_of(path: Path) -> tuple[str, int] | None:
-    """Name and inode, which distinguish this directory from a different one of the same name; None if it is gone."""
+    """Name and inode, which distinguish this directory from a different one of the same name; None
+    if it is gone.
+    """
     try:
         return path.name, path.stat().st_ino
     except FileNotFoundError:
@@ -521,10 +554,14 @@ def _mark_of(path: Path) -> tuple[str, int] | None:
 
 
 def next_due(seen: Iterable[tuple[Path, float | None]], *, now: float, again_after_s: float) -> Path | None:
-    """The checkpoint to read next: the latest unread one, otherwise the one read longest ago, if due again. Pure.
+    """The checkpoint to read next: the latest unread one, otherwise the one read longest ago, if
+    due again.
+
+    Pure.
 
     Args:
-        seen: the checkpoints, oldest first, with the time of their last reading in seconds since 1970.
+        seen: the checkpoints, oldest first, with the time of their last reading in seconds since
+            1970.
         now: in seconds since 1970.
         again_after_s: seconds after which a checkpoint is read again.
     """

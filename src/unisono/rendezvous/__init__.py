@@ -1,1 +1,3 @@
-"""The nodes of a job meet, compare their state, test the network between them, and stay in touch."""
+"""The nodes of a job meet, compare their state, test the network between them, and stay in
+touch.
+"""

@@ -1,4 +1,6 @@
-"""The head's address, whether it belongs to this machine, and how a front that refuses early reports that to the head."""
+"""The head's address, whether it belongs to this machine, and how a front that refuses early
+reports that to the head.
+"""
 
 import contextlib
 import ipaddress
@@ -25,7 +27,8 @@ def listening_address(party: Party) -> str:
     """The address of this machine on which the head listens: HOST of --head, resolved here.
 
     Raises:
-        Disagreed: dns_failure, hostname_loopback, or head_unreachable if the address belongs to a different machine.
+        Disagreed: dns_failure, hostname_loopback, or head_unreachable if the address belongs to a
+            different machine.
     """
     host = party.topology.head_host
     found = _addresses(party)
@@ -33,10 +36,12 @@ def listening_address(party: Party) -> str:
     if not ours:
         raise _refused(
             "head_unreachable",
-            f"{party.label} is the head, but --head {host} resolves to {', '.join(found)}, which is not an address of this machine",
+            f"{party.label} is the head, but --head {host} resolves to {', '.join(found)}, which is not an"
+            " address of this machine",
             party,
             found,
-            "start node 0 on that machine, or set --head to an address of this machine (`ip -br addr`) on every node",
+            "start node 0 on that machine, or set --head to an address of this machine (`ip -br addr`) on"
+            " every node",
         )
     _refuse_loopback_name(party, ours)
     return next((address for address in ours if not is_loopback(address)), ours[0])
@@ -46,8 +51,8 @@ def refuse_unusable_head(party: Party) -> None:
     """Checks the head's name on the other nodes, before they connect.
 
     Raises:
-        Disagreed: hostname_loopback, if the head's name resolves to this machine's loopback. A name without an
-            address is left to the channel, which retries until the timeout.
+        Disagreed: hostname_loopback, if the head's name resolves to this machine's loopback. A name
+            without an address is left to the channel, which retries until the timeout.
     """
     found = party.network.resolve(party.topology.head_host)
     if found:
@@ -68,7 +73,8 @@ def is_own_address(address: str) -> bool:
 def is_this_machine(host: str, network: NetworkProbe) -> bool:
     """Whether an entry of --hosts (`name`, `user@name`, address) is this machine.
 
-    127.0.0.2 and similar addresses count as other machines: tests run several nodes on one machine that way.
+    127.0.0.2 and similar addresses count as other machines: tests run several nodes on one machine
+    that way.
     """
     name = host.rpartition("@")[2]
     if name in (*_LOOPBACK_NAMES, "127.0.0.1", "::1", socket.gethostname()):
@@ -104,7 +110,10 @@ def _addresses(party: Party) -> list[str]:
 
 
 def _refuse_loopback_name(party: Party, found: Sequence[str]) -> None:
-    """Refuses a host name that resolves to loopback. A literal 127.0.0.1 or `localhost` is intended: several nodes on one machine."""
+    """Refuses a host name that resolves to loopback.
+
+    A literal 127.0.0.1 or `localhost` is intended: several nodes on one machine.
+    """
     host = party.topology.head_host
     if host in _LOOPBACK_NAMES or _is_literal(host) or not all(is_loopback(address) for address in found):
         return
@@ -152,9 +161,11 @@ _ACKNOWLEDGE_S = 1.0
 
 @contextlib.contextmanager
 def refusals_reported(party: Party) -> Iterator[None]:
-    """Wraps a front's checks before the meeting: a UnisonoError is reported to the other nodes and raised again.
+    """Wraps a front's checks before the meeting: a UnisonoError is reported to the other nodes and
+    raised again.
 
-    This front keeps its own exit code (usually 2); the others exit with 3 and `node R (HOST) refused: …`.
+    This front keeps its own exit code (usually 2); the others exit with 3 and `node R (HOST)
+    refused: …`.
     """
     try:
         yield
@@ -164,7 +175,11 @@ def refusals_reported(party: Party) -> Iterator[None]:
 
 
 def report_refusal(party: Party, error: UnisonoError) -> None:
-    """Reports an error to the head, or on the head to every node that connects within a few seconds. Never raises: the error itself matters more."""
+    """Reports an error to the head, or on the head to every node that connects within a few
+    seconds.
+
+    Never raises: the error itself matters more.
+    """
     if party.topology.nodes == 1 or party.topology.hosts:  # the fronts of --hosts are not started yet
         return
     if isinstance(error, LockTaken) and _is_same_job(party, error.holder):
@@ -179,7 +194,9 @@ def report_refusal(party: Party, error: UnisonoError) -> None:
 
 
 def _is_same_job(party: Party, holder: Holder | None) -> bool:
-    """Whether the lock's holder is the head of this very job, whose command was run a second time: port and nodes are that head's."""
+    """Whether the lock's holder is the head of this very job, whose command was run a second time:
+    port and nodes are that head's.
+    """
     topology = party.topology
     return (
         topology.is_head
@@ -190,9 +207,11 @@ def _is_same_job(party: Party, holder: Holder | None) -> bool:
 
 
 def answer_callers(party: Party, verdict: Verdict) -> None:
-    """Opens the head's port, sends the verdict as the last message to every caller, and closes once all nodes have it or the time is over.
+    """Opens the head's port, sends the verdict as the last message to every caller, and closes once
+    all nodes have it or the time is over.
 
-    If the head's name has no address that others could reach, it listens briefly on every address of this machine.
+    If the head's name has no address that others could reach, it listens briefly on every address
+    of this machine.
 
     Raises:
         UnisonoError: if the port cannot be opened at all.

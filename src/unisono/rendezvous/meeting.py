@@ -1,4 +1,6 @@
-"""The meeting at the head: the connected nodes, their messages, what is sent to them, and how the meeting ends."""
+"""The meeting at the head: the connected nodes, their messages, what is sent to them, and how the
+meeting ends.
+"""
 
 import contextlib
 import secrets
@@ -24,7 +26,9 @@ from unisono.supervise.postmortem import node_refused
 
 Result = TypeVar("Result")
 RecordAgreement = Callable[[Sequence[NodeReport], Agreement], None]
-"""Called with the reports and the agreement after each comparison, including the one that ends the meeting; for agreement.json."""
+"""Called with the reports and the agreement after each comparison, including the one that ends the
+meeting; for agreement.json.
+"""
 
 _POLL_S = 0.2
 _BUSY_POLL_S = 0.02
@@ -33,7 +37,8 @@ _ACKNOWLEDGE_S = 3.0
 
 
 class Objection(Exception):  # noqa: N818 - named for what happened
-    """The job cannot continue with all of these nodes; raised instead of ending the job inside `Meeting.tentatively`.
+    """The job cannot continue with all of these nodes; raised instead of ending the job inside
+    `Meeting.tentatively`.
 
     Attributes:
         verdicts: what would be sent to all nodes.
@@ -47,11 +52,13 @@ class Objection(Exception):  # noqa: N818 - named for what happened
 
 
 class Meeting:
-    """The nodes of a job, connected to the head. As a context manager it sends every node the outcome.
+    """The nodes of a job, connected to the head.
 
-    An error that leaves it is sent to all nodes and becomes Disagreed (exit code 3) here as well, unless `end` was called before.
-    A signal that stops one node stops all of them: Stopped is raised on every node.
-    Until `close_joining` is called, nodes may leave and join again.
+    As a context manager it sends every node the outcome.
+
+    An error that leaves it is sent to all nodes and becomes Disagreed (exit code 3) here as well,
+    unless `end` was called before. A signal that stops one node stops all of them: Stopped is
+    raised on every node. Until `close_joining` is called, nodes may leave and join again.
 
     Attributes:
         server: the connections; once the ranks start, the caller reads them (`server.receive`).
@@ -131,7 +138,8 @@ class Meeting:
             self.broadcast({"kind": "note", "text": text})
 
     def run_in_background(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
-        """The result of long work (a task, digests), done in a thread while this front listens to the nodes.
+        """The result of long work (a task, digests), done in a thread while this front listens to
+        the nodes.
 
         Args:
             work: called with a function that shows messages.
@@ -185,7 +193,9 @@ class Meeting:
 
     @contextlib.contextmanager
     def tentatively(self) -> Iterator[None]:
-        """Inside this context a fatal verdict raises Objection instead of ending the job: fewer nodes may be able to continue."""
+        """Inside this context a fatal verdict raises Objection instead of ending the job: fewer
+        nodes may be able to continue.
+        """
         self._tentative = True
         try:
             yield
@@ -193,7 +203,10 @@ class Meeting:
             self._tentative = False
 
     def leave_out(self, node_rank: int, why: str) -> None:
-        """Continues without a node, which cannot join again. `why` completes the sentence `node R (HOST) …`."""
+        """Continues without a node, which cannot join again.
+
+        `why` completes the sentence `node R (HOST) …`.
+        """
         self.roll.leave_out(node_rank)
         self.server.leave_out(node_rank, why)
         for answers in self._inbox.values():
@@ -257,7 +270,8 @@ class Meeting:
             raise disagreement([verdict]) from error
 
     def end(self, message: Message) -> None:
-        """Sends the last message (`ended`), waits a bounded time until all joined nodes have it, and closes.
+        """Sends the last message (`ended`), waits a bounded time until all joined nodes have it,
+        and closes.
 
         Missing nodes get a few seconds to connect and receive it.
         """
@@ -272,7 +286,9 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections, once all joined nodes have had a bounded time to receive the last message."""
+        """Closes the connections, once all joined nodes have had a bounded time to receive the last
+        message.
+        """
         self.server.close(patience_s=_ACKNOWLEDGE_S if self._ended else 0.0)
         for clean_up in self.on_close:
             clean_up()
@@ -292,7 +308,9 @@ class Meeting:
         self._joining = False
 
     def _nodes_of(self, verdicts: Sequence[Verdict]) -> list[int]:
-        """The nodes on the hosts in the verdicts; empty if a host runs several nodes, since then they are ambiguous."""
+        """The nodes on the hosts in the verdicts; empty if a host runs several nodes, since then
+        they are ambiguous.
+        """
         named = {host for verdict in verdicts for host in verdict.hosts}
         found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
         return found if len(found) == len(named) else []
@@ -303,7 +321,8 @@ class Meeting:
 
     def _handle_event(self, event: Event) -> None:
         if not isinstance(event, NodeMessage) or event.message.get("kind") in ("refused", "stop"):
-            # Counted from the last join or leave, not from the last report: files may be large. For a silent node, from its last sign of life.
+            # Counted from the last join or leave, not from the last report: files may be large. For
+            # a silent node, from its last sign of life.
             silent_s = event.silent_s if isinstance(event, Left) else 0.0
             self._last_change = time.monotonic() - silent_s
         match event:

@@ -1,4 +1,7 @@
-"""The pure part of a meeting: which nodes have joined, and the verdicts and messages that end it. No clock, no socket."""
+"""The pure part of a meeting: which nodes have joined, and the verdicts and messages that end it.
+
+No clock, no socket.
+"""
 
 import signal
 import time
@@ -75,7 +78,10 @@ class RollCall:
         self.left.pop(event.node_rank, None)
 
     def record_left(self, event: Left) -> str:
-        """Records that a node left before all had joined; it may come back. Gives a line for the screen."""
+        """Records that a node left before all had joined; it may come back.
+
+        Gives a line for the screen.
+        """
         self.hosts.pop(event.node_rank, None)
         self.addresses.pop(event.node_rank, None)
         self.reports.pop(event.node_rank, None)
@@ -84,7 +90,9 @@ class RollCall:
         return self._has_left(event.node_rank)
 
     def record_report(self, node_rank: int, value: object) -> Verdict | None:
-        """Records a node's report; gives a verdict if it cannot be read or belongs to a different node."""
+        """Records a node's report; gives a verdict if it cannot be read or belongs to a different
+        node.
+        """
         host = self.hosts.get(node_rank, "?")
         try:
             report = NodeReport.model_validate(value)
@@ -103,7 +111,10 @@ class RollCall:
 
     def waiting_line(self, waited_s: float) -> str:
         """`2 of 3 nodes are here (4.0 s); node 2 has never connected`."""
-        present = f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here ({waited_s:.1f} s)"
+        present = (
+            f"{len(self.hosts)} of {count(self.nodes, 'node')} {'is' if len(self.hosts) == 1 else 'are'} here"
+            f" ({waited_s:.1f} s)"
+        )
         parts = [present]
         never = [rank for rank in self.missing if rank not in self.left]
         if never:
@@ -145,7 +156,9 @@ _MOST_PROBLEMS = 8
 
 
 def disagreement(verdicts: Sequence[Verdict]) -> Disagreed:
-    """The error with which a front ends: exit code 3, the first verdict, and a problem for each verdict."""
+    """The error with which a front ends: exit code 3, the first verdict, and a problem for each
+    verdict.
+    """
     return Disagreed(*(_as_problem(verdict) for verdict in verdicts), verdict=verdicts[0])
 
 
@@ -167,7 +180,9 @@ def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_
 
 
 def stop_message(stopped: Stopped) -> dict[str, Any]:
-    """The message `ended` for a job that was stopped before ranks started: without a verdict, since nothing failed."""
+    """The message `ended` for a job that was stopped before ranks started: without a verdict, since
+    nothing failed.
+    """
     return {
         "kind": "ended",
         "exit_code": exit_code_of(stopped.number),

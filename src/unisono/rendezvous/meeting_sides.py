@@ -1,4 +1,8 @@
-"""Both sides of the meeting. Node 0 waits for the other nodes, compares them, tests the network, and sends everybody the outcome; the members connect, report, and receive it."""
+"""Both sides of the meeting.
+
+Node 0 waits for the other nodes, compares them, tests the network, and sends everybody the outcome;
+the members connect, report, and receive it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -61,17 +65,24 @@ def hold_meeting(
     tries_collective: bool = True,
     trial: Callable[[Meeting], None] | None = None,
 ) -> Meeting:
-    """The meeting of all nodes, agreed, so that each can prepare its data. Called by node 0's front.
+    """The meeting of all nodes, agreed, so that each can prepare its data.
+
+    Called by node 0's front.
 
     Use the result as a context manager: an exception that leaves it is reported to all nodes.
 
     Args:
         make_report: makes its report, in a background thread.
-        welcome: sent to every node that joins; `nonce_file` is the name of the file from `facts.storage.leave_nonce`.
-        record: called with the reports and the agreement after each comparison, including the one that ends the meeting.
-        start_others: with --hosts: starts the other fronts, which connect to the given address (`ssh.start_others`).
-        tries_collective: whether one process of each node takes part in a collective; all nodes must pass the same value.
-        trial: a network test that replaces dials and collective; the members must run their part of it.
+        welcome: sent to every node that joins; `nonce_file` is the name of the file from
+            `facts.storage.leave_nonce`.
+        record: called with the reports and the agreement after each comparison, including the one
+            that ends the meeting.
+        start_others: with --hosts: starts the other fronts, which connect to the given address
+            (`ssh.start_others`).
+        tries_collective: whether one process of each node takes part in a collective; all nodes
+            must pass the same value.
+        trial: a network test that replaces dials and collective; the members must run their part of
+            it.
 
     Raises:
         Disagreed: with the verdict that was sent to all nodes.
@@ -193,7 +204,9 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 # earlier round follows.
 
 _ANSWER_S = 20.0
-"""For a report. Most of it is the storage check, with 5 s of its own and 5 s for the caches of a network file system."""
+"""For a report. Most of it is the storage check, with 5 s of its own and 5 s for the caches of a
+network file system.
+"""
 
 
 def rejoin_at_head(
@@ -242,14 +255,18 @@ def _refuse_lost_nodes(meeting: Meeting) -> None:
 
 
 class MemberSide:
-    """This node's connection to the meeting. As a context manager it reports to the head how this front ended.
+    """This node's connection to the meeting.
 
-    An error that leaves it is sent to the head, and the head's verdict on it is raised in its place, so that all nodes
-    exit with the same message and exit code 3.
+    As a context manager it reports to the head how this front ended.
+
+    An error that leaves it is sent to the head, and the head's verdict on it is raised in its
+    place, so that all nodes exit with the same message and exit code 3.
 
     Attributes:
-        link: the connection to the head; once the ranks start, the caller reads it (`link.receive`).
-        welcome: the head's welcome message: run_nonce, epoch, wall, head_host, and what its caller added.
+        link: the connection to the head; once the ranks start, the caller reads it
+            (`link.receive`).
+        welcome: the head's welcome message: run_nonce, epoch, wall, head_host, and what its caller
+            added.
         head_left: the end of the connection to the head; None while it is connected.
     """
 
@@ -305,11 +322,12 @@ class MemberSide:
     def wait_for(self, *kinds: str) -> Message:
         """The next message of one of these kinds. Notes and warnings before it are shown.
 
-        There is no timeout here: the head's silence ends the wait, and the head limits everything it waits for. Messages
-        after this one are unread for `receive`.
+        There is no timeout here: the head's silence ends the wait, and the head limits everything
+        it waits for. Messages after this one are unread for `receive`.
 
         Raises:
-            Disagreed: with the head's verdict if it ends the job before training, or if the head is lost.
+            Disagreed: with the head's verdict if it ends the job before training, or if the head is
+                lost.
         """
         while True:
             events = self.receive(_POLL_S)
@@ -414,7 +432,9 @@ def join_meeting(
     tries_collective: bool = True,
     trial: Callable[[MemberSide, NodeReport], None] | None = None,
 ) -> MemberSide:
-    """This node's connection to the meeting, agreed, so that each node can prepare its data. Called by the fronts of all nodes but 0.
+    """This node's connection to the meeting, agreed, so that each node can prepare its data.
+
+    Called by the fronts of all nodes but 0.
 
     Use the result as a context manager: an exception that leaves it is reported to the head.
 
@@ -478,7 +498,10 @@ class _ConnectProgress:
         if waited_s < self._next_s:
             return
         self._next_s = waited_s + _NEXT_LINES_S
-        text = f"{one_line(target_and_reason, limit=300)} ({waited_s:.0f} s; retrying until {self._party.join_timeout_s:.0f} s)"
+        text = (
+            f"{one_line(target_and_reason, limit=300)} ({waited_s:.0f} s; retrying until"
+            f" {self._party.join_timeout_s:.0f} s)"
+        )
         self._party.show({"kind": "note", "time": time.time(), "text": text})
 
 
@@ -486,13 +509,15 @@ class _ConnectProgress:
 
 
 def rejoin_as_member(member_side: MemberSide, request: Message, make_report: MakeRestartReport) -> Message:
-    """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a result.
+    """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a
+    result.
 
     Args:
         request: the first `again`.
 
     Raises:
-        Disagreed: with the head's verdict if it ends the job, or if the head is lost: then `attendance.head_gone` has the reason.
+        Disagreed: with the head's verdict if it ends the job, or if the head is lost: then
+            `attendance.head_gone` has the reason.
     """
     while request["kind"] == "again":
         request = _rejoin_round(member_side, request, make_report)

@@ -1,4 +1,6 @@
-"""A test of the network between the nodes before ranks start: every node connects to the others, then runs one small collective with the real backend."""
+"""A test of the network between the nodes before ranks start: every node connects to the others,
+then runs one small collective with the real backend.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +33,15 @@ _DIALLING_S = 45.0
 
 
 def listen(address: str, token: bytes, run_nonce: str) -> EchoListener:
-    """A listener that answers the other nodes' test connections on this address until it is closed."""
+    """A listener that answers the other nodes' test connections on this address until it is
+    closed.
+    """
     return EchoListener(address, reach_key(token, run_nonce))
 
 
 def head_dials(meeting: HeadSide) -> Agreement:
-    """The agreement on which nodes reach each other: every node, the head included, connects to its peers.
+    """The agreement on which nodes reach each other: every node, the head included, connects to its
+    peers.
 
     Raises:
         Disagreed: if a node does not answer.
@@ -124,7 +129,9 @@ _ENDING_S = 10.0
 
 @contextmanager
 def collective_task(report: NodeReport, present: Sequence[int], programs: Programs) -> Iterator[TaskProcess]:
-    """This node's process for the collective. It imports torch in the background, then waits for the store's address.
+    """This node's process for the collective.
+
+    It imports torch in the background, then waits for the store's address.
 
     Args:
         present: the ranks of the nodes that take part, one process each.
@@ -183,7 +190,9 @@ def node_collective(member_side: NodeSide, task: TaskProcess) -> None:
 
 
 def _environment(report: NodeReport) -> dict[str, str]:
-    """The ranks' environment: the user's communication settings, and the interface on which the nodes reach each other."""
+    """The ranks' environment: the user's communication settings, and the interface on which the
+    nodes reach each other.
+    """
     leftovers = misleading_variables(read_environment().leftovers, world_size=2)
     device = report.places[0] if report.places else None
     environment = child_environment(threads=1, without=leftovers, device=device)
@@ -194,7 +203,9 @@ def _environment(report: NodeReport) -> dict[str, str]:
 
 
 def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
-    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store; otherwise `text` with the reason."""
+    """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store;
+    otherwise `text` with the reason.
+    """
     port = None
     try:
         for message in messages:

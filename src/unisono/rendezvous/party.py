@@ -1,4 +1,6 @@
-"""Types that both sides of a meeting share: the node, the job's token, the facts of its channel, and background work while the front listens."""
+"""Types that both sides of a meeting share: the node, the job's token, the facts of its channel,
+and background work while the front listens.
+"""
 
 import os
 import queue
@@ -23,7 +25,9 @@ from unisono.supervise.child_process import Programs
 from unisono.text import one_line
 
 NONCE_FILE = "nonce_file"
-"""The key of the head's welcome with the name of the file that it left in its output_dir (`facts.storage.leave_nonce`)."""
+"""The key of the head's welcome with the name of the file that it left in its output_dir
+(`facts.storage.leave_nonce`).
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class ChannelFacts:
     Attributes:
         address: this node's own address in its connection to the head.
         welcome: the head's message to every node that joins.
-        clock_offset_s: this node's wall clock minus the head's; None: not measured; 0.0 on the head.
+        clock_offset_s: this node's wall clock minus the head's; None: not measured; 0.0 on the
+            head.
         probe_ports: on which this node answers the dial matrix.
     """
 
@@ -76,8 +81,9 @@ class ChannelFacts:
 
 
 MakeReport = Callable[[ChannelFacts, Show], NodeReport]
-"""Makes this node's report. It runs in a background thread, since digests of large files take minutes; the messages it
-shows are displayed. A UnisonoError that it raises is sent to all nodes."""
+"""Makes this node's report. It runs in a background thread, since digests of large files take
+minutes; the messages it shows are displayed. A UnisonoError that it raises is sent to all nodes.
+"""
 
 
 RestartQuestion = dict[str, Any]
@@ -139,9 +145,12 @@ class NodeSide(Protocol):
 
 
 class BackgroundWork(Generic[Result]):
-    """Work in a thread that starts at once. Its messages wait in `shown`, so that only the front's own thread displays them.
+    """Work in a thread that starts at once.
 
-    The thread is a daemon: a front that exits does not wait for it, and a task that it started ends with the front.
+    Its messages wait in `shown`, so that only the front's own thread displays them.
+
+    The thread is a daemon: a front that exits does not wait for it, and a task that it started ends
+    with the front.
     """
 
     def __init__(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
@@ -194,7 +203,8 @@ class Token:
     Attributes:
         secret: the bytes; not in its repr, so that no log or traceback shows them.
         origin: its source, for messages.
-        from_stdin: the rest of stdin is the lifeline to whoever started this front; see `watch_lifeline`.
+        from_stdin: the rest of stdin is the lifeline to whoever started this front; see
+            `watch_lifeline`.
     """
 
     secret: bytes = field(repr=False)
@@ -213,7 +223,8 @@ def read_token(
 
     Args:
         token_file: `--token-file`; `-`: the first line of stdin.
-        from_environment: UNISONO_TOKEN, already removed from the environment (`facts.environment.take_token`).
+        from_environment: UNISONO_TOKEN, already removed from the environment
+            (`facts.environment.take_token`).
 
     Raises:
         UsageError: if there is none, its length is wrong, or other users may read the file.
@@ -241,16 +252,19 @@ def make_token() -> Token:
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None, *, stdin: BinaryIO | None = None) -> None:
-    """Calls `on_close` when stdin closes: whoever started this front is gone, so the run ends, too.
+    """Calls `on_close` when stdin closes: whoever started this front is gone, so the run ends,
+    too.
 
     Args:
-        on_close: called from a different thread; without one, this process gets SIGTERM, as from a scheduler.
+        on_close: called from a different thread; without one, this process gets SIGTERM, as from a
+            scheduler.
     """
     source = stdin or sys.stdin.buffer
 
     def watch() -> None:
         try:
-            # Not through the buffer: this thread would hold its lock forever, and Python aborts at exit if it cannot take that lock.
+            # Not through the buffer: this thread would hold its lock forever, and Python aborts at
+            # exit if it cannot take that lock.
             while os.read(source.fileno(), LARGEST_BYTES):  # the content is ignored
                 continue
         except (OSError, ValueError):  # closed in this process: the same

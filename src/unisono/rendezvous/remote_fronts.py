@@ -1,4 +1,6 @@
-"""Fronts on other nodes: those of `--hosts`, started over SSH (each exits when its stdin closes), and those started by srun."""
+"""Fronts on other nodes: those of `--hosts`, started over SSH (each exits when its stdin closes),
+and those started by srun.
+"""
 
 import contextlib
 import hashlib
@@ -96,7 +98,10 @@ class SshFronts:
         self.close()
 
     def failures(self) -> dict[int, Verdict]:
-        """A verdict for each front that has exited, by node rank. It applies only if the node is not in the meeting."""
+        """A verdict for each front that has exited, by node rank.
+
+        It applies only if the node is not in the meeting.
+        """
         return {
             front.node_rank: self._failure(front) for front in self.fronts if front.process.poll() is not None
         }
@@ -108,7 +113,9 @@ class SshFronts:
         return [line for line in lines if line][-_TAIL_LINES:]
 
     def close(self, *, patience_s: float = 5.0) -> None:
-        """Closes their stdin, on which they exit; waits a bounded time, then kills the local ssh clients."""
+        """Closes their stdin, on which they exit; waits a bounded time, then kills the local ssh
+        clients.
+        """
         for front in self.fronts:
             if front.process.stdin is not None:
                 with contextlib.suppress(OSError):
@@ -152,9 +159,11 @@ class SshFronts:
 
 
 def find_head(topology: Topology, network: NetworkProbe) -> Topology:
-    """The topology with the head's address: with --hosts and without --head, this machine's source address towards the hosts.
+    """The topology with the head's address: with --hosts and without --head, this machine's source
+    address towards the hosts.
 
-    The system then chooses the port (0). A topology with an address, or without other nodes, is returned unchanged.
+    The system then chooses the port (0). A topology with an address, or without other nodes, is
+    returned unchanged.
 
     Raises:
         UsageError: if a host cannot be resolved or reached, or the hosts need different addresses.
@@ -191,13 +200,16 @@ def start_others(
     logs: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> SshFronts:
-    """Starts a front on each host of the topology, in the same working directory with the same Python.
+    """Starts a front on each host of the topology, in the same working directory with the same
+    Python.
 
     Args:
         topology: of this node; its `hosts` are started.
         token: written to each front's stdin, which stays open as its lifeline.
-        logs: a folder for their output (`HOST-front.log`); None: a private one that `close` removes.
-        variables: of this node's environment (`Environment.variables`); those that must be equal on all nodes are forwarded.
+        logs: a folder for their output (`HOST-front.log`); None: a private one that `close`
+            removes.
+        variables: of this node's environment (`Environment.variables`); those that must be equal on
+            all nodes are forwarded.
 
     Raises:
         UsageError: if no ssh client is installed.
@@ -226,7 +238,9 @@ def remote_command(
     *,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """The remote shell's command: `cd DIR && exec PYTHON -m unisono train …`, every word quoted, without the token."""
+    """The remote shell's command: `cd DIR && exec PYTHON -m unisono train …`, every word quoted,
+    without the token.
+    """
     host, port = head
     place = {
         "--nodes": topology.nodes,
@@ -245,7 +259,9 @@ def remote_command(
 
 
 def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this node that must be equal on all nodes and do not describe this node alone."""
+    """The variables of this node that must be equal on all nodes and do not describe this node
+    alone.
+    """
     found = {}
     for name, value in variables.items():
         known = find_variable(name)
@@ -272,7 +288,9 @@ def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: b
             f"--hosts needs {ssh[0]}, which cannot be started",
             where="this machine",
             why=error.strerror or str(error),
-            fix="install an ssh client, or run the command on every node with --nodes, --node-rank and --head",
+            fix=(
+                "install an ssh client, or run the command on every node with --nodes, --node-rank and --head"
+            ),
         ) from error
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has exited already: `failures` gives the reason
@@ -285,7 +303,9 @@ _PORTS = range(20_000, 32_000)
 """Below the usual ephemeral ports; two jobs on one node use different ports."""
 _EVIDENCE_S = 2.0  # a verdict does not wait longer for Slurm's node states
 MAKE_ONE = 'UNISONO_TOKEN=$(python3 -c "import secrets; print(secrets.token_urlsafe(32))")'
-"""A prefix for `srun`, which passes its environment to all tasks; the token is in no command line."""
+"""A prefix for `srun`, which passes its environment to all tasks; the token is in no command
+line.
+"""
 
 
 def placed_by_slurm(step: SlurmStep | None, network: NetworkProbe) -> Placed | None:
@@ -330,11 +350,16 @@ def token_hint(environment: Environment) -> str:
     """A hint for nodes without a common key; empty outside a step."""
     if environment.slurm_step is None:
         return ""
-    return f"without UNISONO_TOKEN the step's nodes derive the token from {environment.settings_dir}, which differs between nodes: {MAKE_ONE} srun …"
+    return (
+        f"without UNISONO_TOKEN the step's nodes derive the token from {environment.settings_dir}, which"
+        f" differs between nodes: {MAKE_ONE} srun …"
+    )
 
 
 def step_evidence(step: SlurmStep) -> tuple[Evidence, ...]:
-    """Evidence for a verdict on a job in a Slurm step: the step, its nodes, and the nodes that Slurm reports as unusable."""
+    """Evidence for a verdict on a job in a Slurm step: the step, its nodes, and the nodes that
+    Slurm reports as unusable.
+    """
     hosts = hosts_of(step.nodelist)
     requeued = f", requeued {step.restart} times" if step.restart else ""
     evidence = [

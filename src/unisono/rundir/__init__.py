@@ -39,7 +39,10 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One line per optimizer step. `metrics.jsonl.damaged-1` is the original file if a resume found damaged lines."""
+        """One line per optimizer step.
+
+        `metrics.jsonl.damaged-1` is the original file if a resume found damaged lines.
+        """
         return self.root / "metrics.jsonl"
 
     @property
@@ -84,22 +87,37 @@ class RunDir:
 
     @property
     def bringing(self) -> Path:
-        """Only while a run is copied here. With it and without a plan, the directory is a partial copy."""
+        """Only while a run is copied here.
+
+        With it and without a plan, the directory is a partial copy.
+        """
         return self.root / ".bringing"
 
     @property
     def adapter(self) -> Path:
-        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every file. That of a reward model has the head `score`, too: `peft.AutoPeftModelForSequenceClassification.from_pretrained(DIRECTORY, num_labels=1)`."""
+        """The trained adapter in peft's layout, and unisono_manifest.json with the digest of every
+        file.
+
+        That of a reward model has the head `score`, too:
+        `peft.AutoPeftModelForSequenceClassification.from_pretrained(DIRECTORY, num_labels=1)`.
+        """
         return self.root / "adapter"
 
     @property
     def model(self) -> Path:
-        """The trained model in the Hugging Face layout, after full fine-tuning, and unisono_manifest.json with the digest of every file. A reward model is for `AutoModelForSequenceClassification`."""
+        """The trained model in the Hugging Face layout, after full fine-tuning, and
+        unisono_manifest.json with the digest of every file.
+
+        A reward model is for `AutoModelForSequenceClassification`.
+        """
         return self.root / "model"
 
     @property
     def result_logits(self) -> Path:
-        """The logits of the trained model for three rows, or the predictions of an image model, with which adapter/ or model/ and their exports are compared after they are loaded again; absent with `checkpoint.read_back: false`."""
+        """The logits of the trained model for three rows, or the predictions of an image model,
+        with which adapter/ or model/ and their exports are compared after they are loaded again;
+        absent with `checkpoint.read_back: false`.
+        """
         return self.root / "result_logits.safetensors"
 
     @property
@@ -109,12 +127,16 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """Sample pictures of a run on pictures, by step and prompt, and `strip.png` with all of them."""
+        """Sample pictures of a run on pictures, by step and prompt, and `strip.png` with all of
+        them.
+        """
         return self.root / "samples"
 
     @property
     def slurm(self) -> Path:
-        """The batch script, the job id, and the output of its fronts; only with `--launcher slurm`."""
+        """The batch script, the job id, and the output of its fronts; only with `--launcher
+        slurm`.
+        """
         return self.root / "slurm"
 
     def node_plan(self, node_rank: int) -> Path:
@@ -126,7 +148,9 @@ class RunDir:
         return self.root / "events" / f"rank-{rank:05d}.jsonl"
 
     def timeline(self, node_rank: int) -> Path:
-        """The phases of the ranks of one node over time, sampled by its front, and every 10 s how long each rank was in data, compute and communication."""
+        """The phases of the ranks of one node over time, sampled by its front, and every 10 s how
+        long each rank was in data, compute and communication.
+        """
         return self.root / "events" / f"timeline-{node_rank:05d}.jsonl"
 
     def log(self, host: str, rank: int) -> Path:
@@ -147,7 +171,9 @@ def runs_beside(path: Path) -> list[Path]:
 
 
 def or_nearest_run(path: Path, fix: str) -> str:
-    """How to name a run that was not found: the run, or directory of runs, beside it that is spelled like it, or `fix`."""
+    """How to name a run that was not found: the run, or directory of runs, beside it that is
+    spelled like it, or `fix`.
+    """
     try:
         places = [
             place

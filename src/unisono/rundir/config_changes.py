@@ -1,7 +1,10 @@
-"""What a changed config key means for a resumed run: a table of rules, and the parsing of `--allow`. Pure.
+"""What a changed config key means for a resumed run: a table of rules, and the parsing of
+`--allow`.
 
-A key without an entry uses the rule of its section; without that, too, a change makes a different run, so that a new key is refused
-until it has a rule.
+Pure.
+
+A key without an entry uses the rule of its section; without that, too, a change makes a different
+run, so that a new key is refused until it has a rule.
 """
 
 import json
@@ -30,9 +33,10 @@ class Rule:
     """How a change of a key is judged.
 
     Attributes:
-        kind: silent: not reported. line: results do not change; reported with its cost. decided: the value in the plan counts
-            (`auto` may equal the explicit value), see `plan_changes`. contents: it refers to files or their parsing, and the resulting
-            data counts. meaning: the run becomes a different one; refused unless allowed. fixed: cannot be allowed.
+        kind: silent: not reported. line: results do not change; reported with its cost. decided:
+            the value in the plan counts (`auto` may equal the explicit value), see `plan_changes`.
+            contents: it refers to files or their parsing, and the resulting data counts. meaning:
+            the run becomes a different one; refused unless allowed. fixed: cannot be allowed.
         says: what it means, as the end of a sentence.
         name: its name in `--allow`, for contents.
     """
@@ -195,7 +199,8 @@ class ChangeFinding:
     Attributes:
         name: its name in `--allow`; empty if it needs no permission.
         text: one line: the values and the meaning.
-        verdict: line: the run resumes, and the line is shown. refused: resumes only if allowed. fixed: never resumes.
+        verdict: line: the run resumes, and the line is shown. refused: resumes only if allowed.
+            fixed: never resumes.
     """
 
     name: str
@@ -211,7 +216,9 @@ class ChangeFinding:
 
 
 def judge_key(change: Change) -> ChangeFinding | None:
-    """The finding of a changed key by itself; None if there is nothing to report, or the plan or contents decide."""
+    """The finding of a changed key by itself; None if there is nothing to report, or the plan or
+    contents decide.
+    """
     verdicts: dict[Kind, Literal["line", "refused", "fixed"]] = {
         "line": "line",
         "meaning": "refused",
@@ -232,7 +239,8 @@ def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[C
 def refusal(
     found: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
 ) -> UsageError:
-    """Why a run cannot resume: a headline with the alternatives, and each change with its place and its fix.
+    """Why a run cannot resume: a headline with the alternatives, and each change with its place and
+    its fix.
 
     Args:
         found: the findings that prevent it; at least one.

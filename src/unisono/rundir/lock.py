@@ -1,8 +1,11 @@
-"""The lock of a run's directory: one start at a time, and the lock of a dead holder is taken over.
+"""The lock of a run's directory: one start at a time, and the lock of a dead holder is taken
+over.
 
-flock decides between processes on one kernel; it ends with its holder, even after kill -9. Some file systems keep flock local to a node.
-So the holder also writes its host into the file and sends heartbeats: a separate process touches the file every few seconds, since
-storage may hang. A start that gets a lock with the name of a different host waits for heartbeats before it takes the lock over.
+flock decides between processes on one kernel; it ends with its holder, even after kill -9. Some
+file systems keep flock local to a node. So the holder also writes its host into the file and sends
+heartbeats: a separate process touches the file every few seconds, since storage may hang. A start
+that gets a lock with the name of a different host waits for heartbeats before it takes the lock
+over.
 """
 
 import contextlib
@@ -36,7 +39,9 @@ _WRITING_S = 1.0  # a holder writes its name immediately after locking
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lock: host, process, nonce, time (UTC, ISO 8601), and the port of its rendezvous (0: none)."""
+    """The holder of a lock: host, process, nonce, time (UTC, ISO 8601), and the port of its
+    rendezvous (0: none).
+    """
 
     host: str
     pid: int
@@ -76,7 +81,9 @@ class RunLock:
     def acquire(
         self, host: str, pid: int, *, port: int = 0, on_wait: Callable[[str], None] | None = None
     ) -> str | None:
-        """Takes the lock; a missing directory is created. Returns a message if it was the lock of a dead holder.
+        """Takes the lock; a missing directory is created.
+
+        Returns a message if it was the lock of a dead holder.
 
         Args:
             port: of the rendezvous with other nodes; 0 without any.
@@ -111,7 +118,8 @@ class RunLock:
         return f"took over the lock of {earlier}, which has ended" if earlier is not None else None
 
     def keep(self) -> bool:
-        """Checks that the file at the path is the held lock, and takes it again if it was removed; returns whether it was.
+        """Checks that the file at the path is the held lock, and takes it again if it was removed;
+        returns whether it was.
 
         Raises:
             LockTaken: if a different start has taken it meanwhile.
@@ -138,7 +146,9 @@ class RunLock:
         return self._fd is not None and _is_at(self._fd, self.path)
 
     def names_us(self) -> bool:
-        """Whether the file at the path has our name, even with a different inode, e.g. after a remount."""
+        """Whether the file at the path has our name, even with a different inode, e.g. after a
+        remount.
+        """
         try:
             found = _parse(self.path.read_bytes()[:4096])
         except FileNotFoundError:
@@ -146,16 +156,21 @@ class RunLock:
         return found is not None and found == self._holder
 
     def release(self) -> None:
-        """Releases the lock and removes the file, unless the storage does not respond. A second call does nothing."""
+        """Releases the lock and removes the file, unless the storage does not respond.
+
+        A second call does nothing.
+        """
         if self._fd is None:
             return
         self._ended.set()
         assert self._thread is not None
         self._thread.join(_LAST_BEAT_S)
-        # If the storage does not respond, touching the file would hang, too; the lock ends with the process.
+        # If the storage does not respond, touching the file would hang, too; the lock ends with the
+        # process.
         if self._thread.is_alive() or not self._storage_responds():
             return
-        # On read-only storage the file stays; the lock ends with the descriptor, and the next start takes it over.
+        # On read-only storage the file stays; the lock ends with the descriptor, and the next start
+        # takes it over.
         with contextlib.suppress(OSError):
             if _is_at(self._fd, self.path):  # the directory may have been renamed with it
                 self.path.unlink(missing_ok=True)
@@ -175,7 +190,9 @@ class RunLock:
             return False
 
     def _lock_file(self) -> int:
-        """The open, locked file at the path; retried if a holder removes it between open and lock."""
+        """The open, locked file at the path; retried if a holder removes it between open and
+        lock.
+        """
         while True:
             fd = self._open()
             try:
@@ -217,11 +234,16 @@ class RunLock:
             f"the lock {self.path} cannot be used: {error.strerror}",
             where="output_dir",
             why="without a lock two runs could write into one directory",
-            fix=f"if no run is using the directory, remove what is in the lock's place (rm -r {shlex.quote(str(self.path))}), or set a different output_dir",
+            fix=(
+                "if no run is using the directory, remove what is in the lock's place (rm -r"
+                f" {shlex.quote(str(self.path))}), or set a different output_dir"
+            ),
         )
 
     def _wait_for_beats(self, fd: int, earlier: Holder, on_wait: Callable[[str], None] | None) -> None:
-        """Watches for heartbeats of a holder on a different node, by our clock and not by its clock."""
+        """Watches for heartbeats of a holder on a different node, by our clock and not by its
+        clock.
+        """
         patience_s = self._beat_s * _BEATS_OF_PATIENCE
         if on_wait is not None:
             on_wait(
@@ -236,8 +258,9 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_s):
-            # Storage may be unavailable for a while; flock remains. So may descriptors or processes: a start on a different host must not
-            # take the lock because one beat could not be made.
+            # Storage may be unavailable for a while; flock remains. So may descriptors or
+            # processes: a start on a different host must not take the lock because one beat could
+            # not be made.
             with contextlib.suppress(OSError):
                 responds(self.path, limit_s=None)
 
@@ -263,9 +286,11 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def watched_holder(path: Path) -> Holder | None:
-    """The running holder, found without touching the lock: for an observer that looks again and again, and must never be in the way of a start.
+    """The running holder, found without touching the lock: for an observer that looks again and
+    again, and must never be in the way of a start.
 
-    A holder on a different host, or in a different container, counts as running as long as its heartbeats come.
+    A holder on a different host, or in a different container, counts as running as long as its
+    heartbeats come.
     """
     holder = recorded_holder(path)
     if holder is None:
@@ -306,14 +331,19 @@ def recorded_holder(path: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def locked_if_ended(path: Path, holder: Holder, *, limit_s: float, watch_s: float = 0.0) -> Iterator[bool]:
-    """Yields whether `holder` has ended and its lock was not taken over; then nobody can take it within the context. The file is unchanged.
+    """Yields whether `holder` has ended and its lock was not taken over; then nobody can take it
+    within the context.
+
+    The file is unchanged.
 
     For a process of the holder's run that records how the run ended.
 
     Args:
         holder: as recorded in the file while it ran.
-        limit_s: how long to wait for its end: the kernel closes connections and locks of an exiting process one by one.
-        watch_s: how long to watch for heartbeats, if only the lock shows the end, since locks may be local to a node.
+        limit_s: how long to wait for its end: the kernel closes connections and locks of an exiting
+            process one by one.
+        watch_s: how long to watch for heartbeats, if only the lock shows the end, since locks may
+            be local to a node.
     """
     fd = _open_existing(path)
     if fd is None:
@@ -405,9 +435,12 @@ def _taken(path: Path, holder: Holder | None) -> LockTaken:
         f"a run in {path.parent} is active: {holder or '(owner unknown)'}",
         where=str(path),
         why="two runs in one directory would destroy each other's work",
-        fix=f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set a different output_dir"
-        if holder
-        else "wait for it, or set a different output_dir",
+        fix=(
+            f"wait for it, or end it (kill {holder.pid} on {one_line(holder.host)}), or set a different"
+            " output_dir"
+            if holder
+            else "wait for it, or set a different output_dir"
+        ),
     )
     error.holder = holder
     return error

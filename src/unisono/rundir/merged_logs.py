@@ -1,4 +1,6 @@
-"""Merges the output and the events of a run's ranks with its verdicts, in the order of the head's clock."""
+"""Merges the output and the events of a run's ranks with its verdicts, in the order of the head's
+clock.
+"""
 
 import contextlib
 import heapq
@@ -31,7 +33,8 @@ class LogLine:
     """One line: `printed` by a rank, `told` as an event, or a `verdict` on the run.
 
     Attributes:
-        time: UTC by the head's clock, seconds; of a printed line the moment at which the front saw the log grow past it; 0: not known.
+        time: UTC by the head's clock, seconds; of a printed line the moment at which the front saw
+            the log grow past it; 0: not known.
         rank: -1: the run as a whole.
     """
 
@@ -61,7 +64,8 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
     """All lines of all ranks, and the verdicts, in time; lines of one file stay in their order.
 
     Args:
-        on_skip: gets a line for people for each file that cannot be read, and for lines that were left out.
+        on_skip: gets a line for people for each file that cannot be read, and for lines that were
+            left out.
 
     Raises:
         UsageError: if the directory is not a run, or has no logs.
@@ -142,7 +146,9 @@ class LogSources:
         return heapq.merge(*(source.more(whole=whole) for source in self.all.values()), self._verdicts.more())
 
     def report_skipped(self, on_skip: Callable[[str], None]) -> None:
-        """Reports each unreadable file once, and how many lines of the others were left out since the last call."""
+        """Reports each unreadable file once, and how many lines of the others were left out since
+        the last call.
+        """
         for path, source in self.all.items():
             name = path.relative_to(self.run.root)
             if source.refused and str(name) not in self._reported:
@@ -154,7 +160,9 @@ class LogSources:
 
 
 class Clocks:
-    """By how much the clocks of the nodes are ahead of the head's, as it was measured when they called it."""
+    """By how much the clocks of the nodes are ahead of the head's, as it was measured when they
+    called it.
+    """
 
     def __init__(self, run: RunDir) -> None:
         nodes = objects_of(read_object(run.agreement).get("nodes"))
@@ -170,7 +178,9 @@ class Clocks:
         self._host_of_rank = {str(place.get("rank")): str(place.get("host")) for place in places}
 
     def ahead_s(self, rank: int, host: str = "") -> float:
-        """Of the node on which a rank is; its log's name says the host. 0 where it was not measured."""
+        """Of the node on which a rank is; its log's name says the host. 0 where it was not
+        measured.
+        """
         host = host or self._host_of_rank.get(str(rank), "")
         if host in self._of_host:
             return self._of_host[host]
@@ -193,7 +203,9 @@ class _OfRank:
         self.skipped: Counter[str] = Counter()
 
     def begin_near_end(self, most_bytes: int) -> None:
-        """Skips all but the last bytes, and the line that they begin in; before the first reading."""
+        """Skips all but the last bytes, and the line that they begin in; before the first
+        reading.
+        """
         try:
             with open_plain(self._path) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -205,7 +217,9 @@ class _OfRank:
             self.refused = error.strerror or str(error)
 
     def _lines(self, *, whole: bool) -> Iterator[bytes]:
-        """The lines that have come; one without an end in pieces, and with `whole` the last one only once it has ended."""
+        """The lines that have come; one without an end in pieces, and with `whole` the last one
+        only once it has ended.
+        """
         try:
             with open_plain(self._path) as file:
                 file.seek(self._place)
@@ -220,7 +234,10 @@ class _OfRank:
 
 
 class _Printed(_OfRank):
-    """A rank's log. Its lines carry no time; the file of sizes beside it says when it had grown so far."""
+    """A rank's log.
+
+    Its lines carry no time; the file of sizes beside it says when it had grown so far.
+    """
 
     def __init__(self, path: Path, clocks: Clocks) -> None:
         super().__init__(path)
@@ -310,7 +327,9 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
 
 
 def _as_text(message: dict[str, Any]) -> str:
-    """`phase load_model: loading builtin:tiny`; of other events the kind, and each field with its value."""
+    """`phase load_model: loading builtin:tiny`; of other events the kind, and each field with its
+    value.
+    """
     fields = {name: value for name, value in message.items() if name not in ("kind", "time", "traceback")}
     if message["kind"] == "phase":
         head = f"phase {fields.pop('phase', '')}"
@@ -332,7 +351,10 @@ def _pairs(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether a number can be a time in seconds since 1970. JSON may hold 1e400, or a number of a thousand digits."""
+    """Whether a number can be a time in seconds since 1970.
+
+    JSON may hold 1e400, or a number of a thousand digits.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LAST_TIME
 
 

@@ -1,7 +1,9 @@
-"""Whether a resumed run is still the same: its settings, data, model, and the conditions of exactness.
+"""Whether a resumed run is still the same: its settings, data, model, and the conditions of
+exactness.
 
-The meaning of each setting is in `config_changes`. Here the new plan is compared with the previous one: files of the same name may have
-changed, `auto` may have a different result, and ranks, threads or packages may differ.
+The meaning of each setting is in `config_changes`. Here the new plan is compared with the previous
+one: files of the same name may have changed, `auto` may have a different result, and ranks, threads
+or packages may differ.
 """
 
 from collections.abc import Mapping
@@ -125,7 +127,10 @@ def find_changes(
     found += _decided_findings(before, after)
     old, new = before.get("objective_digest") or "", after.get("objective_digest") or ""
     if old != new and not any(change.key == "objective" for change in changed):
-        text = f"the file of objective {after['config']['objective']} has changed: the loss may be different from here on"
+        text = (
+            f"the file of objective {after['config']['objective']} has changed: the loss may be different"
+            " from here on"
+        )
         found.append(ChangeFinding("objective", text, old, new, "refused"))
     found += [
         ChangeFinding("", f"{text}: losses may not be bit-exact")
@@ -153,7 +158,9 @@ def _model_findings(
 def _row_findings(
     before: dict[str, Any], after: dict[str, Any], changed: list[Change], encoders: list[str]
 ) -> list[ChangeFinding]:
-    """Findings on the rows as the model sees them, with the cause: the tokenizer, files or their parsing, settings, packages."""
+    """Findings on the rows as the model sees them, with the cause: the tokenizer, files or their
+    parsing, settings, packages.
+    """
     keys, of_tokenizer = _pointing_at(changed, "data"), _pointing_at(changed, "tokenizer")
     files, tokenizer = (_pair(before, after, f"data.{name}_digest") for name in ("files", "tokenizer"))
     traits = _pair(before, after, "data.tokenizer_traits")
@@ -176,7 +183,10 @@ def _row_findings(
         found.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""
-        text = f"the same files, tokenizer and settings give different rows because of different packages{why}: {means}"
+        text = (
+            f"the same files, tokenizer and settings give different rows because of different packages{why}:"
+            f" {means}"
+        )
         found.append(ChangeFinding("versions", text, _digest_of(before), _digest_of(after), "refused"))
     return found
 
@@ -208,7 +218,10 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
             if old != new
             else f"the same for {new} sequences"
         )
-        text = f"{done} sequences are done; the order of an epoch is {how}, and the run continues at position {place + 1} of epoch {epoch + 1}; {text}"
+        text = (
+            f"{done} sequences are done; the order of an epoch is {how}, and the run continues at position"
+            f" {place + 1} of epoch {epoch + 1}; {text}"
+        )
     if isinstance(_at(after, "config.data.eval"), float | int):
         text += "; evaluation rows may have been trained on"
     return text
@@ -227,7 +240,10 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
         old, new = _at(before, decided.place), _at(after, decided.place)
         text = f"{decided.place} is {_plain(new)}, and was {_plain(old)}: {decided.says}"
         if dropout and decided.place in ("world_size", "micro_batch"):
-            text += f"; adapter.dropout is {dropout}, and different sequences share a forward: losses agree only on average"
+            text += (
+                f"; adapter.dropout is {dropout}, and different sequences share a forward: losses agree only"
+                " on average"
+            )
         if decided.remedy and old != "single":  # possible with one rank only
             text += f"; {decided.remedy.format(_plain(old))} to restore it"
         found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
@@ -256,7 +272,9 @@ def _pointing_at(changed: list[Change], name: str) -> list[Change]:
 
 
 def _prepared_data(plan: dict[str, Any]) -> tuple[Any, ...]:
-    """The results of the preparation; the digest of the rows does not cover sequences and the split, but their counts do."""
+    """The results of the preparation; the digest of the rows does not cover sequences and the
+    split, but their counts do.
+    """
     return _digest_of(plan), _at(plan, "data.train"), _at(plan, "data.eval")
 
 

@@ -1,6 +1,8 @@
-"""The records of a run: metrics.jsonl, one line a step; and how a start ended, result.json and verdict.json.
+"""The records of a run: metrics.jsonl, one line a step; and how a start ended, result.json and
+verdict.json.
 
-metrics.jsonl has one writer, which writes whole lines. On resume, the lines after the checkpoint are removed.
+metrics.jsonl has one writer, which writes whole lines. On resume, the lines after the checkpoint
+are removed.
 """
 
 import contextlib
@@ -38,7 +40,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class MetricsWriter:
-    """Appends lines. A full disk delays lines but does not stop training: they are written once there is space again.
+    """Appends lines.
+
+    A full disk delays lines but does not stop training: they are written once there is space again.
 
     One thread appends; `sync` may be called from a different one.
     """
@@ -62,7 +66,8 @@ class MetricsWriter:
             self._flush()
 
     def sync(self) -> None:
-        """Makes appended lines survive a power failure; called before a checkpoint that relies on them.
+        """Makes appended lines survive a power failure; called before a checkpoint that relies on
+        them.
 
         Raises:
             OSError: if a line cannot be written, or the file cannot be synced.
@@ -78,7 +83,10 @@ class MetricsWriter:
         os.fsync(fd)  # without the lock: steps continue while the disk syncs
 
     def close(self) -> OSError | None:
-        """Closes the file; returns the error if waiting lines are lost. A second call does nothing."""
+        """Closes the file; returns the error if waiting lines are lost.
+
+        A second call does nothing.
+        """
         with self._lock:
             if self._fd is None:
                 return None
@@ -93,7 +101,9 @@ class MetricsWriter:
             return error
 
     def _follow_path(self) -> None:
-        """If the file was removed or renamed, continues at the path in a new file with all lines of the old one."""
+        """If the file was removed or renamed, continues at the path in a new file with all lines of
+        the old one.
+        """
         assert self._fd is not None, "closed"
         ours = os.fstat(self._fd)
         with contextlib.suppress(FileNotFoundError):
@@ -121,7 +131,9 @@ class MetricsWriter:
         return None
 
     def _without_part(self, error: OSError, written: int) -> OSError:
-        """The error with its path, after removing a partially written line: the disk may be full in the middle of one."""
+        """The error with its path, after removing a partially written line: the disk may be full in
+        the middle of one.
+        """
         assert self._fd is not None
         if written:
             try:
@@ -166,12 +178,17 @@ class Truncation:
             "code": "metrics_damaged",
             "text": f"metrics.jsonl: {what} damaged and skipped; the original file is {self.aside}",
             "where": f"{self.aside}:{self.numbers[0]}",
-            "fix": "check the disk if nobody edited the file; to get a line back, correct it there and insert it before the next start",
+            "fix": (
+                "check the disk if nobody edited the file; to get a line back, correct it there and insert it"
+                " before the next start"
+            ),
         }
 
 
 def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncation:
-    """Removes the lines of later steps and a truncated last line. Other invalid lines are removed only after the file was backed up.
+    """Removes the lines of later steps and a truncated last line.
+
+    Other invalid lines are removed only after the file was backed up.
 
     Args:
         step: the last to keep.
@@ -195,7 +212,10 @@ def truncate_after(path: Path, step: int, *, evaluated: bool = True) -> Truncati
 
 
 def _survey(file: IO[bytes], step: int, *, evaluated: bool) -> Truncation:
-    """Counts the lines to remove. A line before one that is kept does not belong to later steps, whatever its content."""
+    """Counts the lines to remove.
+
+    A line before one that is kept does not belong to later steps, whatever its content.
+    """
     damaged = later = 0
     numbers: list[int] = []
     numbers_later: list[int] = []
@@ -255,7 +275,9 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_evaluated(path: Path, steps: Collection[int], *, metric: str) -> tuple[int, dict[str, Any]] | None:
-    """The step among `steps` with the lowest eval_loss, or the highest value of another metric, and its line; None if none was evaluated."""
+    """The step among `steps` with the lowest eval_loss, or the highest value of another metric, and
+    its line; None if none was evaluated.
+    """
     key, sign = best_key(metric)
     measured = {
         line["step"]: line
@@ -269,7 +291,9 @@ def best_evaluated(path: Path, steps: Collection[int], *, metric: str) -> tuple[
 
 
 def best_key(metric: str) -> tuple[str, int]:
-    """The key of a metric in an evaluation's line, and 1 if lower values are better, -1 if higher ones are."""
+    """The key of a metric in an evaluation's line, and 1 if lower values are better, -1 if higher
+    ones are.
+    """
     return ("eval_loss", 1) if metric == "eval_loss" else (f"eval_{metric}", -1)
 
 
@@ -350,7 +374,8 @@ STOPPED_WITHOUT_A_STALL = {
 
 
 def shown_outcome(outcome: str, verdict: object) -> str:
-    """The outcome for people, e.g. `completed`, or `stopped: NaN loss`, which is `stalled` in files: ended by a verdict while the ranks lived.
+    """The outcome for people, e.g. `completed`, or `stopped: NaN loss`, which is `stalled` in
+    files: ended by a verdict while the ranks lived.
 
     Args:
         outcome: of a result.
@@ -478,7 +503,9 @@ def _next_number(directory: Path) -> Path:
 
 
 def is_image_model(path: Path) -> bool:
-    """Whether RUN|MODEL is a run on pictures, a pipeline of diffusers, or a LoRA file of an image model."""
+    """Whether RUN|MODEL is a run on pictures, a pipeline of diffusers, or a LoRA file of an image
+    model.
+    """
     if path.suffix == ".safetensors":
         return True
     if any((path / name).is_file() for name in ("model_index.json", "pytorch_lora_weights.safetensors")):

@@ -39,7 +39,8 @@ class StartDecision:
     """The kind of a start.
 
     Attributes:
-        kind: fresh: there is nothing to resume; resume: an unfinished run; extend: a finished one with a longer duration.
+        kind: fresh: there is nothing to resume; resume: an unfinished run; extend: a finished one
+            with a longer duration.
         run_id: the same over all starts of a run.
         reason: one line for the first screen.
         done_steps: steps of the finished run that is extended; 0 otherwise.
@@ -72,7 +73,8 @@ def decide_start(
         origins: where keys of the config were set, for messages.
 
     Raises:
-        UsageError: if the directory holds a finished or a different run, no run at all, or cannot be used.
+        UsageError: if the directory holds a finished or a different run, no run at all, or cannot
+            be used.
     """
     if resume and fresh:
         raise UsageError.of(
@@ -128,7 +130,9 @@ def next_old(root: Path) -> Path:
 
 
 def refuse_if_shrunk(decision: StartDecision, *, done_steps: int, total_steps: int) -> None:
-    """Refuses a duration below the completed steps. Called once the data is prepared and the steps are known.
+    """Refuses a duration below the completed steps.
+
+    Called once the data is prepared and the steps are known.
 
     Args:
         done_steps: the step of the checkpoint to resume from, 0 without one.
@@ -168,7 +172,9 @@ def _check_place(root: Path) -> None:
 
 
 def _refuse_special_files(run: RunDir) -> None:
-    """Refuses special files in the place of files that a run writes: the ranks would fail in the middle of the run."""
+    """Refuses special files in the place of files that a run writes: the ranks would fail in the
+    middle of the run.
+    """
     own = (
         run.config,
         run.plan,
@@ -189,12 +195,17 @@ def _refuse_special_files(run: RunDir) -> None:
                 f"{path} is {kind_of(mode)}, not a regular file",
                 where="output_dir",
                 why="a run writes its own file there",
-                fix=f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or set a different output_dir, or pass --fresh",
+                fix=(
+                    f"restore the file or remove what is in its place (rm -r {shlex.quote(str(path))}), or"
+                    " set a different output_dir, or pass --fresh"
+                ),
             )
 
 
 def _refuse_foreign_files(run: RunDir) -> None:
-    """Refuses a directory without a plan that has files other than those of an early failed start."""
+    """Refuses a directory without a plan that has files other than those of an early failed
+    start.
+    """
     if not run.root.is_dir():
         return
     if run.bringing.exists():  # a partial copy of a killed start is overwritten
@@ -287,7 +298,10 @@ def _decide_resume(
     if isinstance(ended, str):
         reason += f" ({one_line(shown_outcome(ended, result.get('verdict')), limit=40)})"
     if before.duration != config.duration:
-        reason += f"; its duration is now {config.duration}, it was {before.duration}: the learning rate schedule is now that of the new length"
+        reason += (
+            f"; its duration is now {config.duration}, it was {before.duration}: the learning rate schedule"
+            " is now that of the new length"
+        )
     return StartDecision("resume", str(plan["run_id"]), reason)
 
 
@@ -318,7 +332,10 @@ def _decide_finished(
         f"the run in {run.root} is finished: {done} steps, duration {before.duration}",
         where="output_dir",
         why=f"the requested duration is {config.duration}" if resume else "a finished run is not overwritten",
-        fix=f"{longer}, or set a different output_dir, or pass --fresh: it renames this one to {next_old(run.root).name}",
+        fix=(
+            f"{longer}, or set a different output_dir, or pass --fresh: it renames this one to"
+            f" {next_old(run.root).name}"
+        ),
     )
 
 
@@ -329,7 +346,9 @@ def _refuse_another_run(
     allow: frozenset[str],
     origins: Mapping[str, str] | None,
 ) -> None:
-    """Refuses settings that make a different run and are not allowed; contents are compared once they are known."""
+    """Refuses settings that make a different run and are not allowed; contents are compared once
+    they are known.
+    """
     found = [judge_key(change) for change in changes_between(before, config)]
     refused = not_allowed([finding for finding in found if finding is not None], allow)
     if refused:
@@ -354,12 +373,17 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
             f"the run in {run.root} has a config that this version of unisono cannot read",
             where=str(run.plan),
             why=validation_words(error),
-            fix="resume with the version that started it (environment.json), or set a different output_dir, or pass --fresh",
+            fix=(
+                "resume with the version that started it (environment.json), or set a different output_dir,"
+                " or pass --fresh"
+            ),
         ) from error
 
 
 def _in_form_of(config: RunConfig, before: RunConfig, plan: dict[str, Any]) -> RunConfig:
-    """The earlier config with its batch as `per_rank` and `accumulate`, if the new one has it so: only these are compared, not the ranks."""
+    """The earlier config with its batch as `per_rank` and `accumulate`, if the new one has it so:
+    only these are compared, not the ranks.
+    """
     asked, earlier = config.batch.of_ranks, _batch_of(plan)
     if asked is None or earlier is None:
         return before
@@ -368,7 +392,8 @@ def _in_form_of(config: RunConfig, before: RunConfig, plan: dict[str, Any]) -> R
         of_ranks = asked  # the run was started with this `global`
     if of_ranks is None:
         return before
-    # The same product in other factors is the same run: a smaller `per_rank` after running out of memory.
+    # The same product in other factors is the same run: a smaller `per_rank` after running out of
+    # memory.
     batch = (
         config.batch
         if math.prod(of_ranks) == math.prod(asked)

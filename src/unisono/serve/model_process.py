@@ -1,4 +1,6 @@
-"""The model's side of a server: a task process that answers, the requests that wait for a place, and what happens when it dies."""
+"""The model's side of a server: a task process that answers, the requests that wait for a place,
+and what happens when it dies.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +41,10 @@ _USUAL_S = 5.0  # of an answer, before the first one has been timed
 _LABEL = "the process of the model"
 _REMEDY = {
     "rank_killed": (
-        "find out who sent the signal: `journalctl -k` or `dmesg` shows kills by the kernel; a container, a service manager or `kill` are other senders",
+        (
+            "find out who sent the signal: `journalctl -k` or `dmesg` shows kills by the kernel; a container,"
+            " a service manager or `kill` are other senders"
+        ),
     ),
     "host_oom_killed": (
         "give it more memory, or serve a smaller or a quantized model",
@@ -52,7 +57,10 @@ _REMEDY = {
     "io_blocked": ("check the disk or network file system that holds the model",),
     "user_code_stuck": ("the stack shows where it hangs; report it with the versions of `unisono doctor`",),
     "user_code_error": (
-        "the evidence shows the exception; report it with the versions of `unisono doctor`, and the kind of request that was answered",
+        (
+            "the evidence shows the exception; report it with the versions of `unisono doctor`, and the kind"
+            " of request that was answered"
+        ),
     ),
 }
 """What helps a server, by cause."""
@@ -64,11 +72,13 @@ _STATUS = {"length": (413, "context_length_exceeded")}
 class Silence:
     """How long the process has been silent, and how long that may last. Pure.
 
-    The process answers between two forwards of the model, so its longest silence is its longest forward.
+    The process answers between two forwards of the model, so its longest silence is its longest
+    forward.
 
     Attributes:
         least_s: how long it may last in any case.
-        seconds: since its latest message, by the time in which this process ran: a front that was stopped has heard nothing either.
+        seconds: since its latest message, by the time in which this process ran: a front that was
+            stopped has heard nothing either.
         longest_s: longest silence that ended with a message.
         is_asked: whether it has been asked for a sign of life since its latest message.
     """
@@ -106,7 +116,9 @@ class RestartLimit:
     _deaths: deque[float] = field(default_factory=deque)
 
     def admit(self, now: float) -> bool:
-        """Notes a death at `now`, in seconds of any clock; whether the process may be started again."""
+        """Notes a death at `now`, in seconds of any clock; whether the process may be started
+        again.
+        """
         self._deaths.append(now)
         while now - self._deaths[0] > self.within_s:
             self._deaths.popleft()
@@ -200,7 +212,8 @@ class ModelProcess:
     def start(self) -> None:
         """Starts the process."""
         self._is_ready = False
-        # The first load may take any time: the user sees its progress. After a restart, clients wait for it.
+        # The first load may take any time: the user sees its progress. After a restart, clients
+        # wait for it.
         patience_s = math.inf if self._load_s is None else max(self._patience_s, 10 * self._load_s)
         self._silence = Silence(patience_s)
         self._started_at = self._looked_at = time.monotonic()
@@ -251,14 +264,18 @@ class ModelProcess:
         self._fill()
 
     def end(self) -> None:
-        """Refuses new requests and those that wait; answers that are being computed are continued."""
+        """Refuses new requests and those that wait; answers that are being computed are
+        continued.
+        """
         self.is_ending = True
         while self._waiting:
             self._waiting.popleft().messages.put_nowait(_ending())
         self._fill()
 
     def _wait_s(self) -> int:
-        """Seconds until a request that is sent now could begin, by the time of the latest answers."""
+        """Seconds until a request that is sent now could begin, by the time of the latest
+        answers.
+        """
         return max(1, math.ceil(self._answer_s * len(self._waiting) / ROWS))
 
     def _fill(self) -> None:
@@ -274,7 +291,8 @@ class ModelProcess:
     def _send(self, message: Message) -> None:
         """Sends a message.
 
-        What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it does.
+        What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it
+        does.
         """
         self._task.send(message)
         if self._writer_fd is None and (fd := self._task.unsent_fileno) is not None:
@@ -385,7 +403,9 @@ class ModelProcess:
         self._fill()
 
     def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:
-        """Restarts the process, unless it dies too often or refused the model: then the server ends."""
+        """Restarts the process, unless it dies too often or refused the model: then the server
+        ends.
+        """
         self._stop_reading()
         died = RankDied(*error.problems, verdict=verdict) if verdict is not None else None
         self._task.close(patience_s=0)
@@ -434,7 +454,9 @@ class ModelProcess:
 
 
 def _of_serving(verdict: Verdict) -> Verdict:
-    """The verdict on a process that serves: that of a task has the remedies of training, which has rows and steps."""
+    """The verdict on a process that serves: that of a task has the remedies of training, which has
+    rows and steps.
+    """
     return verdict.model_copy(update={"fix": _REMEDY.get(verdict.cause, verdict.fix)})
 
 

@@ -1,4 +1,8 @@
-"""OpenAI's protocol: what a request may have, the objects of an answer, tool calls in a text, and errors. Without I/O."""
+"""OpenAI's protocol: what a request may have, the objects of an answer, tool calls in a text, and
+errors.
+
+Without I/O.
+"""
 
 import json
 import re
@@ -105,7 +109,10 @@ class _Message(BaseModel):
 
 
 class _Request(_Strict, ABC):
-    """What both kinds of requests have. Parameters without effect here are accepted with their default only."""
+    """What both kinds of requests have.
+
+    Parameters without effect here are accepted with their default only.
+    """
 
     model: str
     stream: bool | None = None
@@ -124,7 +131,10 @@ class _Request(_Strict, ABC):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """How tokens are chosen: the attributes of `model.generate.Sampling`, and stop. Without a seed it differs each time."""
+        """How tokens are chosen: the attributes of `model.generate.Sampling`, and stop.
+
+        Without a seed it differs each time.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -258,7 +268,9 @@ def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
 
 
 def _is_type_name(part: int | str) -> bool:
-    """Whether a part of a pydantic location is the name of a branch of a union, e.g. `list[int]`."""
+    """Whether a part of a pydantic location is the name of a branch of a union, e.g.
+    `list[int]`.
+    """
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "constrained-str"))
 
 
@@ -332,7 +344,9 @@ class Objects:
         return self._chunk(index, None, {"content": text})
 
     def call(self, index: int, number: int, call: "Call") -> list[dict[str, Any]]:
-        """The chunks with a call of a tool, the number'th of the answer: its name, then its arguments."""
+        """The chunks with a call of a tool, the number'th of the answer: its name, then its
+        arguments.
+        """
         named = call | {"index": number, "function": call["function"] | {"arguments": ""}}
         rest = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
         return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, rest)]
@@ -365,7 +379,9 @@ def _choice(index: int, ended: str | None) -> dict[str, Any]:
 # ---- tool calls
 
 CALL_MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
-"""What models write around calls. Some tokenizers have them as special tokens, which texts usually lack."""
+"""What models write around calls. Some tokenizers have them as special tokens, which texts usually
+lack.
+"""
 _STARTS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|(?:^|(?<=\n))Action:")
 _MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "\nAction:")
 _END = "</tool_call>"
@@ -383,9 +399,10 @@ Call = dict[str, Any]
 class ToolCallReader:
     """Separates an answer, as it comes, into texts and calls of tools. Pure.
 
-    It reads the forms that chat templates teach: JSON in <tool_call> (Qwen, Hermes), an answer that begins with JSON, or <|python_tag|> and JSON
-    (Llama 3), [TOOL_CALLS] with a list, or with a name and [ARGS] (Mistral), and lines with Action and Action Input (ReAct). A call is given once
-    its JSON is complete; what only looks like a call is text.
+    It reads the forms that chat templates teach: JSON in <tool_call> (Qwen, Hermes), an answer that
+    begins with JSON, or <|python_tag|> and JSON (Llama 3), [TOOL_CALLS] with a list, or with a name
+    and [ARGS] (Mistral), and lines with Action and Action Input (ReAct). A call is given once its
+    JSON is complete; what only looks like a call is text.
     """
 
     def __init__(self, names: Collection[str], *, most: int | None = None) -> None:
@@ -469,7 +486,9 @@ class ToolCallReader:
                 self.calls += 1
 
     def _calls_at_beginning(self, *, is_over: bool) -> tuple[int, list[Call]]:
-        """The length of what begins with a mark or JSON, and its calls, none if it is text; 0: it is not complete."""
+        """The length of what begins with a mark or JSON, and its calls, none if it is text; 0: it
+        is not complete.
+        """
         held = self._held
         if held.startswith("<tool_call>"):
             return _tagged(held, is_over=is_over)
@@ -549,7 +568,9 @@ def _is_cut(text: str) -> bool:
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON object or list at a place, and its end; (None, 0) if there is none, or it is not complete."""
+    """The JSON object or list at a place, and its end; (None, 0) if there is none, or it is not
+    complete.
+    """
     start += len(text[start:]) - len(text[start:].lstrip())
     if not _BARE.match(text, start):
         return None, 0

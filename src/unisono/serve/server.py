@@ -56,7 +56,10 @@ class Keys:
     values: tuple[bytes, ...] = field(default=(), repr=False)
 
     def admit(self, header: str | None) -> bool:
-        """Whether an `Authorization` header has one of them. Takes the same time for all wrong ones."""
+        """Whether an `Authorization` header has one of them.
+
+        Takes the same time for all wrong ones.
+        """
         kind, _, given = (header or "").partition(" ")
         found = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
         return kind.lower() == "bearer" and any(found)
@@ -105,14 +108,18 @@ def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
         keys: required on every address but 127.0.0.1.
 
     Raises:
-        UsageError: if it is taken or not an address of this machine, or other machines could reach it without a key.
+        UsageError: if it is taken or not an address of this machine, or other machines could reach
+            it without a key.
     """
     if host not in LOCAL and not keys.values:
         raise UsageError.of(
             f"there is no key for the address {one_line(host)}",
             where="--host",
             why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
-            fix="python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add --key-file key",
+            fix=(
+                "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add"
+                " --key-file key"
+            ),
         )
     listener = bind_listener(host, port)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
@@ -168,11 +175,12 @@ class Api:
     def _admit(self, headers: Headers) -> None:
         """Refuses strangers, and everybody until the model is loaded.
 
-        Without a key, a web page that the user visits must not reach the model through the user's browser: its origin would be a
-        different one, and with DNS rebinding the host, too.
+        Without a key, a web page that the user visits must not reach the model through the user's
+        browser: its origin would be a different one, and with DNS rebinding the host, too.
 
         Raises:
-            ApiError: 400 for headers that are not valid, 503 while the model is loaded, 401 without a valid key, 403 from a web page.
+            ApiError: 400 for headers that are not valid, 503 while the model is loaded, 401 without
+                a valid key, 403 from a web page.
         """
         host = host_name(headers.get("host"))
         origin = origin_host(headers["origin"]) if "origin" in headers else host
@@ -201,12 +209,14 @@ class Api:
     async def _read(self, kind: Any, request: Request) -> Any:
         """The request in a body.
 
-        A large one is parsed in a thread, and one at a time, since its values need many times its size.
+        A large one is parsed in a thread, and one at a time, since its values need many times its
+        size.
 
         Raises:
             ApiError: if it is not JSON, by its type or content, or not a valid request.
         """
-        # The types that a web page can send to any server without its consent (no-cors) are not among these.
+        # The types that a web page can send to any server without its consent (no-cors) are not
+        # among these.
         kind_sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind_sent != "application/json":
             raise ApiError(
@@ -241,7 +251,11 @@ class Api:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. `on_end` is called in any case: an iterator that was never begun would not run its own `finally`."""
+    """Server-sent events.
+
+    `on_end` is called in any case: an iterator that was never begun would not run its own
+    `finally`.
+    """
 
     def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -452,7 +466,8 @@ async def serve(
     on_ready: Callable[[], None],
     created: int,
 ) -> None:
-    """Loads the model and serves until a signal comes, or the model's process cannot be restarted.
+    """Loads the model and serves until a signal comes, or the model's process cannot be
+    restarted.
 
     Until it is loaded, requests get 503.
 
@@ -461,12 +476,15 @@ async def serve(
         listener: from `listen`.
         name: of the model, for clients.
         keys: that clients may send.
-        grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends them at once.
-        on_ready: called when the model is loaded, and a request to the server's own address has reached it.
+        grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends
+            them at once.
+        on_ready: called when the model is loaded, and a request to the server's own address has
+            reached it.
         created: seconds since 1970, for clients.
 
     Raises:
-        UnisonoError: if the model is refused, its process died too often, or a different program answers on the port.
+        UnisonoError: if the model is refused, its process died too often, or a different program
+            answers on the port.
     """
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,6 @@
-"""A child process of the front: its command line and environment, its messages on a pipe, its output in a file, and its guaranteed end."""
+"""A child process of the front: its command line and environment, its messages on a pipe, its
+output in a file, and its guaranteed end.
+"""
 
 import contextlib
 import fcntl
@@ -62,7 +64,10 @@ def _link_args(report_fd: int) -> list[str]:
 
 
 def option_args(options: Mapping[str, object]) -> list[str]:
-    """Options as arguments of a command line. None leaves an option out; True gives a flag without a value."""
+    """Options as arguments of a command line.
+
+    None leaves an option out; True gives a flag without a value.
+    """
     words: list[str] = []
     for name, value in options.items():
         words += [] if value is None else [name] if value is True else [name, str(value)]
@@ -72,12 +77,14 @@ def option_args(options: Mapping[str, object]) -> list[str]:
 def child_environment(
     *, threads: int, without: Iterable[str] = (), device: DeviceChoice | None = None
 ) -> dict[str, str]:
-    """The environment of a child: this process's, with the plan's thread count and without misleading variables.
+    """The environment of a child: this process's, with the plan's thread count and without
+    misleading variables.
 
     Args:
         threads: of OpenMP and MKL; a repeatable run needs the same number.
         without: names to leave out, e.g. RANK and MASTER_ADDR on one device.
-        device: the only accelerator that the child sees, or a CPU; None leaves the visible ones as they are.
+        device: the only accelerator that the child sees, or a CPU; None leaves the visible ones as
+            they are.
     """
     environment = base_environment(threads=threads, without=without)
     if device is not None:
@@ -97,12 +104,15 @@ DEBUG_COMM = {
 }
 """Set by --debug-comm for processes that communicate."""
 _RECORDED_COLLECTIVES = "200"
-"""Collectives that torch's flight recorder keeps. Without the variable, gloo's keeps one. Recording costs 2 µs of CPU time per collective,
-whatever their number (torch 2.13)."""
+"""Collectives that torch's flight recorder keeps. Without the variable, gloo's keeps one. Recording
+costs 2 µs of CPU time per collective, whatever their number (torch 2.13).
+"""
 
 
 def misleading_variables(leftovers: Iterable[str], *, world_size: int) -> list[str]:
-    """Variables of other launchers that ranks must not inherit; several ranks keep those about communication."""
+    """Variables of other launchers that ranks must not inherit; several ranks keep those about
+    communication.
+    """
     if world_size == 1:
         return list(leftovers)
     return [name for name in leftovers if not name.startswith(_COMMUNICATION_PREFIXES)]
@@ -139,13 +149,17 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
 def rank_environments(
     plan: RunPlan, node_rank: int, *, variables: Mapping[str, str], interface: str | None, debug_comm: bool
 ) -> list[dict[str, str]]:
-    """The environment of every rank of a node, by local rank. Makes the folder for files that libraries write.
+    """The environment of every rank of a node, by local rank.
+
+    Makes the folder for files that libraries write.
 
     Args:
         plan: places of all ranks.
         variables: of other launchers on this node; misleading ones are removed.
-        interface: that has the address at which the other nodes reach this one; a value set by the user has priority.
-        debug_comm: whether collectives are checked and the libraries log what they do, NCCL to one file per rank in evidence/; slow.
+        interface: that has the address at which the other nodes reach this one; a value set by the
+            user has priority.
+        debug_comm: whether collectives are checked and the libraries log what they do, NCCL to one
+            file per rank in evidence/; slow.
     """
     without = misleading_variables(variables, world_size=plan.world_size)
     places = plan.on_node(node_rank)
@@ -186,13 +200,16 @@ _KILLED_S = 3.0  # for the end after SIGKILL; freeing much memory takes time
 
 
 class ChildProcess:
-    """A worker or a task. It leads its own session, so a terminal's Ctrl-C reaches only the front.
+    """A worker or a task.
+
+    It leads its own session, so a terminal's Ctrl-C reaches only the front.
 
     As a context manager it leaves no process behind: neither the child nor the child's descendants.
 
     Attributes:
         returncode: None until it has ended; negative: the signal that ended it.
-        is_beyond_reach: whether it was killed and has not ended, as it waits in the kernel. Nothing waits for it any longer.
+        is_beyond_reach: whether it was killed and has not ended, as it waits in the kernel. Nothing
+            waits for it any longer.
         started: monotonic seconds.
     """
 
@@ -293,7 +310,8 @@ class ChildProcess:
     def send(self, message: Message) -> None:
         """Writes a message to the child's stdin, as a line. `read` notices a child that is gone.
 
-        Never waits for a child that is stopped or busy: what its pipe does not take is sent with the next `read`.
+        Never waits for a child that is stopped or busy: what its pipe does not take is sent with
+        the next `read`.
         """
         assert self._process.stdin is not None
         self._unsent += (json.dumps(message, ensure_ascii=False) + "\n").encode()
@@ -329,7 +347,9 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, *, patience_s: float) -> None:
-        """Ends the child and its descendants: with SIGTERM if `patience_s` is above 0, then with SIGKILL."""
+        """Ends the child and its descendants: with SIGTERM if `patience_s` is above 0, then with
+        SIGKILL.
+        """
         if self.returncode is None and patience_s > 0:
             self.signal(signal.SIGTERM)
             limit = time.monotonic() + patience_s
@@ -358,7 +378,9 @@ class ChildProcess:
         return [message for message in found if message is not None]
 
     def _has_ended(self) -> bool:
-        """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a different process."""
+        """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a
+        different process.
+        """
         return self.returncode is not None or self._process.has_ended()
 
     def _reap(self, timeout_s: float) -> None:
@@ -374,7 +396,11 @@ class ChildProcess:
             self._collect()
 
     def _collect(self) -> None:
-        """Takes the exit status. SIGKILL ends everything except a thread that waits for storage in the kernel, so the wait is bounded."""
+        """Takes the exit status.
+
+        SIGKILL ends everything except a thread that waits for storage in the kernel, so the wait is
+        bounded.
+        """
         since_s = time.monotonic() - (self._killed_at or time.monotonic())
         try:
             self.returncode = self._process.wait(max(0.1, _KILLED_S - since_s))

@@ -1,4 +1,7 @@
-"""Who failed first, and whether the ranks are ended for it: one decision for `train` and for `run`. No clock, no I/O."""
+"""Who failed first, and whether the ranks are ended for it: one decision for `train` and for `run`.
+
+No clock, no I/O.
+"""
 
 import signal
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ class NodeLoss:
 
     Attributes:
         why: one line for people.
-        silent_s: seconds from the last sign of life to the end of the connection, where that is long; else 0.
+        silent_s: seconds from the last sign of life to the end of the connection, where that is
+            long; else 0.
         is_cut: whether the line, or either end of it, may be cut; see control.connection.Left.
         lost_head: whether the node stopped hearing the head, rather than the head the node.
     """
@@ -49,7 +53,8 @@ class Decision:
     """Why the ranks are ended.
 
     Attributes:
-        culprit: the rank whose end caused the others'; None if no rank is known to have failed by itself.
+        culprit: the rank whose end caused the others'; None if no rank is known to have failed by
+            itself.
         loss: the node that was lost, if that is the cause.
         agreement: what the ranks disagree about, if that is the cause.
         error: what a companion found that the run cannot continue with.
@@ -71,7 +76,9 @@ def ended_well(end: RankEnd) -> bool:
 
 
 def is_victim(end: RankEnd) -> bool:
-    """Whether a rank ended only because a peer was gone: it reports that itself, or its front ended it."""
+    """Whether a rank ended only because a peer was gone: it reports that itself, or its front ended
+    it.
+    """
     if end.end_reason:
         return True
     return end.last is not None and end.last["kind"] == "crashed" and bool(end.last.get("peer_lost"))
@@ -92,17 +99,23 @@ def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def _was_killed(end: RankEnd) -> bool:
-    """Whether a signal ended it that no other rank causes. Torch sends SIGABRT to a rank whose peer is gone."""
+    """Whether a signal ended it that no other rank causes.
+
+    Torch sends SIGABRT to a rank whose peer is gone.
+    """
     return end.returncode < 0 and end.returncode != -signal.SIGABRT
 
 
 @dataclass(frozen=True)
 class Waits:
-    """How long more news may come before a failure is decided on, in seconds from the first news of it.
+    """How long more news may come before a failure is decided on, in seconds from the first news of
+    it.
 
     Attributes:
-        settle_s: with a culprit whose end another rank's may have caused: that news may be on its way.
-        only_victims_s: while every known end is that of a rank that lost a peer: news of the peer arrive within this time, or never.
+        settle_s: with a culprit whose end another rank's may have caused: that news may be on its
+            way.
+        only_victims_s: while every known end is that of a rank that lost a peer: news of the peer
+            arrive within this time, or never.
     """
 
     settle_s: float = 0.3
@@ -114,11 +127,13 @@ WAITS: Final = Waits()
 
 @dataclass
 class Failures:
-    """Ends of ranks and losses of nodes during one start of the ranks, and which of them came first.
+    """Ends of ranks and losses of nodes during one start of the ranks, and which of them came
+    first.
 
     Attributes:
         waits: before a decision.
-        world_size: if the end of every rank is sure to be reported; None: it is not, and the waits always run out.
+        world_size: if the end of every rank is sure to be reported; None: it is not, and the waits
+            always run out.
         first_at: when the first failure became known; None: there is none.
     """
 
@@ -140,7 +155,10 @@ class Failures:
             self._note_failure(now)
 
     def node_lost(self, loss: NodeLoss, *, now: float) -> None:
-        """Takes the loss of a node, and of its ranks with it. Only the first news of a node counts."""
+        """Takes the loss of a node, and of its ranks with it.
+
+        Only the first news of a node counts.
+        """
         if loss.node_rank in self.lost:
             return
         self.lost[loss.node_rank], self._lost_at[loss.node_rank] = loss, now
@@ -156,14 +174,18 @@ class Failures:
         self.first_at = now if self.first_at is None else self.first_at
 
     def first_cause(self) -> RankEnd | None:
-        """The rank whose end caused the others', as far as is known. Of the same moment the lowest rank comes first."""
+        """The rank whose end caused the others', as far as is known.
+
+        Of the same moment the lowest rank comes first.
+        """
         order = sorted(self.ends, key=lambda rank: (self._ended_at[rank], rank))
         return first_cause([self.ends[rank] for rank in order])
 
     def decide(self, *, now: float) -> Decision | None:
         """Which rank or node failed first; None without a failure, or while more news may come.
 
-        If neither a rank nor a node is named, all known ends are those of victims. Once one is named, the decision stays.
+        If neither a rank nor a node is named, all known ends are those of victims. Once one is
+        named, the decision stays.
         """
         if self._decision is None or (self._decision.culprit is None and self._decision.loss is None):
             self._decision = self._decide(now)
@@ -232,7 +254,10 @@ class Decider:
         self.refusal = Agreement.found("plan", verdict)
 
     def refused_by_us(self, error: UnisonoError) -> None:
-        """Takes what the head itself found that the run cannot continue with. The first one counts."""
+        """Takes what the head itself found that the run cannot continue with.
+
+        The first one counts.
+        """
         self.error = self.error or error
 
     def judged(self, verdict: Verdict) -> None:
@@ -251,7 +276,10 @@ class Decider:
         return end is not None and ended_well(end)
 
     def decide(self, *, now: float) -> Decision | None:
-        """Why all ranks are ended now; None while they may continue, or while more news may come. The first decision stays."""
+        """Why all ranks are ended now; None while they may continue, or while more news may come.
+
+        The first decision stays.
+        """
         self._decision = self._decision or self._decide(now)
         return self._decision
 

@@ -1,4 +1,6 @@
-"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank, kept as files in the run's directory."""
+"""Evidence of a verdict: stacks, the flight recorder, the end of the log and the rows of a rank,
+kept as files in the run's directory.
+"""
 
 import contextlib
 import json
@@ -42,7 +44,9 @@ class RawEvidence:
     log: str = ""
 
     def bounded(self) -> Self:
-        """The same in bounded sizes, without control characters and without anything that looks like a secret."""
+        """The same in bounded sizes, without control characters and without anything that looks
+        like a secret.
+        """
         return type(self)(
             stacks=_safe(self.stacks)[:_STACKS_CHARS],
             flight=shortened(_safe(self.flight), limit=_FLIGHT_CHARS),
@@ -88,10 +92,11 @@ def keep_evidence(
     looks: Mapping[int, Look],
     programs: Programs | None = None,
 ) -> tuple[Evidence, ...]:
-    """Writes the evidence that a verdict cites: stacks and flight recorder of all ranks, log and rows of the culprits.
+    """Writes the evidence that a verdict cites: stacks and flight recorder of all ranks, log and
+    rows of the culprits.
 
-    A second verdict of a run gets its own files. A full disk gives less evidence and no error. This takes up to 5 s, so the ranks are
-    ended first.
+    A second verdict of a run gets its own files. A full disk gives less evidence and no error. This
+    takes up to 5 s, so the ranks are ended first.
 
     Args:
         verdict: whose `ranks` are the culprits.
@@ -122,7 +127,9 @@ def keep_evidence(
 
 
 def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None = None) -> list[str]:
-    """The sources of some training sequences, e.g. `train.jsonl:17`; empty if they cannot be found within 5 s."""
+    """The sources of some training sequences, e.g. `train.jsonl:17`; empty if they cannot be found
+    within 5 s.
+    """
     request = {"table": str(table), "sequences": list(sequences)}
     with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are written in any case
         return [
@@ -177,7 +184,9 @@ _CAPTIONS = {
 
 
 def _is_in_step(phase: str | None) -> bool:
-    """Whether a rank works on rows in this phase; in other phases its memory still holds those of its last step."""
+    """Whether a rank works on rows in this phase; in other phases its memory still holds those of
+    its last step.
+    """
     return phase is not None and PHASES[phase_named(phase)].in_step
 
 

@@ -1,4 +1,6 @@
-"""The fork server of a front, which starts ranks and tasks without their imports; and what it has started, as the front sees it."""
+"""The fork server of a front, which starts ranks and tasks without their imports; and what it has
+started, as the front sees it.
+"""
 
 import contextlib
 import functools
@@ -24,7 +26,9 @@ from unisono.text import is_left_by_launcher, one_line
 _SERVER = "unisono.worker.fork_server"
 _SERVED: tuple[str, ...] = ("unisono.worker", "unisono.task")
 SHARED = "UNISONO_FORK_SERVER"
-"""The environment variable with the socket of a server that many fronts share; set by a suite of tests, as its starts are many and short."""
+"""The environment variable with the socket of a server that many fronts share; set by a suite of
+tests, as its starts are many and short.
+"""
 _LIMIT_S = 120.0  # of imports, on a machine with much to do
 _GREETING_S = 10.0  # of a shared server, which has imported everything
 _MESSAGE_BYTES = 4096
@@ -65,7 +69,9 @@ class Forked:
         return self._returncode
 
     def _status(self) -> int:
-        """As its parent says, or the kernel where that is dead, with which its processes are killed."""
+        """As its parent says, or the kernel where that is dead, with which its processes are
+        killed.
+        """
         status = _receive(self._channel, limit_s=1.0).get("returncode")
         if not isinstance(status, int):
             from unisono.facts.processes import (
@@ -77,7 +83,10 @@ class Forked:
 
 
 class _SharedServer:
-    """A server that a shared one has forked for this front. It offers what ForkServer uses of a subprocess.Popen."""
+    """A server that a shared one has forked for this front.
+
+    It offers what ForkServer uses of a subprocess.Popen.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -103,9 +112,12 @@ class _SharedServer:
 
 
 class ForkServer:
-    """One for a front; it begins with `begin`, or the first process that is started through it. Use it as a context, which ends it and all it has forked.
+    """One for a front; it begins with `begin`, or the first process that is started through it.
 
-    Where nothing can be forked, that is said once, and `start` gives None: the caller starts a fresh interpreter.
+    Use it as a context, which ends it and all it has forked.
+
+    Where nothing can be forked, that is said once, and `start` gives None: the caller starts a
+    fresh interpreter.
     """
 
     def __init__(self, notify: Callable[[str], None], *, only_shared: bool = False) -> None:
@@ -138,7 +150,9 @@ class ForkServer:
         return self._server.pid if self._server is not None else None
 
     def begin(self) -> None:
-        """Starts the server before it is needed: its imports take longer than all else of a start, so they run beside the front's own."""
+        """Starts the server before it is needed: its imports take longer than all else of a start,
+        so they run beside the front's own.
+        """
         if self._is_disabled or SHARED in os.environ:
             return
         threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -157,14 +171,16 @@ class ForkServer:
         inherits: Sequence[int],
         waits: bool,
     ) -> Forked | None:
-        """Has a process forked, which leads a session of its own; None where it has to be started in another way.
+        """Has a process forked, which leads a session of its own; None where it has to be started
+        in another way.
 
         Args:
             command: as for exec; only ranks and tasks of this interpreter are forked.
             environment: all of it.
             has_input: whether it gets a pipe as its input.
             inherits: descriptors that it gets under the same numbers.
-            waits: whether the server's imports are waited for, as ranks do, which need them all; a task begins sooner without.
+            waits: whether the server's imports are waited for, as ranks do, which need them all; a
+                task begins sooner without.
         """
         if self._is_disabled or [*command[:2]] != [sys.executable, "-m"] or command[2] not in _SERVED:
             return None
@@ -196,7 +212,11 @@ class ForkServer:
     def _request(
         self, body: dict[str, Any], handed: Sequence[int], stack: contextlib.ExitStack, *, has_input: bool
     ) -> tuple[socket.socket, IO[bytes] | None]:
-        """Sends a request; gives the channel on which the answer comes, and the writing end of the process's input. The stack closes both."""
+        """Sends a request; gives the channel on which the answer comes, and the writing end of the
+        process's input.
+
+        The stack closes both.
+        """
         assert self._control is not None
         channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.enter_context(channel)
@@ -231,7 +251,9 @@ class ForkServer:
                 self._printed.close()
 
     def _begin(self, environment: Mapping[str, str]) -> bool:
-        """Starts the server: the kernel ends it with the thread that does so, hence only of the thread that ends with the front."""
+        """Starts the server: the kernel ends it with the thread that does so, hence only of the
+        thread that ends with the front.
+        """
         if self._join(environment):
             return True
         if self._only_shared:
@@ -279,12 +301,16 @@ class ForkServer:
         return self._is_ready
 
     def _disable(self, why: str) -> None:
-        """Reports it once. From here on each process is a fresh interpreter, with its own imports."""
+        """Reports it once.
+
+        From here on each process is a fresh interpreter, with its own imports.
+        """
         self._is_disabled = True
         if self._server is not None and not self._has_forked:  # what it has forked ends with it
             self._server.kill()
         self.notify(
-            f"ranks are started without the fork server, each with its own imports: {one_line(why, limit=300)}"
+            "ranks are started without the fork server, each with its own imports:"
+            f" {one_line(why, limit=300)}"
         )
 
     def _failure(self, waited_s: float) -> str:
@@ -304,7 +330,9 @@ class ForkServer:
 
 
 def base_environment(*, threads: int, without: Iterable[str] = ()) -> dict[str, str]:
-    """The environment of every child: this process's, with a thread count and without misleading variables, see `child_process.child_environment`."""
+    """The environment of every child: this process's, with a thread count and without misleading
+    variables, see `child_process.child_environment`.
+    """
     gone = {*without, "UNISONO_TOKEN", "UNISONO_SERVE_KEY"}
     environment = {name: value for name, value in os.environ.items() if name not in gone}
     environment |= {
@@ -317,20 +345,24 @@ def base_environment(*, threads: int, without: Iterable[str] = ()) -> dict[str, 
         "DO_NOT_TRACK": "1",
     }
     environment.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Threads that spin without a limit are fast only on an idle machine: beside other work, steps took six times as long. 3,000 spins of GNU's
-    # OpenMP take 0.08 ms, about as long as waking a thread, so a wait costs at most twice what it would with the better of both.
+    # Threads that spin without a limit are fast only on an idle machine: beside other work, steps
+    # took six times as long. 3,000 spins of GNU's OpenMP take 0.08 ms, about as long as waking a
+    # thread, so a wait costs at most twice what it would with the better of both.
     if "OMP_WAIT_POLICY" not in environment:
         environment |= {
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "3000"),
         }
-    # peft 0.21 uses a deprecated name of transformers 5.23; the warning would be the last line of every rank's log.
+    # peft 0.21 uses a deprecated name of transformers 5.23; the warning would be the last line of
+    # every rank's log.
     environment.setdefault("PYTHONWARNINGS", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     return environment
 
 
 def shared_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
-    """This process's part of the shared server, if the environment names one; it ends with this process."""
+    """This process's part of the shared server, if the environment names one; it ends with this
+    process.
+    """
     return _part_of(path) if (path := environment.get(SHARED)) else None
 
 

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal: recorded, and followed up until the grace period is over."""
+"""Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal: recorded, and followed up until the grace period
+is over.
+"""
 
 import contextlib
 import signal
@@ -19,7 +21,10 @@ AGAIN_AFTER_S = 1.0
 def install_handlers(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
 ) -> dict[signal.Signals, Any]:
-    """Installs a handler for signals; gives the previous handlers. A SIGHUP that nohup ignores stays ignored."""
+    """Installs a handler for signals; gives the previous handlers.
+
+    A SIGHUP that nohup ignores stays ignored.
+    """
     taken: dict[signal.Signals, Any] = {}
     for number in numbers:
         before = signal.getsignal(number)
@@ -50,7 +55,8 @@ class Interrupts:
     """A context that records signals to stop; until `collect` they also raise Stopped at once.
 
     Attributes:
-        first: the first signal to stop, here or elsewhere in the job; None as long as there is none.
+        first: the first signal to stop, here or elsewhere in the job; None as long as there is
+            none.
         where: the process that got it, if it was not this front.
         at: when it came, in monotonic seconds.
         twice: whether a second signal followed: leave at once.
@@ -71,7 +77,8 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # After a request to stop only the last lines remain, and an impatient third signal must not change the exit code.
+            # After a request to stop only the last lines remain, and an impatient third signal must
+            # not change the exit code.
             signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
     def request_stop(self, number: signal.Signals, *, where: str, again: bool = False) -> None:
@@ -92,7 +99,8 @@ class Interrupts:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """A context in which a signal raises Stopped, also an earlier one: there is nothing to save here.
+        """A context in which a signal raises Stopped, also an earlier one: there is nothing to save
+        here.
 
         Raises:
             Stopped: for a signal.
@@ -129,12 +137,16 @@ def exit_code_of(number: signal.Signals) -> int:
 
 _NOTHING_TO_SAVE_S = 3.0
 _FRONT_S = 2.0
-"""Of the grace period: to end ranks that do not end by themselves, and to write how the run ended."""
+"""Of the grace period: to end ranks that do not end by themselves, and to write how the run
+ended.
+"""
 _FRONT_SHARE = 0.4
 
 
 class GracefulStop:
-    """Decides when ranks get the signal and when the grace period is over, and shows a note of each."""
+    """Decides when ranks get the signal and when the grace period is over, and shows a note of
+    each.
+    """
 
     def __init__(self, interrupts: Interrupts, *, grace: str, show: Callable[[Message], None]) -> None:
         self._interrupts = interrupts
@@ -169,7 +181,10 @@ class GracefulStop:
         if self._interrupts.twice:
             why = "a second signal"
         elif waited_s > patience_s:
-            why = f"not done {show_seconds(waited_s)} after the signal, of a grace period of {show_seconds(self._grace_s)}"
+            why = (
+                f"not done {show_seconds(waited_s)} after the signal, of a grace period of"
+                f" {show_seconds(self._grace_s)}"
+            )
         else:
             return None
         if ready and not finished:
@@ -197,7 +212,8 @@ class NewestCheckpoint:
     Attributes:
         path: of the checkpoint, or None.
         reached: the last step that was finished.
-        in_memory: whether ranks keep each step in memory, from which the front saves a checkpoint when they have ended.
+        in_memory: whether ranks keep each step in memory, from which the front saves a checkpoint
+            when they have ended.
     """
 
     path: str | None

@@ -1,4 +1,8 @@
-"""The ranks of one node: what monitors need of them, their processes, messages, logs, and guaranteed end. The front is their only owner."""
+"""The ranks of one node: what monitors need of them, their processes, messages, logs, and
+guaranteed end.
+
+The front is their only owner.
+"""
 
 import contextlib
 import mmap
@@ -86,7 +90,9 @@ class NodeRanks(Protocol):
         ...
 
     def workers(self, rank: int) -> Sequence[WorkerProcess]:
-        """Processes that a rank has started, if they show their stacks; the caller closes their files."""
+        """Processes that a rank has started, if they show their stacks; the caller closes their
+        files.
+        """
         ...
 
     def final_message(self, rank: int) -> Message | None:
@@ -98,7 +104,10 @@ _REPLICAS = 2  # a copy of rank 0 in case its memory is damaged; more would only
 
 
 class SharedMemory:
-    """Memory of the front for each rank that keeps its steps, inherited by the rank. Use it as a context."""
+    """Memory of the front for each rank that keeps its steps, inherited by the rank.
+
+    Use it as a context.
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._fds: dict[int, int] = {}
@@ -126,7 +135,9 @@ class SharedMemory:
         return self._fds.get(rank)
 
     def read(self, rank: int) -> tuple[list[StepSnapshot], list[str]]:
-        """The snapshots of a rank that has ended, newest first, and what is wrong with the unusable ones."""
+        """The snapshots of a rank that has ended, newest first, and what is wrong with the unusable
+        ones.
+        """
         content = self.content(rank)
         return read_slots(content) if content is not None else ([], [])
 
@@ -139,8 +150,8 @@ class SharedMemory:
 def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
     """The ranks of a node that keep their steps in memory.
 
-    With an adapter these are the ranks that together hold its whole state: all ranks if it is sharded, else the first ones of the head's node.
-    Without an adapter the state is too large.
+    With an adapter these are the ranks that together hold its whole state: all ranks if it is
+    sharded, else the first ones of the head's node. Without an adapter the state is too large.
     """
     if plan.config.adapter is None:
         return []
@@ -245,7 +256,8 @@ class LocalRanks:
         places: the ranks, by local rank.
         run: the run's directory; logs and events go there.
         environments: of each rank, in the order of `places`.
-        has_input: whether they wait for messages on stdin, as several ranks do before their first collective.
+        has_input: whether they wait for messages on stdin, as several ranks do before their first
+            collective.
         shared_memory: in which some ranks keep their newest step; it outlives them.
         beats: the heartbeats of each rank, which also outlive it.
     """
@@ -358,7 +370,9 @@ class LocalRanks:
             rank.child.end(patience_s=0)
 
     def _end_if_overdue(self, rank: _Rank) -> None:
-        """Ends a rank that has refused or crashed and does not exit: a thread of it may wait for storage."""
+        """Ends a rank that has refused or crashed and does not exit: a thread of it may wait for
+        storage.
+        """
         if rank.last is None or rank.last["kind"] == "result" or rank.child.ended:
             return
         rank.last_at = rank.last_at or time.monotonic()

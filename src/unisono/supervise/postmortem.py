@@ -24,10 +24,11 @@ _STALLED_S = 0.2  # a living rank with a newer heartbeat has moved
 
 
 def apart(seen: RunView | None, culprit: RankEnd | None) -> Verdict | None:
-    """The verdict on ranks that failed because they were in different collectives; None if they were not.
+    """The verdict on ranks that failed because they were in different collectives; None if they
+    were not.
 
-    gloo ends ranks that receive a different size than they expect. Ranks that only lost their peers may be one collective apart because of
-    the network.
+    gloo ends ranks that receive a different size than they expect. Ranks that only lost their peers
+    may be one collective apart because of the network.
     """
     if seen is None:
         return None
@@ -48,7 +49,10 @@ def apart(seen: RunView | None, culprit: RankEnd | None) -> Verdict | None:
 
 
 def _place(view: RankView | None) -> tuple[int, int] | None:
-    """Step and number of the collective that a rank is in; None outside of collectives. A rank in the same one as the failed rank has not moved since."""
+    """Step and number of the collective that a rank is in; None outside of collectives.
+
+    A rank in the same one as the failed rank has not moved since.
+    """
     if view is None or view.beat is None or view.beat.phase != "comm":
         return None
     return view.beat.step, view.beat.comm
@@ -104,7 +108,9 @@ def name_death(
 
 
 def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tuple[str, tuple[str, ...]]:
-    """How the summary continues and the fix, where the user's own code is the origin, or likely is; empty otherwise."""
+    """How the summary continues and the fix, where the user's own code is the origin, or likely is;
+    empty otherwise.
+    """
     if cause not in ("user_code_error", "rank_killed") or code is None:
         return "", ()
     frame = own_frame(str((end.last or {}).get("traceback", "")), code) or own_frame(end.tail, code)
@@ -248,16 +254,19 @@ def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = 
         evidence=evidence,
         fix=known.remedy if known else (),
         named_after_s=after_s,
-        summary=f"{len(ends)} of {plan.world_size} ranks lost the connection to a peer, and none is known to have failed by itself; "
-        "the cause may be a silent rank or the network",
+        summary=(
+            f"{len(ends)} of {plan.world_size} ranks lost the connection to a peer, and none is known to have"
+            " failed by itself; the cause may be a silent rank or the network"
+        ),
     )
 
 
 def name_loss(loss: NodeLoss, *, head: str, after_s: float = 0.0) -> Verdict:
     """The verdict on the end of a connection between a node and the head: the same text on both.
 
-    A closed connection means that the other side's process is gone. If it is silent and its machine still acknowledges data, the process
-    there is stopped. If nothing is acknowledged, the head names the node, and a node that lost the head names itself as cut off.
+    A closed connection means that the other side's process is gone. If it is silent and its machine
+    still acknowledges data, the process there is stopped. If nothing is acknowledged, the head
+    names the node, and a node that lost the head names itself as cut off.
 
     Args:
         head: node 0's host.
@@ -292,9 +301,15 @@ def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
     if loss.is_cut:
         return remedy
     if loss.silent_s:
-        first = f"on {where}: `ps -eo pid,stat,args | grep unisono` shows a stopped process as T, and `kill -CONT PID` continues it; `uptime` shows the load"
+        first = (
+            f"on {where}: `ps -eo pid,stat,args | grep unisono` shows a stopped process as T, and `kill -CONT"
+            " PID` continues it; `uptime` shows the load"
+        )
     else:
-        first = f"check the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'` there shows whether the kernel killed it"
+        first = (
+            f"check the terminal or the log of unisono on {where}; `dmesg | grep -i -E 'oom|killed process'`"
+            " there shows whether the kernel killed it"
+        )
     return (first, *remedy[1:])
 
 
@@ -341,7 +356,10 @@ def verdicts_in(message: Message) -> list[Verdict]:
 
 
 def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
-    """The verdict on a node that refuses to start. `error`: the output of `UnisonoError.to_json` on that machine."""
+    """The verdict on a node that refuses to start.
+
+    `error`: the output of `UnisonoError.to_json` on that machine.
+    """
     problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
     verdict = error.get("verdict")
     own = verdicts_in({"verdicts": [verdict]}) if verdict else []

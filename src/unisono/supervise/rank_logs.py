@@ -1,4 +1,6 @@
-"""The logs of this node's ranks while they grow: lines with a known signature become events (never a verdict), and growth is recorded with its time."""
+"""The logs of this node's ranks while they grow: lines with a known signature become events (never
+a verdict), and growth is recorded with its time.
+"""
 
 import contextlib
 import json
@@ -21,8 +23,9 @@ from unisono.plan import RankPlace
 from unisono.text import one_line, redact
 
 _CLOSE_S = 1.0
-# A thousandth of Python's memory. The process also opens the file: even that can hang. A file that a kill or a full disk has torn gets the
-# end of its last line first, else the first new line would be lost with it. The shell drops a newline and NULs at the end of `$()`.
+# A thousandth of Python's memory. The process also opens the file: even that can hang. A file that
+# a kill or a full disk has torn gets the end of its last line first, else the first new line would
+# be lost with it. The shell drops a newline and NULs at the end of `$()`.
 _APPEND = (
     "sh",
     "-c",
@@ -32,7 +35,10 @@ _APPEND = (
 
 
 class Appender:
-    """Appends to one file, by a separate process. It starts with the first line, and ends with this process, as soon as its disk answers."""
+    """Appends to one file, by a separate process.
+
+    It starts with the first line, and ends with this process, as soon as its disk answers.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +46,9 @@ class Appender:
         self._is_over = False
 
     def add(self, line: bytes) -> None:
-        """Passes on a line of at most 4,096 bytes, without waiting. After an error nothing more is written.
+        """Passes on a line of at most 4,096 bytes, without waiting.
+
+        After an error nothing more is written.
 
         Raises:
             OSError: if the process has failed (e.g. its disk is full or gone), or takes no more.
@@ -57,7 +65,9 @@ class Appender:
             raise OSError(None, self._last_stderr_line() or "the file cannot be written") from None
 
     def close(self) -> None:
-        """Lets the process finish, if the disk answers within a second; else the rest is lost, and the process ends when the disk answers."""
+        """Lets the process finish, if the disk answers within a second; else the rest is lost, and
+        the process ends when the disk answers.
+        """
         process, self._process, self._is_over = self._process, None, True
         if process is None:
             return
@@ -101,7 +111,9 @@ MOST_A_MINUTE = 20
 KEPT_MATCHES = 8
 _LOOK_BYTES = 64 << 10
 _BEHIND_BYTES = 512 << 10
-"""A log that grows faster than it is read is followed at its end; what lies between is not scanned, and stays in the file."""
+"""A log that grows faster than it is read is followed at its end; what lies between is not scanned,
+and stays in the file.
+"""
 _SHOWN_CHARS = 300
 _CITED_RANKS = 4
 _CITED_MATCHES = 3
@@ -116,7 +128,8 @@ class LogMatch:
 
     Attributes:
         cause: of the catalogue, or None.
-        text: the line, bounded, without control characters and without anything that looks like a secret.
+        text: the line, bounded, without control characters and without anything that looks like a
+            secret.
         time: UTC, seconds: when it was seen.
     """
 
@@ -143,7 +156,10 @@ class LogMatch:
 
 
 class LineSplitter:
-    """Splits chunks of bytes into lines. A carriage return also ends a line, as in progress bars."""
+    """Splits chunks of bytes into lines.
+
+    A carriage return also ends a line, as in progress bars.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -281,7 +297,10 @@ class LogEvents:
         return list(self._matches[rank]) if rank in self._matches else []
 
     def cited(self, verdict: Verdict) -> Verdict:
-        """The verdict with the last matches of its culprits as evidence. They do not change cause or ranks."""
+        """The verdict with the last matches of its culprits as evidence.
+
+        They do not change cause or ranks.
+        """
         found = [
             Evidence(where=f"the log of {self._places[rank].label}", text=match.text)
             for rank in verdict.ranks[:_CITED_RANKS]
@@ -291,7 +310,11 @@ class LogEvents:
 
 
 class LogTimes:
-    """The times at which one log grew. A thread checks its size, and a separate process writes: the front never waits for a disk, not even at its end."""
+    """The times at which one log grew.
+
+    A thread checks its size, and a separate process writes: the front never waits for a disk, not
+    even at its end.
+    """
 
     def __init__(self, log: IO[bytes], path: Path, *, grew: Callable[[int], None]) -> None:
         """Starts at the current size.
@@ -309,7 +332,9 @@ class LogTimes:
         self._thread = BackgroundThread("log-times", self._failed, most=1)
 
     def note(self) -> list[Message]:
-        """Has the thread check the size, unless it still does; gives a warning, once, if that fails."""
+        """Has the thread check the size, unless it still does; gives a warning, once, if that
+        fails.
+        """
         self._thread.do(self._look)
         warnings, self._warnings = self._warnings, []
         return warnings
@@ -329,7 +354,10 @@ class LogTimes:
         self._appender.add(json.dumps([round(time.time(), 3), size]).encode() + b"\n")
 
     def _failed(self, why: str) -> None:
-        text = f"{self._path} is no longer written: {why}; `unisono logs` merges this rank's log less precisely, and the run continues"
+        text = (
+            f"{self._path} is no longer written: {why}; `unisono logs` merges this rank's log less precisely,"
+            " and the run continues"
+        )
         self._warnings.append(
             {
                 "kind": "warning",

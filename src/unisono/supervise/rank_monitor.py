@@ -1,4 +1,7 @@
-"""Monitors of ranks: what a node's front sees of its own (heartbeats, processes, stacks on request) and reports to the head; and the head's monitor of all ranks, which reports a suspicion or a verdict."""
+"""Monitors of ranks: what a node's front sees of its own (heartbeats, processes, stacks on request)
+and reports to the head; and the head's monitor of all ranks, which reports a suspicion or a
+verdict.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +69,8 @@ class _Seen:
 class RankMonitor:
     """Monitor of this node's ranks.
 
-    It reads shared memory and files of the kernel, and neither needs the ranks to do anything nor waits for them.
+    It reads shared memory and files of the kernel, and neither needs the ranks to do anything nor
+    waits for them.
     """
 
     def __init__(self, local: NodeRanks, node_rank: int) -> None:
@@ -97,8 +101,9 @@ class RankMonitor:
     def views(self, now: float) -> list[RankView]:
         """Every rank as it is now; called a few times a second.
 
-        Idle time counts from the last change that was seen, by the caller's clock: no rank's clock is trusted. If more than 2 s have passed
-        since the last call, the front itself was not running, and that time does not count as idle.
+        Idle time counts from the last change that was seen, by the caller's clock: no rank's clock
+        is trusted. If more than 2 s have passed since the last call, the front itself was not
+        running, and that time does not count as idle.
 
         Args:
             now: monotonic seconds.
@@ -109,7 +114,10 @@ class RankMonitor:
         return [self._view(place, now=now, passed=counted) for place in self._local.places]
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Starts to collect stacks and the flight recorder of some ranks; does not wait. Skips ranks of other nodes, and those being collected."""
+        """Starts to collect stacks and the flight recorder of some ranks; does not wait.
+
+        Skips ranks of other nodes, and those being collected.
+        """
         for rank in ranks:
             memory = self._local.beats.get(rank)
             if memory is not None and rank not in self._collections:
@@ -135,7 +143,8 @@ class RankMonitor:
         return found
 
     def raw(self, rank: int) -> RawEvidence:
-        """The unparsed result of the last collection of a rank, and the end of its log; in bounded sizes, safe to show.
+        """The unparsed result of the last collection of a rank, and the end of its log; in bounded
+        sizes, safe to show.
 
         Waits for a log whose storage does not answer only once, for a second.
         """
@@ -151,7 +160,10 @@ class RankMonitor:
         self._raw.clear()
 
     def links(self) -> list[str]:
-        """Connections of the ranks with unacknowledged data. Reads a line for every connection of the machine."""
+        """Connections of the ranks with unacknowledged data.
+
+        Reads a line for every connection of the machine.
+        """
         now = time.monotonic()
         if self._links_at is None or now - self._links_at >= _LINKS_EVERY_S:
             self._links_at = now
@@ -175,7 +187,8 @@ class RankMonitor:
             seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
             seen.process_at = now
         kind = (self._local.final_message(place.rank) or {}).get("kind")
-        # A rank that has refused or crashed is the cause itself and about to exit, which takes long if storage hangs.
+        # A rank that has refused or crashed is the cause itself and about to exit, which takes long
+        # if storage hangs.
         return RankView(
             rank=place.rank,
             node_rank=self._node_rank,
@@ -217,7 +230,9 @@ class RankMonitor:
 
 
 def _may_last(beat: Beat | None) -> bool:
-    """Whether the duration of the rank's phase depends on the size of files: it loads, resumes, saves, or writes the result."""
+    """Whether the duration of the rank's phase depends on the size of files: it loads, resumes,
+    saves, or writes the result.
+    """
     if beat is None:
         return False
     phase = PHASES[phase_named(beat.phase)]
@@ -225,7 +240,9 @@ def _may_last(beat: Beat | None) -> bool:
 
 
 def _handles_files(seen: _Seen, pid: int) -> bool:
-    """Whether a rank has read or written much since the last call, or waits for the disk, e.g. in a sync."""
+    """Whether a rank has read or written much since the last call, or waits for the disk, e.g. in a
+    sync.
+    """
     now, look = io_bytes(pid), read_thread(pid, pid)
     moves = look.moves if look is not None and look.is_uninterruptible else None
     much = now - seen.read_and_written >= _LARGE_IO_BYTES
@@ -257,7 +274,10 @@ class MonitorReports:
         self._monitor.look([int(rank) for rank in message["ranks"]])
 
     def send(self) -> None:
-        """Sends what is due; may be called at any rate. Sends nothing once all ranks have ended: the head may have begun the next start."""
+        """Sends what is due; may be called at any rate.
+
+        Sends nothing once all ranks have ended: the head may have begun the next start.
+        """
         if self._local.all_ended:
             return
         now = time.monotonic()
@@ -268,7 +288,11 @@ class MonitorReports:
             self._send({"kind": "looked", "looks": [look.to_json()], "raw": raw})
 
     def send_views(self) -> None:
-        """Sends all views at once. For a rank that has ended they hold the last sign of life, and precede the message of its end."""
+        """Sends all views at once.
+
+        For a rank that has ended they hold the last sign of life, and precede the message of its
+        end.
+        """
         now = time.monotonic()
         self._next = now + _EVERY_S
         links = self._monitor.links() if now < self._links_until else []
@@ -330,8 +354,10 @@ class StallMonitor:
             show: gets notes and warnings.
             clock: monotonic seconds.
             stall_after: of the config.
-            idle_limit_s: after which a foreign program whose ranks are all idle is ended; None: never.
-            mark: gets the ranks of the present suspicion, its text and its cause, for the board; both are empty when the ranks move again.
+            idle_limit_s: after which a foreign program whose ranks are all idle is ended; None:
+                never.
+            mark: gets the ranks of the present suspicion, its text and its cause, for the board;
+                both are empty when the ranks move again.
         """
         self._mark = mark
         self._clock = clock
@@ -360,7 +386,8 @@ class StallMonitor:
         """Takes a node's report on its ranks: `beats`, or `looked` after a request.
 
         Raises:
-            KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different node.
+            KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different
+                node.
         """
         own = {place.rank for place in self._plan.on_node(node_rank)}
         if message["kind"] == "beats":
@@ -383,13 +410,16 @@ class StallMonitor:
                 }
 
     def raw(self) -> dict[int, RawEvidence]:
-        """Evidence for a verdict, by rank: of all ranks of this node, and of ranks collected on other nodes."""
+        """Evidence for a verdict, by rank: of all ranks of this node, and of ranks collected on
+        other nodes.
+        """
         return {**self._raw, **{place.rank: self._monitor.raw(place.rank) for place in self._plan.on_node(0)}}
 
     def look(self) -> Verdict | None:
         """The current verdict, which ends the ranks; None without one.
 
-        May be called at any rate: it looks five times a second, half as often while all ranks move, and repeats its last result in between.
+        May be called at any rate: it looks five times a second, half as often while all ranks move,
+        and repeats its last result in between.
         """
         now = self._clock()
         if now < self._next:
@@ -413,11 +443,16 @@ class StallMonitor:
         return None
 
     def see(self) -> None:
-        """Updates the picture once more before the ranks are ended, with the last signs of life of those that have failed."""
+        """Updates the picture once more before the ranks are ended, with the last signs of life of
+        those that have failed.
+        """
         self._take(self._clock())
 
     def _take(self, now: float) -> None:
-        """Updates the picture. Nothing is known of a silent node, and no rank on it is blamed for that."""
+        """Updates the picture.
+
+        Nothing is known of a silent node, and no rank on it is blamed for that.
+        """
         self._views |= {view.rank: view for view in self._monitor.views(now)}
         looks = self._monitor.looks()
         if self._episode is not None:
@@ -481,7 +516,9 @@ class StallMonitor:
                 self._server.send(node_rank, {"kind": "look", "ranks": of_node})
 
     def _note_recovery(self, now: float) -> None:
-        """Ends the episode if one of its ranks makes progress, which is reported, or has ended, which has its own message."""
+        """Ends the episode if one of its ranks makes progress, which is reported, or has ended,
+        which has its own message.
+        """
         episode = self._episode
         if episode is None:
             return

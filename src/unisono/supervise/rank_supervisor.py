@@ -32,16 +32,25 @@ if TYPE_CHECKING:
 
 
 class RunObserver(Protocol):
-    """Works beside the ranks during one start. Its methods must not block: long work belongs in a thread or a process."""
+    """Works beside the ranks during one start.
+
+    Its methods must not block: long work belongs in a thread or a process.
+    """
 
     def on_message(self, rank: int, message: Message) -> None:
         """Takes each message of a rank; rank 0 reports steps and checkpoints."""
 
     def look(self) -> UnisonoError | Verdict | None:
-        """Called a few times a second. An error or a verdict ends the ranks, and the run ends with it."""
+        """Called a few times a second.
+
+        An error or a verdict ends the ranks, and the run ends with it.
+        """
 
     def finish(self) -> None:
-        """Called when the ranks have ended, or are about to be ended. Must return in bounded time."""
+        """Called when the ranks have ended, or are about to be ended.
+
+        Must return in bounded time.
+        """
 
 
 _POLL_S = 0.2
@@ -76,8 +85,10 @@ class Attempt:
     Attributes:
         step: the last step that rank 0 finished.
         checkpoint: the newest checkpoint, or None.
-        ready: whether rank 0 has loaded everything and trains; before that there is nothing new to save.
-        last: rank 0's final message: `result`, `refused` or `crashed`; None if it ended without one.
+        ready: whether rank 0 has loaded everything and trains; before that there is nothing new to
+            save.
+        last: rank 0's final message: `result`, `refused` or `crashed`; None if it ended without
+            one.
         decision: why the ranks were ended, if they were.
         decided_at: the time of the decision, in monotonic seconds.
         stop_signal: the first signal to stop that a front got.
@@ -142,16 +153,20 @@ def run_attempt(
     Args:
         plan: already in plan.json on every node.
         local: the ranks of this node; started and ended here.
-        server: the connections of the other nodes, which start their ranks with the same plan; None for one node.
+        server: the connections of the other nodes, which start their ranks with the same plan; None
+            for one node.
         interrupts: signals to stop.
-        on_agreement: gets the ranks' reports and the result of their comparison, before the ranks continue.
+        on_agreement: gets the ranks' reports and the result of their comparison, before the ranks
+            continue.
         observers: get the ranks' messages, and may end the ranks.
-        shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to this node's disk.
+        shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to
+            this node's disk.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(local)  # may wait for imports, which a signal ends at once
-        interrupts.collect()  # before anything else: a single rank waits for nobody, and may soon have something to save
+        # before anything else: a single rank waits for nobody, and may soon have something to save
+        interrupts.collect()
         timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
         supervision = _RankSupervision(
             plan, local, server, interrupts, show, on_agreement, observers, timeline
@@ -292,7 +307,9 @@ class _RankSupervision:
         return {**message, "rank": rank, **where}
 
     def _take_shard_message(self, rank: int, message: Message) -> None:
-        """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the head when rank 0 is done with it."""
+        """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the
+        head when rank 0 is done with it.
+        """
         if message["kind"] == "shards_over":
             if rank == 0 and self.shards is not None:
                 self.shards.given_up(str(message.get("temporary")))

@@ -1,4 +1,6 @@
-"""Collects the stacks of a rank and of its worker processes, and the rank's flight recorder, while they hang: by faulthandler, else by py-spy."""
+"""Collects the stacks of a rank and of its worker processes, and the rank's flight recorder, while
+they hang: by faulthandler, else by py-spy.
+"""
 
 import os
 import shutil
@@ -63,7 +65,8 @@ class StackCollection:
 
         Args:
             now: monotonic seconds.
-            has_pulse: whether the rank's second thread runs, which writes the flight recorder's dump.
+            has_pulse: whether the rank's second thread runs, which writes the flight recorder's
+                dump.
         """
         stacks = [self._main, *(stack for _, stack in self._workers)]
         complete = [stack.is_complete(now) for stack in stacks]
@@ -128,7 +131,8 @@ class _ProcessStack:
             number: the signal at which faulthandler writes; 0 for none.
             file: where it writes.
             frozen: the control group that froze the process.
-            uses_py_spy: whether py-spy reads the stack if the signal is not answered: not for dozens of workers of a busy machine.
+            uses_py_spy: whether py-spy reads the stack if the signal is not answered: not for
+                dozens of workers of a busy machine.
         """
         self._pid = pid
         self._uses_py_spy = uses_py_spy
@@ -219,7 +223,9 @@ def _signal_error(pid: int | None, number: int, frozen: Path | None) -> str:
 
 
 class _PySpy:
-    """`py-spy dump` of a process without pausing it: it may be stopped, or wait where no signal reaches it."""
+    """`py-spy dump` of a process without pausing it: it may be stopped, or wait where no signal
+    reaches it.
+    """
 
     def __init__(self, program: Path, pid: int) -> None:
         self._output: IO[bytes] = os.fdopen(os.memfd_create("unisono-py-spy", os.MFD_CLOEXEC), "w+b")

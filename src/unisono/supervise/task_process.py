@@ -1,4 +1,6 @@
-"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and raises their refusals as errors."""
+"""Runs tasks (prepare, preview, generate, chat, eval, export) as processes, and raises their
+refusals as errors.
+"""
 
 import contextlib
 import json
@@ -148,7 +150,9 @@ class TaskProcess:
         raise self._ended()
 
     def new_messages(self) -> list[Message]:
-        """The messages that have arrived, without waiting. `result` is the last one; do not call it after that.
+        """The messages that have arrived, without waiting.
+
+        `result` is the last one; do not call it after that.
 
         Raises:
             UnisonoError: what the task refused, in the class of its exit code.
@@ -203,7 +207,9 @@ class TaskProcess:
         self._child.signal(signal.SIGINT)
 
     def dump_stacks(self) -> None:
-        """Makes a task that has registered faulthandler for SIGUSR2 write its stacks to its output."""
+        """Makes a task that has registered faulthandler for SIGUSR2 write its stacks to its
+        output.
+        """
         self._child.signal(signal.SIGUSR2)
 
     def close(self, *, patience_s: float = 2.0) -> None:
@@ -218,7 +224,10 @@ class TaskProcess:
             return DataError.of(
                 "the chat template does not terminate",
                 where="data.template, or the tokenizer's chat template",
-                why="rendering one conversation used up its CPU time within a single operation, which cannot be interrupted",
+                why=(
+                    "rendering one conversation used up its CPU time within a single operation, which cannot"
+                    " be interrupted"
+                ),
                 fix="fix the template, or set data.template to a file with a different one",
             )
         if self._child.returncode == -TOKENIZER_HAS_NO_END:
@@ -236,9 +245,11 @@ class TaskProcess:
         return RankDied.of(
             f"the task {self.name} ended: {one_line(how, limit=300)}",
             why=one_line(tail_of(self._printed), limit=2000),
-            fix=f"fix its likely origin, {origin}"
-            if origin
-            else "run it again with --debug, and report it unless memory or disk is the cause",
+            fix=(
+                f"fix its likely origin, {origin}"
+                if origin
+                else "run it again with --debug, and report it unless memory or disk is the cause"
+            ),
         )
 
 

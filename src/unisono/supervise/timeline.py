@@ -1,11 +1,17 @@
-"""Where the ranks of a node spend their time: the front samples their heartbeats and appends events/timeline-NODE.jsonl.
+"""Where the ranks of a node spend their time: the front samples their heartbeats and appends
+events/timeline-NODE.jsonl.
 
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
-    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2,
+    "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall, which one without text ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its
-start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a
-disk in the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of the file.
+A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall,
+which one without text ends. The second kind is a summary, at least one every 10 s and rank: the
+seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s,
+`since`, its start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for
+each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a disk in
+the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head
+every 3 s, which keeps a copy of the file.
 """
 
 import contextlib
@@ -36,7 +42,9 @@ _WRITE_S = 3.0
 _ANSWER_S = 10.0
 _CLOSE_S = 1.0
 _MOST_NEWS = 1_000
-"""Lines of a message to the head, about 100 bytes each; older ones stay with the node. 8 ranks have at most 240 in 3 s."""
+"""Lines of a message to the head, about 100 bytes each; older ones stay with the node. 8 ranks have
+at most 240 in 3 s.
+"""
 _LINE_CHARS = 1_000
 _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
@@ -50,7 +58,9 @@ Entry = dict[str, Any]
 
 @dataclass
 class RankTime:
-    """The phases of one rank, from samples of its heartbeat. Pure: seconds of any clock go in, entries come out.
+    """The phases of one rank, from samples of its heartbeat.
+
+    Pure: seconds of any clock go in, entries come out.
 
     Attributes:
         rank: its number.
@@ -67,7 +77,8 @@ class RankTime:
     _ahead: dict[str, float] = field(default_factory=dict)
 
     def note(self, glance: Glance, now: float, *, at: float) -> list[Entry]:
-        """Takes a sample; gives the phase that has ended, if it was long, and a summary, if one is due.
+        """Takes a sample; gives the phase that has ended, if it was long, and a summary, if one is
+        due.
 
         Args:
             now: the time of the sample.
@@ -101,7 +112,9 @@ class RankTime:
         }
 
     def _summary(self, glance: Glance, now: float) -> Entry:
-        """Seconds of finished phases come from the rank's own sums; those of the current one from the samples, and later sums are reduced by them."""
+        """Seconds of finished phases come from the rank's own sums; those of the current one from
+        the samples, and later sums are reduced by them.
+        """
         passed = now - self.summary_at
         grown = [new - old for new, old in zip(glance.shares_s, self._shares, strict=True)]
         if min(grown) < 0:  # the rank was started again
@@ -125,7 +138,10 @@ class RankTime:
 
 
 class Timeline:
-    """Appends the timeline of a node's ranks while it is open, by a thread of its own. A disk that fails or hangs ends it silently: nothing depends on it."""
+    """Appends the timeline of a node's ranks while it is open, by a thread of its own.
+
+    A disk that fails or hangs ends it silently: nothing depends on it.
+    """
 
     def __init__(
         self,
@@ -172,7 +188,9 @@ class Timeline:
         self.close()
 
     def warn(self, ranks: Sequence[int], text: str, cause: str) -> None:
-        """Writes that ranks may have stalled, at the first of them, and why; an empty text ends an earlier warning."""
+        """Writes that ranks may have stalled, at the first of them, and why; an empty text ends an
+        earlier warning.
+        """
         entry = {"schema": 1, "time": round(time.time(), 3), "rank": min(ranks, default=0), "phase": ""}
         entry |= {
             "step": 0,
@@ -185,7 +203,9 @@ class Timeline:
         self._written_at = 0.0  # it is written with the next sample
 
     def take_news(self) -> Message | None:
-        """A message to the head with the latest lines, at most every 3 s and after `close`; None if there is nothing to send."""
+        """A message to the head with the latest lines, at most every 3 s and after `close`; None if
+        there is nothing to send.
+        """
         is_due = self._over.is_set() or time.monotonic() - self._told_at > _WRITE_S
         if not self._news or not is_due:
             return None
@@ -278,7 +298,8 @@ class Timeline:
         files = [file for file in self._files.values() if file.waiting]
         if not files:
             return
-        # By a separate process: a thread that hangs in the kernel would keep this whole process from ending.
+        # By a separate process: a thread that hangs in the kernel would keep this whole process
+        # from ending.
         if not responds(self._run_dir.root, limit_s=_ANSWER_S):
             raise OSError(errno.EIO, "the storage does not answer", str(self._run_dir.root))
         self._written_at = time.monotonic()
@@ -325,7 +346,9 @@ class _File:
             thin_file(self._path)
 
     def _opened(self) -> int:
-        """The file at the path; if that was removed with its directory, a new one with the same content."""
+        """The file at the path; if that was removed with its directory, a new one with the same
+        content.
+        """
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         old, self._fd = self._fd, fd
         if old is not None:
@@ -372,7 +395,9 @@ def read_entry(line: bytes) -> Entry | None:
 
 
 def thinned(entries: Iterable[Entry]) -> list[Entry]:
-    """About a third of the entries, in order: the longest phases stay, and each two summaries of a rank become one."""
+    """About a third of the entries, in order: the longest phases stay, and each two summaries of a
+    rank become one.
+    """
     phases: list[Entry] = []
     summaries: list[Entry] = []
     open_: dict[int, Entry] = {}

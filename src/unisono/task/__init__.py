@@ -1,1 +1,3 @@
-"""Work other than training that needs torch or the tokenizer: each task is a process, `python -m unisono.task NAME request.json`."""
+"""Work other than training that needs torch or the tokenizer: each task is a process, `python -m
+unisono.task NAME request.json`.
+"""

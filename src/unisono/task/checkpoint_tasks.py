@@ -1,4 +1,5 @@
-"""Tasks on checkpoints: `storage`, copies of them in a storage supported by fsspec; and `rehearsed`, which reads a run's first one back from disk, as a later start would.
+"""Tasks on checkpoints: `storage`, copies of them in a storage supported by fsspec; and
+`rehearsed`, which reads a run's first one back from disk, as a later start would.
 
 `storage`:
 
@@ -6,11 +7,13 @@
     URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it a copy does not count
 
 Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
-{action: upload, url, run_id, path, keep, keep_every: steps or null, best: the metric by which the best stays or null, beside}, {action: fetch, url, run_id, step, to, beside},
-{action: read_back, url, run_id, step, checksum: of the manifest}.
-Message `progress`: bytes, of. The storage's package takes credentials from the environment.
+{action: upload, url, run_id, path, keep, keep_every: steps or null, best: the metric by which the
+best stays or null, beside}, {action: fetch, url, run_id, step, to, beside}, {action: read_back,
+url, run_id, step, checksum: of the manifest}. Message `progress`: bytes, of. The storage's package
+takes credentials from the environment.
 
-`rehearsed`: request: path, run_id. Message `room`: the measured disk space. Result: seconds, bytes, tensors.
+`rehearsed`: request: path, run_id. Message `room`: the measured disk space. Result: seconds, bytes,
+tensors.
 """
 
 import contextlib
@@ -55,13 +58,19 @@ BESIDE = (
     "reference.safetensors",
     "plan.json",
 )
-"""Files of a run that are copied with its checkpoints; the plan last, as a directory with it counts as a run."""
+"""Files of a run that are copied with its checkpoints; the plan last, as a directory with it counts
+as a run.
+"""
 TRIED = "tried"
-"""The object that is written to test the storage; if the test is killed, the next one removes it."""
+"""The object that is written to test the storage; if the test is killed, the next one removes
+it.
+"""
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _STEP = re.compile(r"step-(\d{8,})")
 _IN_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss"})
-"""Storages without directories: creating a directory would create the bucket, even if its name is mistyped."""
+"""Storages without directories: creating a directory would create the bucket, even if its name is
+mistyped.
+"""
 _DISTINGUISHES_BUCKETS = frozenset({"s3", "s3a", "gs", "gcs"})
 """Storages whose packages distinguish an empty bucket from a missing one."""
 _CHUNK_BYTES = 8 << 20
@@ -95,9 +104,11 @@ def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             f"{request['url']} cannot be {storage.operation if storage else 'read'}",
             where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}" + (f"; {storage_reason(error)}" if is_local else ""),
-            fix=storage_remedy(error)
-            if is_local
-            else "check the URL, the free space there, the network and the credentials in the environment",
+            fix=(
+                storage_remedy(error)
+                if is_local
+                else "check the URL, the free space there, the network and the credentials in the environment"
+            ),
         ) from error
 
 
@@ -134,7 +145,9 @@ class Storage:
         self._reported_at = 0.0
 
     def newest(self, run_id: str | None, *, before: int | None) -> dict[str, Any]:
-        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id, step, manifest (its text); all None if there is none."""
+        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id,
+        step, manifest (its text); all None if there is none.
+        """
         runs = (
             [run_id] if run_id else sorted(filter(_RUN_ID.fullmatch, self._names(self._root)), reverse=True)
         )
@@ -146,7 +159,10 @@ class Storage:
         return {"run_id": None, "step": None, "manifest": None}
 
     def try_out(self, run_id: str) -> dict[str, Any]:
-        """Tests all operations of an upload: lists a run's directory, writes a small object there, reads it back and removes it. Gives seconds.
+        """Tests all operations of an upload: lists a run's directory, writes a small object there,
+        reads it back and removes it.
+
+        Gives seconds.
 
         Raises:
             UnfitError: if the object differs from what was written.
@@ -178,11 +194,15 @@ class Storage:
     def upload(
         self, run_id: str, path: Path, *, rules: Rules, best: str | None, beside: Path
     ) -> dict[str, Any]:
-        """Copies a checkpoint, its manifest last; then deletes old copies. Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here)."""
+        """Copies a checkpoint, its manifest last; then deletes old copies.
+
+        Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here).
+        """
         began = time.monotonic()
         self.operation = "written"
         with contextlib.ExitStack() as stack:
-            # All files are opened first: the checkpoint may be pruned here during the copy, and open files stay readable.
+            # All files are opened first: the checkpoint may be pruned here during the copy, and
+            # open files stay readable.
             try:
                 manifest = Manifest.from_bytes(read_bytes(path / MANIFEST))
                 files = {name: stack.enter_context(open_plain(path / name)) for name in manifest.files}
@@ -214,7 +234,10 @@ class Storage:
         }
 
     def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
-        """Fetches a checkpoint's files, except its manifest, to one directory, and the run's other files to another. Gives bytes, seconds.
+        """Fetches a checkpoint's files, except its manifest, to one directory, and the run's other
+        files to another.
+
+        Gives bytes, seconds.
 
         Raises:
             IntegrityError: if a file does not match the manifest.
@@ -238,12 +261,16 @@ class Storage:
         return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
 
     def read_back(self, run_id: str, step: int, *, checksum: str) -> dict[str, Any]:
-        """Reads a copy back, as a resume would. Gives bytes, seconds, steps (all complete copies), free_bytes (None: unknown).
+        """Reads a copy back, as a resume would.
 
-        A copy that differs from what was uploaded loses its manifest: the next start uploads it again.
+        Gives bytes, seconds, steps (all complete copies), free_bytes (None: unknown).
+
+        A copy that differs from what was uploaded loses its manifest: the next start uploads it
+        again.
 
         Raises:
-            IntegrityError: if the manifest differs from the uploaded one, or a file does not match the manifest.
+            IntegrityError: if the manifest differs from the uploaded one, or a file does not match
+                the manifest.
         """
         began = time.monotonic()
         place = self._place(run_id, step)
@@ -287,7 +314,9 @@ class Storage:
         return "file" in self._protocols
 
     def _free_bytes(self) -> int | None:
-        """Free bytes, if the storage is a directory of this machine whose file system reports them."""
+        """Free bytes, if the storage is a directory of this machine whose file system reports
+        them.
+        """
         if not self._is_local:
             return None
         disk = os.statvfs(self._root)
@@ -323,7 +352,9 @@ class Storage:
             self._report.send("progress", bytes=self._done, of=self._of)
 
     def _prune(self, run_id: str, *, rules: Rules, local: Path) -> list[int]:
-        """Deletes copies that the run itself has pruned, except the newest and the protected ones."""
+        """Deletes copies that the run itself has pruned, except the newest and the protected
+        ones.
+        """
         steps = sorted(self._steps(run_id))
         local_steps = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
         old = steps[: max(0, len(steps) - rules.keep)]
@@ -335,7 +366,10 @@ class Storage:
         return removed
 
     def _best(self, run_id: str, metrics: Path, metric: str) -> set[int]:
-        """The best step with a complete copy. A run that was resumed on a different machine has that checkpoint only in the storage."""
+        """The best step with a complete copy.
+
+        A run that was resumed on a different machine has that checkpoint only in the storage.
+        """
         steps = set(self._steps(run_id))
         while (found := best_evaluated(metrics, steps, metric=metric)) is not None:
             if self._manifest(run_id, found[0]) is not None:
@@ -344,7 +378,9 @@ class Storage:
         return set()
 
     def _make_directories(self, place: str) -> list[str]:
-        """Creates the directories of a place, if the storage has directories; gives those of run and root that were missing, deepest first."""
+        """Creates the directories of a place, if the storage has directories; gives those of run
+        and root that were missing, deepest first.
+        """
         if self._protocols & _IN_BUCKETS:
             return []
         missing = [folder for folder in (place, place.rpartition("/")[0]) if not self._fs.exists(folder)]
@@ -352,7 +388,9 @@ class Storage:
         return missing
 
     def _remove_marker(self, place: str) -> None:
-        """Removes the manifest first, so that an interrupted operation leaves no copy that seems complete."""
+        """Removes the manifest first, so that an interrupted operation leaves no copy that seems
+        complete.
+        """
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{place}/{MANIFEST}")
 
@@ -368,7 +406,9 @@ class Storage:
             return []
 
     def _need_bucket(self) -> None:
-        """Refuses a missing bucket, which is not an empty storage: the run would start from scratch, or write to the wrong place."""
+        """Refuses a missing bucket, which is not an empty storage: the run would start from
+        scratch, or write to the wrong place.
+        """
         bucket = self._root.partition("/")[0]
         if not self._protocols & _DISTINGUISHES_BUCKETS:
             return
@@ -416,7 +456,10 @@ def _damaged(place: str, found: tuple[int, str], wanted: tuple[int, str]) -> Int
     return IntegrityError.of(
         f"{place} does not match its manifest",
         where=place,
-        why=f"it has {found[0]} bytes with digest {found[1]}; the manifest has {wanted[0]} bytes with digest {wanted[1]}",
+        why=(
+            f"it has {found[0]} bytes with digest {found[1]}; the manifest has {wanted[0]} bytes with digest"
+            f" {wanted[1]}"
+        ),
     )
 
 
@@ -462,7 +505,9 @@ def _read_tensors(path: Path) -> int:
 
 
 def _misfits(reader: "CheckpointReader") -> list[str]:
-    """The differences between the tensors and the parameters in the optimizer groups of state.json."""
+    """The differences between the tensors and the parameters in the optimizer groups of
+    state.json.
+    """
     optimizers = reader.values["optimizer"]
     named = {name for state in optimizers.values() for group in state["groups"] for name in group["names"]}
     found = [
@@ -486,7 +531,8 @@ def forget_cached(file: Path, *, flush: bool = False) -> None:
 
     Args:
         file: the file.
-        flush: whether to sync the file first; otherwise the kernel keeps pages that are not on disk yet.
+        flush: whether to sync the file first; otherwise the kernel keeps pages that are not on disk
+            yet.
 
     Raises:
         OSError: if it cannot be opened or synced.

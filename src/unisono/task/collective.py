@@ -1,7 +1,9 @@
-"""The task `collective`: a small collective with the real backend, to test that processes on all nodes can communicate.
+"""The task `collective`: a small collective with the real backend, to test that processes on all
+nodes can communicate.
 
-Messages to the front: `store` (port) from rank 0, then `phase`: `collective.store` once torch is loaded. Every rank then reads one line
-from stdin, `{"store": [host, port]}`, from which its deadline counts, so all start at the same time.
+Messages to the front: `store` (port) from rank 0, then `phase`: `collective.store` once torch is
+loaded. Every rank then reads one line from stdin, `{"store": [host, port]}`, from which its
+deadline counts, so all start at the same time.
 """
 
 import contextlib
@@ -64,17 +66,21 @@ class _Options:
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `ok`, `text` (the outcome, one line), `seconds`, `missing` (ranks that did not join), `bytes_per_second`, `small_s`.
+    """Gives `ok`, `text` (the outcome, one line), `seconds`, `missing` (ranks that did not join),
+    `bytes_per_second`, `small_s`.
 
-    `small_s` is the time for a sum of one number over existing connections; null if that was not reached.
+    `small_s` is the time for a sum of one number over existing connections; null if that was not
+    reached.
 
-    After a failure `ok` is false, and `text` has torch's message. A process that hangs past the deadline reports it and exits: e.g. gloo
-    (torch 2.13) waits forever in init_process_group, whatever the timeout, if a peer dies while they connect.
+    After a failure `ok` is false, and `text` has torch's message. A process that hangs past the
+    deadline reports it and exits: e.g. gloo (torch 2.13) waits forever in init_process_group,
+    whatever the timeout, if a peer dies while they connect.
 
     Args:
-        request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (among the visible accelerators, or null); `store_host`
-            (rank 0: where the store listens); `deadline_s` (from the line on stdin); `names` (of the ranks, for `text`); `rounds` of the
-            large sum; `large_bytes` in it; `store_ports` to try before one that the system chooses.
+        request: `rank`, `world_size`; `backend` (gloo, nccl); `device_index` (among the visible
+            accelerators, or null); `store_host` (rank 0: where the store listens); `deadline_s`
+            (from the line on stdin); `names` (of the ranks, for `text`); `rounds` of the large sum;
+            `large_bytes` in it; `store_ports` to try before one that the system chooses.
         report: receives the phases, and from rank 0 the store's port.
     """
     options = _Options.read(request)
@@ -100,7 +106,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _given_up(options: _Options, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
-    """A context that reports a failure and exits the process if it takes longer than the deadline."""
+    """A context that reports a failure and exits the process if it takes longer than the
+    deadline.
+    """
 
     def give_up() -> None:
         text = f"{options.backend}: no result within {options.deadline_s:g} s, and torch's own timeout did not end it"
@@ -118,12 +126,16 @@ def _given_up(options: _Options, report: Reporter, found: dict[str, Any]) -> Ite
 
 
 def _end_after(seconds: float) -> None:
-    """Exits this process after that time, with all stacks on stderr, even if it hangs; a later call replaces this one."""
+    """Exits this process after that time, with all stacks on stderr, even if it hangs; a later call
+    replaces this one.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def _listen(options: _Options, report: Reporter) -> socket.socket | None:
-    """Binds the store's port on rank 0: a port that is only found free may be taken before it is bound."""
+    """Binds the store's port on rank 0: a port that is only found free may be taken before it is
+    bound.
+    """
     if options.rank != 0:
         return None
     listening = _bound(options.store_host, [*options.store_ports, 0])
@@ -220,7 +232,10 @@ def _wait_until_all_know(store: "dist.TCPStore", options: _Options, missing: lis
 
 
 def _small(options: _Options, limit: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Sums the ranks' numbers, which must give W(W-1)/2; gives the failure, or an empty dict. All ranks must call it."""
+    """Sums the ranks' numbers, which must give W(W-1)/2; gives the failure, or an empty dict.
+
+    All ranks must call it.
+    """
     total = torch.tensor([float(options.rank)], device=options.device)
     _all_reduce(total.clone(), limit)  # opens the connections
     began = time.monotonic()
@@ -253,7 +268,9 @@ def _large(options: _Options, limit: float) -> dict[str, Any]:
 
 
 def _all_reduce(tensor: torch.Tensor, limit: float) -> None:
-    """Sums over all ranks; all must call it. It has its own timeout, because gloo's restarts with each operation.
+    """Sums over all ranks; all must call it.
+
+    It has its own timeout, because gloo's restarts with each operation.
 
     Raises:
         RuntimeError: if it fails, or does not finish in time.

@@ -1,4 +1,6 @@
-"""Tasks on rows, without torch: `prepare` (model facts, token table), `preview`, `survey` (for a new config), and `rows` (where rows come from)."""
+"""Tasks on rows, without torch: `prepare` (model facts, token table), `preview`, `survey` (for a
+new config), and `rows` (where rows come from).
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,8 +39,8 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Prepares a run: gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
 
     Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, where data.json is written, or null;
-            `limit_rows`, the rows to read of each source, for a rehearsal.
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, where data.json is
+            written, or null; `limit_rows`, the rows to read of each source, for a rehearsal.
         report: receives progress.
 
     Raises:
@@ -100,7 +102,8 @@ def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Report
 def _refuse_damage(
     directory: Path, digests: dict[str, tuple[int, str]], *, only: Callable[[str], bool] = lambda _name: True
 ) -> None:
-    """Verifies a model that a run or an export has written against the list of its files; other models have no list.
+    """Verifies a model that a run or an export has written against the list of its files; other
+    models have no list.
 
     Raises:
         IntegrityError: with each damaged file, and its tensors.
@@ -131,17 +134,22 @@ _NOTES = 20
 
 
 def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger` and `notes`.
+    """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger`
+    and `notes`.
 
-    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, weight, tokens, text}], joined give its text. With `ids` it has `ids`, null for a
-    token that the tokenizer does not have, and `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a histogram of the training rows,
-    [{first, last, rows}] in tokens. `notes` are the first rows that were dropped or changed.
+    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, weight, tokens, text}], joined give
+    its text. With `ids` it has `ids`, null for a token that the tokenizer does not have, and
+    `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a
+    histogram of the training rows, [{first, last, rows}] in tokens. `notes` are the first rows that
+    were dropped or changed.
 
-    A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts with `kl` (the same prompt with another
-    row's answer) and `desirable`. Their `lengths` are those of both sides.
+    A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts
+    with `kl` (the same prompt with another row's answer) and `desirable`. Their `lengths` are those
+    of both sides.
 
     Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, `rows`, the number of rows to show, and `ids`, whether to add token ids.
+        request: `config` (a RunConfig as JSON), `cache_dir`, `rows`, the number of rows to show,
+            and `ids`, whether to add token ids.
         report: receives progress.
     """
     config = RunConfig.model_validate(request["config"])
@@ -182,7 +190,9 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:
-    """The config; with `format: preference` and no objective of preferences, as if for the units that its first readable row is."""
+    """The config; with `format: preference` and no objective of preferences, as if for the units
+    that its first readable row is.
+    """
     data = config.data
     train = data.train if isinstance(data.train, list) else [data.train]
     formats = [data.format if isinstance(e, str) or e.format == "auto" else e.format for e in train]
@@ -262,7 +272,9 @@ def runs(weights: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> str:
-    """The text that tokens first..end add: decoded alone, some tokenizers would drop a leading space."""
+    """The text that tokens first..end add: decoded alone, some tokenizers would drop a leading
+    space.
+    """
     before, whole = (
         tokenizer.decode(
             ids[:stop][ids[:stop] >= 0].tolist(),
@@ -293,7 +305,8 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
 
 
 def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Looks up the origins of rows: gives `rows`, file and line of each row of the sequences, in their order.
+    """Looks up the origins of rows: gives `rows`, file and line of each row of the sequences, in
+    their order.
 
     Args:
         request: `table`, the directory of a token table, and `sequences` of its training split.

@@ -1,4 +1,6 @@
-"""The tasks `eval` (loss, perplexity and scores of a file's rows) and `predict` (answers to the rows of a LLaMA-Factory file with `do_predict`, and how close they are)."""
+"""The tasks `eval` (loss, perplexity and scores of a file's rows) and `predict` (answers to the
+rows of a LLaMA-Factory file with `do_predict`, and how close they are).
+"""
 
 import contextlib
 import glob
@@ -37,7 +39,9 @@ _TOKENS = 8_192  # per forward
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match, rouge_l, bleu."""
+    """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
+    rouge_l, bleu.
+    """
     file = request["data"]
     fault = fault_of(expand(file), file)
     if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
@@ -97,13 +101,18 @@ def answer_figures(
 
 
 def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
-    """The rows with a question. A row that counts in the loss as a whole, e.g. plain text, has none."""
+    """The rows with a question.
+
+    A row that counts in the loss as a whole, e.g. plain text, has none.
+    """
     found = ((row, question_of(table, row)) for row in rows)
     return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
 
 
 def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
-    """The config for preparing the rows: every row is a sequence of its own, with the loss mask of the run."""
+    """The config for preparing the rows: every row is a sequence of its own, with the loss mask of
+    the run.
+    """
     plan, target = opened.target.plan, opened.target
     tokenizer = opened.tokenizer.name_or_path or str(target.base)
     # No row depends on it, but quantized weights are refused without one.
@@ -136,7 +145,9 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
 def losses(
     opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
 ) -> dict[str, Any]:
-    """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and tokens."""
+    """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and
+    tokens.
+    """
     count = int(table.sequence_loss_tokens()[list(sequences)].sum())
     tokens = int(table.sequence_tokens()[list(sequences)].sum())
     total, done = 0.0, 0
@@ -166,7 +177,9 @@ def preference_figures(
     *,
     each: bool,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each` those of every pair or rated answer."""
+    """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
+    those of every pair or rated answer.
+    """
     objective, counts = objective_of(config), counts_of(table, sequences)
     groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
     unit = "pairs" if config.objective in PAIRS else "rows"
@@ -205,7 +218,9 @@ def preference_figures(
 def _reference_values(
     opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
 ) -> torch.Tensor:
-    """(rows of the table, 2) float32: the reference's log-probability of the answer of each side."""
+    """(rows of the table, 2) float32: the reference's log-probability of the answer of each
+    side.
+    """
     values = torch.zeros(table.rows, 2)
     done = 0
     with _reference_forward(opened, report) as forward:
@@ -222,12 +237,15 @@ def _reference_values(
 
 @contextlib.contextmanager
 def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[Forward]:
-    """The model that the run compares with: its model without the adapter, the model that it started from, or one that its config names."""
+    """The model that the run compares with: its model without the adapter, the model that it
+    started from, or one that its config names.
+    """
     plan = opened.target.plan
     assert plan is not None
     config, adapter = plan.config, plan.config.adapter
     named, merged = config.preference.reference, adapter is not None and bool(adapter.merge)
-    # PiSSA moves components from the base into the adapter, and the stored adapter contains merged ones.
+    # PiSSA moves components from the base into the adapter, and the stored adapter contains merged
+    # ones.
     switches_off = adapter is not None and adapter.init != "pissa"
     if named == "auto" and switches_off and not merged:
         with opened.forward.without_adapter():
@@ -365,7 +383,9 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 def _answers(
     opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
 ) -> list[list[int]]:
-    """The tokens of each answer; questions that leave less room in the context get shorter answers."""
+    """The tokens of each answer; questions that leave less room in the context get shorter
+    answers.
+    """
     limits = [
         max(0, min(sampling["max_tokens"], opened.context - len(question.prompt))) for question in questions
     ]
@@ -393,7 +413,10 @@ def _rows(
 
 
 def _figures(rows: list[dict[str, str]], *, seconds: float) -> dict[str, float]:
-    """The scores, and the speed, under the names of LLaMA-Factory's file. ROUGE is LLaMA-Factory's own where its packages are installed."""
+    """The scores, and the speed, under the names of LLaMA-Factory's file.
+
+    ROUGE is LLaMA-Factory's own where its packages are installed.
+    """
     pairs = [(row["predict"], row["label"]) for row in rows]
     scores = similarity(pairs) | (llamafactory_rouge(pairs) or {})
     return {f"predict_{name}": round(value, 4) for name, value in scores.items()} | {
@@ -403,7 +426,9 @@ def _figures(rows: list[dict[str, str]], *, seconds: float) -> dict[str, float]:
 
 
 def llamafactory_rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, float] | None:
-    """ROUGE as LLaMA-Factory computes it, 0 to 100: of words by jieba, with rouge-chinese; None if one of these is not installed."""
+    """ROUGE as LLaMA-Factory computes it, 0 to 100: of words by jieba, with rouge-chinese; None if
+    one of these is not installed.
+    """
     try:
         import jieba
         from rouge_chinese import Rouge

@@ -1,8 +1,10 @@
-"""The task `export`: writes a directory that transformers and peft can load, completely or not at all.
+"""The task `export`: writes a directory that transformers and peft can load, completely or not at
+all.
 
-Request: target, step (or null), out, merge, read_back (default true). Result: out, what (`adapter`, `merged model` or `model`), description,
-base, dtype, files, bytes, reward (whether it is a reward model), read_back (task.read_back's ReadBack, or null), and for a merged model how
-much its logits differ from those of base plus adapter.
+Request: target, step (or null), out, merge, read_back (default true). Result: out, what (`adapter`,
+`merged model` or `model`), description, base, dtype, files, bytes, reward (whether it is a reward
+model), read_back (task.read_back's ReadBack, or null), and for a merged model how much its logits
+differ from those of base plus adapter.
 """
 
 import contextlib
@@ -60,7 +62,8 @@ if TYPE_CHECKING:
 
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
-# Root mean square of the difference of logits, relative to their spread: rounding of one addition, or of a 16-bit weight.
+# Root mean square of the difference of logits, relative to their spread: rounding of one addition,
+# or of a 16-bit weight.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
 
 
@@ -70,7 +73,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Raises:
         UsageError: if OUT exists and is not empty, or the target does not exist.
         ModelError: if an adapter cannot be merged.
-        IntegrityError: if the target is damaged, or what was written is not the same model when it is loaded again; it stays there.
+        IntegrityError: if the target is damaged, or what was written is not the same model when it
+            is loaded again; it stays there.
         UnfitError: if the storage fails.
     """
     out = free_place(request["out"])
@@ -179,7 +183,9 @@ def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBa
 def write_as_it_is(
     target: Target, directory: Path, *, reads_back: bool
 ) -> tuple[Entries, ResultLogits | None]:
-    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight files, and the logits of its model if known."""
+    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight
+    files, and the logits of its model if known.
+    """
     if target.source == "checkpoint":
         assert target.plan is not None
         loaded = load_target(target, dtype=target.plan.dtype, device=torch.device("cpu"))
@@ -201,7 +207,9 @@ def write_as_it_is(
 
 
 def _logits_of_run(target: Target) -> ResultLogits | None:
-    """Those that the rank kept which had the trained weights; None for others than the result of a run."""
+    """Those that the rank kept which had the trained weights; None for others than the result of a
+    run.
+    """
     kept = RunDir(target.weights.parent).result_logits
     if target.plan is None or not kept.is_file():
         return None
@@ -218,7 +226,8 @@ def _logits_of(model: Any, dtype: str) -> ResultLogits:
 def write_merged(
     target: Target, directory: Path, report: Reporter, *, max_file_bytes: int
 ) -> tuple[dict[str, Any], Entries, ResultLogits]:
-    """Writes the model with the adapter merged into its weights, in the dtype of the model's own files; gives its logits in memory, too.
+    """Writes the model with the adapter merged into its weights, in the dtype of the model's own
+    files; gives its logits in memory, too.
 
     They are compared with those of base plus adapter.
 
@@ -249,7 +258,8 @@ def write_merged(
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Gives a new path next to `out`; at the end the directory there is synced and renamed to `out`.
+    """Gives a new path next to `out`; at the end the directory there is synced and renamed to
+    `out`.
 
     Raises:
         UnfitError: if the storage fails; nothing is left behind then.
@@ -291,7 +301,9 @@ def free_place(name: str) -> Path:
 
 
 def _largest_file(target: Target, size: str | None) -> int:
-    """Maximum bytes of a weight file: as requested, else by the run's config, else the config's default."""
+    """Maximum bytes of a weight file: as requested, else by the run's config, else the config's
+    default.
+    """
     if size:
         return parse_bytes(size)
     section = target.plan.config.checkpoint if target.plan else CheckpointSection()
@@ -315,7 +327,9 @@ def _name_base(target: Target, file: Path) -> None:
 
 
 def _write_rest(target: Target, directory: Path) -> None:
-    """Writes the tokenizer with the run's chat template, and a generation_config with its stop tokens."""
+    """Writes the tokenizer with the run's chat template, and a generation_config with its stop
+    tokens.
+    """
     tokenizer: Any = load_tokenizer(target.weights) if target.source == "model" else adapter_tokenizer(target)
     template = template_of(target, tokenizer)
     stops = stops_of(target, tokenizer, template)

@@ -1,4 +1,6 @@
-"""The tasks `generate` (answers to one prompt or a file of them) and `chat` (a conversation over stdin and the report pipe)."""
+"""The tasks `generate` (answers to one prompt or a file of them) and `chat` (a conversation over
+stdin and the report pipe).
+"""
 
 import json
 import signal
@@ -46,7 +48,8 @@ class Prompt:
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """The prompts of a file: one per line in txt; `prompt` (or `text`) or `messages` in jsonl, json, csv, parquet, arrow.
+    """The prompts of a file: one per line in txt; `prompt` (or `text`) or `messages` in jsonl,
+    json, csv, parquet, arrow.
 
     Raises:
         DataError: with every row that is not a prompt.
@@ -74,7 +77,8 @@ def read_prompts(file: str) -> list[Prompt]:
 def encode_prompts(
     opened: InferenceModel, prompts: Sequence[Prompt], *, raw: bool, system: str | None, max_new_tokens: int
 ) -> tuple[list[list[int]], ChatTemplate | None]:
-    """The tokens of each prompt, and the template that rendered them; None if they are continued without a template.
+    """The tokens of each prompt, and the template that rendered them; None if they are continued
+    without a template.
 
     Args:
         opened: the model, with template and tokenizer.
@@ -215,9 +219,10 @@ _USUAL_TOKENS = 256
 def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Answers one prompt, or a file of them.
 
-    Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or null: 256, or what the model has room
-    for), the attributes of Sampling, stop (list). Messages: `token` with `text`, for a single prompt, as it is generated. Result:
-    description, answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
+    Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or
+    null: 256, or what the model has room for), the attributes of Sampling, stop (list). Messages:
+    `token` with `text`, for a single prompt, as it is generated. Result: description, answers (for
+    each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
     """
     prompts = _prompts(request)
     opened = open_requested(request, report)
@@ -297,10 +302,12 @@ def _answer(
 def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Chats until stdin ends.
 
-    Request: target, step (or null), system (or null), max_tokens, the attributes of Sampling. It reads JSON lines from stdin:
-    {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends the chat, SIGINT ends the present answer. It sends `ready` (facts:
-    description, note), then for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop | length |
-    interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result: turns.
+    Request: target, step (or null), system (or null), max_tokens, the attributes of Sampling. It
+    reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends
+    the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then for
+    each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop |
+    length | interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result:
+    turns.
     """
     opened = open_requested(request, report)
     template, note = opened.chat_template()

@@ -1,4 +1,6 @@
-"""The task `gguf`: writes a model, or an adapter alone, as GGUF for llama.cpp and Ollama, with a Modelfile; and reads it back."""
+"""The task `gguf`: writes a model, or an adapter alone, as GGUF for llama.cpp and Ollama, with a
+Modelfile; and reads it back.
+"""
 
 import shutil
 import subprocess
@@ -41,10 +43,11 @@ Named = tuple[str, torch.Tensor]
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Writes the directory.
 
-    Request: target, step (or null), out, adapter (whether to write it alone), quantize (f32, f16, bf16, or a type of llama.cpp), tool (the
-    path of llama-quantize; null if it is not needed), read_back (default true). Result: out, what, description, files, bytes, file,
-    architecture, dtype, differs_by (of a quantized tensor, at most), and read_back (task.read_back's ReadBack by llama.cpp; null if it was
-    not wanted, or for an adapter alone).
+    Request: target, step (or null), out, adapter (whether to write it alone), quantize (f32, f16,
+    bf16, or a type of llama.cpp), tool (the path of llama-quantize; null if it is not needed),
+    read_back (default true). Result: out, what, description, files, bytes, file, architecture,
+    dtype, differs_by (of a quantized tensor, at most), and read_back (task.read_back's ReadBack by
+    llama.cpp; null if it was not wanted, or for an adapter alone).
 
     Raises:
         UsageError: if OUT exists and is not empty, or the target does not exist.
@@ -126,7 +129,9 @@ class _Writing:
     stops: set[int]
 
     def model(self, base: Any, directory: Path, dtype: str, report: Reporter) -> tuple[str, str]:
-        """Writes the whole model; gives the file's name, and its dtype: of a type that llama-quantize writes, what that begins with."""
+        """Writes the whole model; gives the file's name, and its dtype: of a type that
+        llama-quantize writes, what that begins with.
+        """
         kept = dtype if dtype in DTYPES else _unquantized(base)
         path = directory / f"model-{kept}.gguf"
         rows = base.get_input_embeddings().weight.shape[0]
@@ -143,7 +148,9 @@ class _Writing:
         return path.name, kept
 
     def quantized(self, base: Any, path: Path, dtype: str, tool: str, report: Reporter) -> tuple[str, float]:
-        """Replaces the file by one that llama-quantize makes; gives its name, and by how much a tensor differs."""
+        """Replaces the file by one that llama-quantize makes; gives its name, and by how much a
+        tensor differs.
+        """
         quantized = path.parent / f"model-{dtype}.gguf"
         report.phase("quantize", f"quantizing to {dtype}")
         _quantize(tool, path, quantized, dtype)
@@ -179,7 +186,9 @@ class _Writing:
 
     @cached_property
     def spaces(self) -> Spaces:
-        """What llama.cpp must do with spaces, by conversations, or by texts if there is no template."""
+        """What llama.cpp must do with spaces, by conversations, or by texts if there is no
+        template.
+        """
         probe_tokenizer(self.tokenizer)
         texts = [text.strip() for text in TEXTS]
         if self.template is not None:
@@ -199,7 +208,9 @@ class _Writing:
         )
 
     def go_template(self) -> str | None:
-        """The chat template in the language of Ollama; None if it is not one of the forms that can be."""
+        """The chat template in the language of Ollama; None if it is not one of the forms that can
+        be.
+        """
         return go_template(self.template) if self.template is not None else None
 
     def modelfile(self, file: str, *, alone: bool) -> str:
@@ -207,7 +218,10 @@ class _Writing:
         lines = [f"# {one_line(self.target.description)}. Use: ollama create NAME -f Modelfile"]
         if alone:
             lines += [
-                f"# FROM names a GGUF of the base model, e.g. of `unisono export {self.target.base} base --format gguf`",
+                (
+                    f"# FROM names a GGUF of the base model, e.g. of `unisono export {self.target.base} base"
+                    " --format gguf`"
+                ),
                 "FROM ./base/model-f16.gguf",
                 f"ADAPTER ./{file}",
             ]
@@ -218,7 +232,8 @@ class _Writing:
             lines.append(f'TEMPLATE """{template}"""')
         elif self.template is not None:
             lines.append(
-                "# The chat template has no simple form for TEMPLATE; the file has it as tokenizer.chat_template."
+                "# The chat template has no simple form for TEMPLATE; the file has it as"
+                " tokenizer.chat_template."
             )
         for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
             lines.append(f'PARAMETER stop "{_quoted(token)}"')
@@ -304,7 +319,9 @@ def lora_tensors(model: Any, layout: Layout) -> LoraTensors:
 
 
 def go_template(template: ChatTemplate) -> str | None:
-    """The chat template as a Go template over .Messages, found from what it writes around texts and verified; else None."""
+    """The chat template as a Go template over .Messages, found from what it writes around texts and
+    verified; else None.
+    """
     try:
         pieces = _pieces(template)
     except (RowError, ValueError, IndexError):
@@ -313,7 +330,8 @@ def go_template(template: ChatTemplate) -> str | None:
         return None
     written = {name: _go_text(text) for name, text in pieces.items()}
     turns = " else ".join(
-        f'if eq .Role "{role}" }}}}{written[role + " before"]}{{{{ .Content }}}}{written[role + " after"]}{{{{'
+        f'if eq .Role "{role}" }}}}{written[role + " before"]}{{{{ .Content'
+        f" }}}}{written[role + ' after']}{{{{"
         for role in ("system", "user", "assistant")
     )
     return f"{written['begin']}{{{{ range .Messages }}}}{{{{ {turns} end }}}}{{{{ end }}}}{written['prompt']}"
@@ -332,7 +350,9 @@ _TEXTS = {
 
 
 def _pieces(template: ChatTemplate) -> dict[str, str] | None:
-    """What a template writes before and after the text of each role, at the begin, and as prompt; None if that depends on more."""
+    """What a template writes before and after the text of each role, at the begin, and as prompt;
+    None if that depends on more.
+    """
     system, user = _turn("system"), _turn("user")
     answer, following = _turn("assistant"), {"role": "user", "content": _TEXTS["next"]}
     whole = [system, user, answer, following]

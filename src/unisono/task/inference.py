@@ -1,6 +1,8 @@
-"""Opens a model for inference, with tokenizer, chat template and stop tokens; turns its tokens into text as they come.
+"""Opens a model for inference, with tokenizer, chat template and stop tokens; turns its tokens into
+text as they come.
 
-Its weights are those of a model, of a base model with an adapter, or of a checkpoint; adapters are merged into weights on request.
+Its weights are those of a model, of a base model with an adapter, or of a checkpoint; adapters are
+merged into weights on request.
 """
 
 import contextlib
@@ -118,7 +120,10 @@ class InferenceModel:
         template = fallback_template(self.tokenizer)
         return (
             template,
-            f"the tokenizer has no chat template; the fallback is {template.origin}, which the model may not know",
+            (
+                f"the tokenizer has no chat template; the fallback is {template.origin}, which the model may"
+                " not know"
+            ),
         )
 
     def stops(self, template: ChatTemplate | None) -> set[int]:
@@ -189,7 +194,9 @@ def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool =
 
 
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
-    """The template that was chosen for the target, or that a run was trained with; for a model its own."""
+    """The template that was chosen for the target, or that a run was trained with; for a model its
+    own.
+    """
     plan = target.plan
     chosen = lf_template_of(target.template, system=target.default_system)
     if chosen is not None:
@@ -242,7 +249,8 @@ class TooManyTokens(Exception):  # noqa: N818 - named for what happened
 def encode_prompt(tokenizer: Any, text: str, *, special: bool, most: int | None = None) -> list[int]:
     """The tokens of a text.
 
-    A long one is counted in parts first, so that one that is far too long takes no longer than one that fits.
+    A long one is counted in parts first, so that one that is far too long takes no longer than one
+    that fits.
 
     Args:
         tokenizer: of transformers.
@@ -269,7 +277,9 @@ def _refuse_too_long(encoder: TextEncoder, text: str, most: int) -> None:
 
 
 def stops_of(target: Target, tokenizer: Any, template: ChatTemplate | None) -> set[int]:
-    """The tokens that end an answer: those of tokenizer and generation_config.json, and the template's end-of-turn token."""
+    """The tokens that end an answer: those of tokenizer and generation_config.json, and the
+    template's end-of-turn token.
+    """
     return stop_ids_of(target.plan, tokenizer, template, _places(target))
 
 
@@ -279,7 +289,9 @@ def _places(target: Target) -> tuple[Path, Path]:
 
 
 def dtype_of(target: Target, device: torch.device) -> str:
-    """The run's dtype on the same kind of device; else that of the files, or float32 if the device does not support it."""
+    """The run's dtype on the same kind of device; else that of the files, or float32 if the device
+    does not support it.
+    """
     if target.plan is not None and target.plan.device.kind == device.type:
         return target.plan.dtype
     stored = stored_dtype(target.base)
@@ -344,7 +356,10 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of an answer in pieces, complete characters only. All pieces together are the text up to its first stop string."""
+    """The text of an answer in pieces, complete characters only.
+
+    All pieces together are the text up to its first stop string.
+    """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, marks: Sequence[str] = ()) -> None:
         """The stream of one answer.
@@ -411,7 +426,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
-    """Loads the weights of a target in evaluation mode; adapters are not merged into their base model.
+    """Loads the weights of a target in evaluation mode; adapters are not merged into their base
+    model.
 
     Raises:
         ModelError: if files are missing or do not match each other, or a weight is NaN or infinite.
@@ -424,7 +440,9 @@ def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedMo
 
 
 def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
-    """The error for NaN or infinite parameters: the files have such values, or else the dtype of the conversion is too narrow."""
+    """The error for NaN or infinite parameters: the files have such values, or else the dtype of
+    the conversion is too narrow.
+    """
     files = weight_files(target.base)
     if target.weights != target.base:
         files += sorted(target.weights.glob("*.safetensors"))
@@ -498,7 +516,8 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
 
 
 def _refuse_settings(file: Path, header: list[TensorHeader], names: list[str]) -> None:
-    """Refuses an adapter_config.json on which peft would take far more memory than the adapter has, or match names without an end.
+    """Refuses an adapter_config.json on which peft would take far more memory than the adapter has,
+    or match names without an end.
 
     Raises:
         ModelError: with the numbers, or the key.
@@ -541,12 +560,15 @@ def _refuse_settings(file: Path, header: list[TensorHeader], names: list[str]) -
 
 
 def _adapter_mismatch(adapter: Path, base: Path, error: Exception) -> ModelError:
-    """The error for an adapter that peft refused, with the tensors from its long message: the missing ones, or the first of a wrong shape."""
+    """The error for an adapter that peft refused, with the tensors from its long message: the
+    missing ones, or the first of a wrong shape.
+    """
     weights, settings = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
     if isinstance(error, UserWarning):
         names = re.findall(r"'([^']+)'", str(error).partition(_MISSING_KEYS)[2])
         return ModelError.of(
-            f"{len(names)} tensors of the adapter are missing from its file: {', '.join(names[:3])}{' …' * (len(names) > 3)}",
+            f"{len(names)} tensors of the adapter are missing from its file:"
+            f" {', '.join(names[:3])}{' …' * (len(names) > 3)}",
             where=str(weights),
             why=f"{settings} and the model {base} require them",
             fix="copy the whole directory of the adapter again",
@@ -557,14 +579,23 @@ def _adapter_mismatch(adapter: Path, base: Path, error: Exception) -> ModelError
         return ModelError.of(
             f"{name} has the shape {found}, but adapter_config.json and the base model require {wanted}",
             where=str(weights),
-            why=f"{settings} belongs to a different adapter, or {base} is not the model that it was trained on",
-            fix="copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the model that it was trained on",
+            why=(
+                f"{settings} belongs to a different adapter, or {base} is not the model that it was"
+                " trained on"
+            ),
+            fix=(
+                "copy the whole directory again, or set base_model_name_or_path in adapter_config.json to the"
+                " model that it was trained on"
+            ),
         )
     return ModelError.of(
         "the adapter does not match its base model",
         where=str(adapter),
         why=library_words(error, library="peft"),
-        fix="copy adapter_config.json again, or set its base_model_name_or_path to the model that it was trained on",
+        fix=(
+            "copy adapter_config.json again, or set its base_model_name_or_path to the model that it was"
+            " trained on"
+        ),
     )
 
 
@@ -604,7 +635,9 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> Loa
 
 
 def adapter_tokenizer(target: Target) -> Any:
-    """The adapter's own tokenizer if it has one (it may have the template of its training), else the base model's."""
+    """The adapter's own tokenizer if it has one (it may have the template of its training), else
+    the base model's.
+    """
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     own = any((target.weights / name).is_file() for name in names)
     return load_tokenizer(target.weights if own else target.base, trust_remote_code=trusts_code(target))
@@ -616,7 +649,9 @@ def trusts_code(target: Target) -> bool:
 
 
 def stored_dtype(directory: Path) -> str:
-    """The dtype of the largest tensor in a model's files; packed bytes of quantized weights do not count."""
+    """The dtype of the largest tensor in a model's files; packed bytes of quantized weights do not
+    count.
+    """
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
     headers = [header for header in headers if header.dtype not in ("U8", "I8", "I32")]
     largest = max(headers, key=lambda header: torch.Size(header.shape).numel())
@@ -624,10 +659,13 @@ def stored_dtype(directory: Path) -> str:
 
 
 def merge_adapter(model: Any, *, where: str) -> Any:
-    """The transformers model with the adapter merged into its weights. Sums are computed in float32 and rounded once.
+    """The transformers model with the adapter merged into its weights.
 
-    Embedding and head that share one matrix share it afterwards, unless the adapter changes them differently: then each has its own, and
-    the model's config says so. The dtype is that of the base model. Quantized weights become dense.
+    Sums are computed in float32 and rounded once.
+
+    Embedding and head that share one matrix share it afterwards, unless the adapter changes them
+    differently: then each has its own, and the model's config says so. The dtype is that of the
+    base model. Quantized weights become dense.
 
     Args:
         model: a peft model; it cannot be used afterwards.
@@ -665,7 +703,9 @@ def merge_adapter(model: Any, *, where: str) -> Any:
 
 
 def _adapted_weight(layer: Any) -> torch.nn.Parameter:
-    """The weight that a layer of peft changes: of experts, which are one tensor of a module, the tensor that it names."""
+    """The weight that a layer of peft changes: of experts, which are one tensor of a module, the
+    tensor that it names.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(layer, ParamWrapper):
@@ -676,7 +716,9 @@ def _adapted_weight(layer: Any) -> torch.nn.Parameter:
 
 
 def _part_adapted_head(base: Any) -> None:
-    """Gives the head a matrix of its own if it shares that of the embedding, and matrices A and B on one of them are merged into it."""
+    """Gives the head a matrix of its own if it shares that of the embedding, and matrices A and B
+    on one of them are merged into it.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     both = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -688,7 +730,9 @@ def _part_adapted_head(base: Any) -> None:
 
 
 def _note_parted_head(base: Any) -> None:
-    """Sets the model's config to embedding and head with a matrix each, if they have; peft's `merge_and_unload` does the same."""
+    """Sets the model's config to embedding and head with a matrix each, if they have; peft's
+    `merge_and_unload` does the same.
+    """
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is None or embedding.weight is head.weight:
         return

@@ -1,4 +1,6 @@
-"""The task `contents`: digests of the files that a run on this node would read, which nodes compare before anything imports torch."""
+"""The task `contents`: digests of the files that a run on this node would read, which nodes compare
+before anything imports torch.
+"""
 
 import os
 import re
@@ -52,11 +54,12 @@ def digest_files(
 ) -> dict[Path, Digested | OSError]:
     """Size and xxh3-128 of each file, or the error of the file system.
 
-    The digest of a large file is kept in `cache`, keyed by path, size, inode, and the times of its last change (mtime) and of the last
-    change of its inode (ctime), which no program can set. The assumption: if all of these are unchanged, so are the contents. Bit rot, a
-    network file system with stale attributes, and a clock that was set back are not detected here, but when the weights are read for the
-    run (the digest of `prepare`). The digest of a file that changed in the last two seconds is not kept: a second change could leave the
-    same time.
+    The digest of a large file is kept in `cache`, keyed by path, size, inode, and the times of its
+    last change (mtime) and of the last change of its inode (ctime), which no program can set. The
+    assumption: if all of these are unchanged, so are the contents. Bit rot, a network file system
+    with stale attributes, and a clock that was set back are not detected here, but when the weights
+    are read for the run (the digest of `prepare`). The digest of a file that changed in the last
+    two seconds is not kept: a second change could leave the same time.
 
     Args:
         files: regular files.
@@ -174,14 +177,17 @@ class _InputFiles:
 
 
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `data_files`, `tokenizer_files`, `model_files` (label, bytes, digest), `code`, `note`, `parameters`, `linear_in_out`.
+    """Gives `data_files`, `tokenizer_files`, `model_files` (label, bytes, digest), `code`, `note`,
+    `parameters`, `linear_in_out`.
 
-    It refuses nothing: missing files are listed in `note`, and are UNKNOWN in the comparison; `prepare` refuses them. Inputs that are not
-    on this machine yet, e.g. rows of a URL or a model of the hub, are compared after `prepare`. `parameters` and `linear_in_out` are as in
-    ModelFacts, or null.
+    It refuses nothing: missing files are listed in `note`, and are UNKNOWN in the comparison;
+    `prepare` refuses them. Inputs that are not on this machine yet, e.g. rows of a URL or a model
+    of the hub, are compared after `prepare`. `parameters` and `linear_in_out` are as in ModelFacts,
+    or null.
 
     Args:
-        request: `config` (a RunConfig as JSON, its paths absolute) and `cache_dir`, where digests of large files are kept.
+        request: `config` (a RunConfig as JSON, its paths absolute) and `cache_dir`, where digests
+            of large files are kept.
         report: receives progress if files are large.
     """
     config = RunConfig.model_validate(request["config"])
@@ -253,7 +259,8 @@ def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
         ]
         if len(files) > _MOST_PICTURES:
             listed.notes.append(
-                f"{named} has {len(files)} files: the first {_MOST_PICTURES} are compared by name, all of them after they are prepared"
+                f"{named} has {len(files)} files: the first {_MOST_PICTURES} are compared by name, all of"
+                " them after they are prepared"
             )
     try:
         file = single_file(config)
@@ -279,7 +286,9 @@ def _sources(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def _labelled(label: str, files: list[Path]) -> list[tuple[str, Path]]:
-    """Paths relative to the common folder of all files: the folder itself may differ between nodes."""
+    """Paths relative to the common folder of all files: the folder itself may differ between
+    nodes.
+    """
     folder = Path(os.path.commonpath([file.parent for file in files]))
     return [(f"{label}: {file.relative_to(folder).as_posix()}", file) for file in files]
 
@@ -400,7 +409,9 @@ def _digests(
 
 
 def _figures(weights: list[Path]) -> tuple[int | None, int | None]:
-    """The number of parameters, and the sum of in and out features over the matrices for adapters, from the files' headers."""
+    """The number of parameters, and the sum of in and out features over the matrices for adapters,
+    from the files' headers.
+    """
     try:
         headers = [header for file in weights for header in read_safetensors_header(file)]
     except (UnisonoError, OSError):

@@ -1,6 +1,8 @@
-"""The logits that llama.cpp itself computes from a GGUF file, where llama-cpp-python is installed: they must be those of the model in it.
+"""The logits that llama.cpp itself computes from a GGUF file, where llama-cpp-python is installed:
+they must be those of the model in it.
 
-Tensors that were stored as they were may still be another model there: llama.cpp takes what config.json has no field for from its own code.
+Tensors that were stored as they were may still be another model there: llama.cpp takes what
+config.json has no field for from its own code.
 """
 
 import multiprocessing
@@ -20,7 +22,9 @@ from unisono.text import library_words, show_bytes
 
 _ROOM = 1.3  # times the file: buffers of loading, and of three rows
 _TOLERANCE = {"f32": 1e-2, "bf16": 3e-2, "f16": 3e-2}
-"""As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it multiplies with 16-bit weights."""
+"""As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it
+multiplies with 16-bit weights.
+"""
 
 
 def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBack:
@@ -52,7 +56,10 @@ def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBa
     logits = replace(wanted, outputs=[torch.tensor(one) for one in found])
     difference, tolerance = wanted.difference(logits), _TOLERANCE[dtype]
     if not difference <= tolerance:
-        why = f"its logits differ by {difference:.2g} of their spread; rounding in {dtype} explains {tolerance:.2g}"
+        why = (
+            f"its logits differ by {difference:.2g} of their spread; rounding in {dtype} explains"
+            f" {tolerance:.2g}"
+        )
         raise _refused(file, why)
     return ReadBack("logits", "", difference, tolerance)
 
@@ -62,5 +69,8 @@ def _refused(file: Path, why: str) -> IntegrityError:
         "llama.cpp does not compute the model that was written",
         where=file.name,
         why=why,
-        fix="nothing was written. If it is too old for this model, update llama-cpp-python, or add --no-read-back; else please report it with the model's config.json",
+        fix=(
+            "nothing was written. If it is too old for this model, update llama-cpp-python, or add"
+            " --no-read-back; else please report it with the model's config.json"
+        ),
     )

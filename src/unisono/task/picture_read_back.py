@@ -1,4 +1,6 @@
-"""LoRA files of image models, as the task `read_back` compares them: diffusers loads them on their pipeline, also those of sd-scripts."""
+"""LoRA files of image models, as the task `read_back` compares them: diffusers loads them on their
+pipeline, also those of sd-scripts.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +65,9 @@ class WrittenLora:
 
 
 def trained_predictions(target: Target) -> ResultPredictions | None:
-    """What the model of a run gives at the target's step; None where nobody knows: it is not the result of a run, nor a checkpoint."""
+    """What the model of a run gives at the target's step; None where nobody knows: it is not the
+    result of a run, nor a checkpoint.
+    """
     plan = target.plan
     if plan is None:
         return None

@@ -1,4 +1,6 @@
-"""The tasks `generate` and `export` of image models: pictures of a prompt, and LoRA files for other tools."""
+"""The tasks `generate` and `export` of image models: pictures of a prompt, and LoRA files for other
+tools.
+"""
 
 import tempfile
 from dataclasses import dataclass
@@ -57,9 +59,11 @@ class Opened:
 
 
 def open_target(request: dict[str, Any], report: Reporter) -> Opened:
-    """Finds RUN|MODEL: a run, a pipeline of diffusers, a whole model in one file, or a LoRA file of diffusers or sd-scripts.
+    """Finds RUN|MODEL: a run, a pipeline of diffusers, a whole model in one file, or a LoRA file of
+    diffusers or sd-scripts.
 
-    A whole model in one file is converted to a pipeline in the cache, as for training, unless that has been done before.
+    A whole model in one file is converted to a pipeline in the cache, as for training, unless that
+    has been done before.
 
     Raises:
         UsageError: if it is none of these.
@@ -103,8 +107,8 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Draws pictures; gives their `files`, and `settings`.
 
     Args:
-        request: target, step, prompt, negative, out (a directory), number, seed, steps, guidance, width, height, and of a single file
-            tokenizer and prediction; null: the usual.
+        request: target, step, prompt, negative, out (a directory), number, seed, steps, guidance,
+            width, height, and of a single file tokenizer and prediction; null: the usual.
         report: receives progress.
 
     Raises:
@@ -171,7 +175,8 @@ def _size(request: dict[str, Any], opened: Opened) -> tuple[int, int]:
 def run_export(
     request: dict[str, Any], report: Reporter, out: Path, directory: Path
 ) -> tuple[dict[str, Any], Opened]:
-    """Writes a LoRA file into a new directory; gives the fields of the result beside those of every export, and what was written.
+    """Writes a LoRA file into a new directory; gives the fields of the result beside those of every
+    export, and what was written.
 
     Args:
         request: target, step, format (diffusers or kohya; null: diffusers), merge.

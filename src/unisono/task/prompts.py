@@ -1,4 +1,6 @@
-"""Turns requests of `unisono serve` into tokens, in a process of its own, so that none costs more than itself."""
+"""Turns requests of `unisono serve` into tokens, in a process of its own, so that none costs more
+than itself.
+"""
 
 import contextlib
 import gc
@@ -135,15 +137,17 @@ class PromptReader:
 
 
 class PromptProcess:
-    """A forked process that reads prompts, one at a time, with this process's tokenizer and template."""
+    """A forked process that reads prompts, one at a time, with this process's tokenizer and
+    template.
+    """
 
     def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Message | None]") -> None:
         """Forks the process: before other threads compute, and before the first request.
 
         Args:
             reader: what it does.
-            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused` (problem, text, fix),
-                or `failed` (text, where).
+            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused`
+                (problem, text, fix), or `failed` (text, where).
         """
         self._reader = reader
         self._prepared = prepared
@@ -173,7 +177,10 @@ class PromptProcess:
             self._prepared.put({"kind": "prepared", "ask": ask, **self._answer(ask)})
 
     def _answer(self, ask: Message) -> Message:
-        """What the process makes of a request. If it is killed from outside, a new one gets the request, once."""
+        """What the process makes of a request.
+
+        If it is killed from outside, a new one gets the request, once.
+        """
         returncode = 0
         for _ in range(2):
             is_late = False
@@ -229,6 +236,8 @@ def _bounded_answer(reader: PromptReader, ask: Message) -> Message:
 
 
 def describe_failure(error: Exception) -> tuple[str, str]:
-    """An unexpected exception of a request, and where it was raised, which is for the operator alone."""
+    """An unexpected exception of a request, and where it was raised, which is for the operator
+    alone.
+    """
     crash = describe_crash(error)
     return crash["error"], crash["where"]

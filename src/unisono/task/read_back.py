@@ -1,7 +1,8 @@
-"""The task `read_back`: loads what a run has written as its users will, in plain transformers, peft and diffusers, and compares what it computes.
+"""The task `read_back`: loads what a run has written as its users will, in plain transformers, peft
+and diffusers, and compares what it computes.
 
-Request: output_dir. Result: compared (`logits`, `predictions` or `digests`), why (if only digests), differs_by (null for digests), tolerance,
-seconds.
+Request: output_dir. Result: compared (`logits`, `predictions` or `digests`), why (if only digests),
+differs_by (null for digests), tolerance, seconds.
 """
 
 import time
@@ -39,9 +40,11 @@ class ReadBack:
     """How written files compare with the model that they are of.
 
     Attributes:
-        compared: `logits`; of an image model `predictions`; or `digests`, with names and shapes, where neither can be computed.
+        compared: `logits`; of an image model `predictions`; or `digests`, with names and shapes,
+            where neither can be computed.
         why: they cannot.
-        differs_by: root mean square of the difference of these, relative to their spread; None for digests.
+        differs_by: root mean square of the difference of these, relative to their spread; None for
+            digests.
         tolerance: what rounding explains.
     """
 
@@ -64,7 +67,9 @@ class Written(Protocol):
 
     @property
     def rounding(self) -> float:
-        """The difference that was made on purpose, as weights were written in fewer bits than they were trained in; usually 0."""
+        """The difference that was made on purpose, as weights were written in fewer bits than they
+        were trained in; usually 0.
+        """
 
     def bytes_in_memory(self, dtype: str) -> int:
         """Of all weights in a dtype."""
@@ -148,7 +153,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def by_digests(directory: Path, why: str) -> ReadBack:
-    """Compares the files with the list that was written with them: names, and of each file its digest, hence its tensors' shapes.
+    """Compares the files with the list that was written with them: names, and of each file its
+    digest, hence its tensors' shapes.
 
     Raises:
         IntegrityError: with each damaged file.
@@ -160,10 +166,12 @@ def by_digests(directory: Path, why: str) -> ReadBack:
 
 
 def read_back(written: Written, wanted: ResultOutputs) -> ReadBack:
-    """Loads files again, and compares what their model computes with what the model gave that they are of.
+    """Loads files again, and compares what their model computes with what the model gave that they
+    are of.
 
     Raises:
-        IntegrityError: if a file differs from its digest, cannot be loaded, or computes something else; nothing is deleted.
+        IntegrityError: if a file differs from its digest, cannot be loaded, or computes something
+            else; nothing is deleted.
     """
     by_digests(written.directory, "")  # names a damaged file, which the libraries below do not
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -185,7 +193,10 @@ def read_back(written: Written, wanted: ResultOutputs) -> ReadBack:
         precise = wanted.again(written.load(dtype="float32", device=torch.device("cpu")), dtype="float32")
         tolerance = max(tolerance, wanted.tolerance(found, precise))
     if not difference <= tolerance:
-        why = f"its {'logits' if wanted.name == 'logits' else 'predictions'} differ by {difference:.2g} of their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
+        why = (
+            f"its {'logits' if wanted.name == 'logits' else 'predictions'} differ by {difference:.2g} of"
+            f" their spread; rounding in {wanted.dtype} explains {tolerance:.2g}"
+        )
         raise _damaged(f"{file} is not the model that was trained", file, why)
     return ReadBack(wanted.name, "", difference, tolerance)
 
@@ -195,7 +206,10 @@ def _damaged(what: str, file: Path, why: str) -> IntegrityError:
         what,
         where=str(file),
         why=why,
-        fix="nothing was deleted, and the checkpoints have the trained weights: please report it, with config.yaml and environment.json of the run",
+        fix=(
+            "nothing was deleted, and the checkpoints have the trained weights: please report it, with"
+            " config.yaml and environment.json of the run"
+        ),
     )
 
 
@@ -205,7 +219,9 @@ def _free(device: torch.device) -> int:
 
 
 def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device) -> Any:
-    """The model of transformers, or of peft on its base, as their own `from_pretrained` loads it; in evaluation mode."""
+    """The model of transformers, or of peft on its base, as their own `from_pretrained` loads it;
+    in evaluation mode.
+    """
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging

@@ -25,17 +25,20 @@ from unisono.task.prompts import PromptProcess, PromptReader, describe_failure
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Answers requests until stdin ends.
 
-    Request: target, step (or null), rows (answers computed together). It reads JSON lines from stdin:
+    Request: target, step (or null), rows (answers computed together). It reads JSON lines from
+    stdin:
 
         ask   id; messages (of a chat, with tools or null) or prompt (text or tokens); max_tokens (or null: what the context has room for),
-              the attributes of Sampling, stop (list), place, marks (special tokens that are part of the answer's text)
+              the attributes of Sampling, stop (list), place, marks (special tokens that are part of
+              the answer's text)
         drop  id: nobody waits for this answer any more
         ping  answered by `pong` between two forwards: a sign of life
 
-    It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem,
-    text, fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id, tokens, ended:
-    stop | length), or in the place of any of these `failed_ask` (id, text, where): an exception ends the request that it
-    came from, and no other.
+    It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in
+    parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem, text,
+    fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id,
+    tokens, ended: stop | length), or in the place of any of these `failed_ask` (id, text, where):
+    an exception ends the request that it came from, and no other.
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
@@ -68,7 +71,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _read(lines: "queue.SimpleQueue[Message | None]") -> None:
-    # Not sys.stdin, whose lock this thread would hold whenever a process is forked, which then could not close it.
+    # Not sys.stdin, whose lock this thread would hold whenever a process is forked, which then
+    # could not close it.
     with open(sys.stdin.fileno(), encoding="utf-8", closefd=False) as stream:
         for line in stream:
             lines.put(json.loads(line))
@@ -112,7 +116,9 @@ class _Desk:
         self.answered = 0
 
     def take(self, lines: "queue.SimpleQueue[Message | None]") -> bool:
-        """Takes all messages that have arrived, after waiting for one if there is nothing to do; False at their end."""
+        """Takes all messages that have arrived, after waiting for one if there is nothing to do;
+        False at their end.
+        """
         while True:
             try:
                 message = lines.get(block=self._engine.is_idle)

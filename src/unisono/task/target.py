@@ -1,4 +1,8 @@
-"""Finds what RUN|MODEL on a command line means: a run's final weights, one of its checkpoints, a model, an adapter. Without torch."""
+"""Finds what RUN|MODEL on a command line means: a run's final weights, one of its checkpoints, a
+model, an adapter.
+
+Without torch.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,10 +40,12 @@ class Target:
         plan: of the run, if it is one.
         description: one line for the user.
         notes: warnings for the user.
-        template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that it was trained with.
+        template: `lf:NAME`, a template of LLaMA-Factory, instead of the one that it was trained
+            with.
         thinking: as data.thinking, for such a template.
         default_system: as data.system, for such a template.
-        merged: the directories of adapters that are merged into the base model before this one is put on it.
+        merged: the directories of adapters that are merged into the base model before this one is
+            put on it.
         step: of a checkpoint.
     """
 
@@ -67,7 +73,8 @@ class Target:
 
 
 def requested_target(request: dict[str, Any]) -> Target:
-    """Finds what a task's request names: target, and if present step, base, merged, template, thinking and default_system.
+    """Finds what a task's request names: target, and if present step, base, merged, template,
+    thinking and default_system.
 
     Raises:
         UnisonoError: as `find_target`; UsageError if one of several adapters is not finished.
@@ -118,7 +125,8 @@ def find_target(name: str, *, step: int | None = None, base: str | None = None) 
     Raises:
         UsageError: if it does not exist, or has no weights yet.
         ModelError: if a model or adapter lacks files.
-        IntegrityError: if none of a run's checkpoints is intact; or if files of its list are missing or damaged.
+        IntegrityError: if none of a run's checkpoints is intact; or if files of its list are
+            missing or damaged.
     """
     directory = Path(name).expanduser()
     if not name.strip():
@@ -167,9 +175,11 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
         found = locate_model(name)
     except ModelError as error:  # its problems may refer to config keys
         problems = (
-            replace(p, where="RUN|MODEL", fix=or_nearest_run(directory, p.fix))
-            if p.where.startswith("model.")
-            else p
+            (
+                replace(p, where="RUN|MODEL", fix=or_nearest_run(directory, p.fix))
+                if p.where.startswith("model.")
+                else p
+            )
             for p in error.problems
         )
         raise ModelError(*problems) from error
@@ -179,10 +189,11 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
 
 
 def verify_target(target: Target, report: Reporter) -> None:
-    """Reports the target's notes, and verifies its files against the list that was written with them.
+    """Reports the target's notes, and verifies its files against the list that was written with
+    them.
 
-    Files read here are cached by the kernel when they are loaded; digests of large files are cached on disk, so that the next start does
-    not read them twice.
+    Files read here are cached by the kernel when they are loaded; digests of large files are cached
+    on disk, so that the next start does not read them twice.
 
     Raises:
         IntegrityError: with each damaged file, and its tensors.
@@ -219,14 +230,16 @@ def _digest_of(found: dict[Path, Digested | OSError], file: Path) -> tuple[int, 
 def _restore(target: Target, place: Path) -> str:
     if target.plan is not None and place == target.weights:
         return (
-            f"`unisono export {target.name} OUT --step N` writes the weights of a checkpoint (`unisono checkpoint ls {target.name}`), "
-            "or copy the directory again"
+            f"`unisono export {target.name} OUT --step N` writes the weights of a checkpoint (`unisono"
+            f" checkpoint ls {target.name}`), or copy the directory again"
         )
     return "copy the directory again, or export it again"
 
 
 def _refuse_missing_run(name: str, directory: Path) -> None:
-    """Refuses a name in a directory of runs before the hub is asked for it: a misspelled run is no model there."""
+    """Refuses a name in a directory of runs before the hub is asked for it: a misspelled run is no
+    model there.
+    """
     if directory.exists() or "/" not in name or name.startswith("builtin:"):
         return
     runs = runs_beside(directory)
@@ -235,12 +248,16 @@ def _refuse_missing_run(name: str, directory: Path) -> None:
     raise UsageError.of(
         f"there is no directory {name}",
         where="RUN|MODEL",
-        why=f"{directory.parent} has {len(runs)} run{'' if len(runs) == 1 else 's'}, and none of this name"
-        if directory.parent.is_dir()
-        else f"{directory.parent} does not exist",
-        fix=or_nearest_run(directory, f"see the list: `unisono runs {directory.parent}`")
-        if directory.parent.is_dir()
-        else "pass the output_dir of a run, or a model's directory or hub id",
+        why=(
+            f"{directory.parent} has {len(runs)} run{'' if len(runs) == 1 else 's'}, and none of this name"
+            if directory.parent.is_dir()
+            else f"{directory.parent} does not exist"
+        ),
+        fix=(
+            or_nearest_run(directory, f"see the list: `unisono runs {directory.parent}`")
+            if directory.parent.is_dir()
+            else "pass the output_dir of a run, or a model's directory or hub id"
+        ),
     )
 
 
@@ -250,7 +267,9 @@ def _is_run(directory: Path) -> bool:
 
 
 def _refuse_other_places(name: str, directory: Path) -> None:
-    """Refuses a part of a run, or an unknown directory, with a better hint than `no config.json`."""
+    """Refuses a part of a run, or an unknown directory, with a better hint than `no
+    config.json`.
+    """
     if _is_run(directory.parent.parent) and directory.parent.name == "checkpoints":
         number = directory.name.removeprefix("step-").lstrip("0") or "0"
         raise UsageError.of(
@@ -264,7 +283,10 @@ def _refuse_other_places(name: str, directory: Path) -> None:
             f"{name} is neither a run nor a model",
             where=str(directory),
             why="it has no plan.json, config.json or adapter_config.json",
-            fix="pass a run's directory (output_dir of its config), or a model's with config.json, weights and tokenizer",
+            fix=(
+                "pass a run's directory (output_dir of its config), or a model's with config.json, weights"
+                " and tokenizer"
+            ),
         )
 
 
@@ -291,7 +313,10 @@ def _of_run(name: str, run: RunDir, step: int | None) -> Target:
         trust=True,
     )
     if newest is not None:
-        unfinished = f"the run is not finished ({outcome or 'no result yet'}): this is its checkpoint of step {newest.step}"
+        unfinished = (
+            f"the run is not finished ({outcome or 'no result yet'}): this is its checkpoint of step"
+            f" {newest.step}"
+        )
         return _at_checkpoint(name, plan, base, newest, (unfinished, *damaged))
     if final.is_dir():
         return _at_result(name, plan, base, final)

@@ -1,1 +1,3 @@
-"""Training: the loop, the step, evaluation, saving and stopping, with data, model and checkpoint."""
+"""Training: the loop, the step, evaluation, saving and stopping, with data, model and
+checkpoint.
+"""

@@ -1,4 +1,6 @@
-"""Evaluation: loss and metrics on the held-out rows, answers as samples, the share of answers that are exactly right, and other scores."""
+"""Evaluation: loss and metrics on the held-out rows, answers as samples, the share of answers that
+are exactly right, and other scores.
+"""
 
 import math
 import re
@@ -24,11 +26,14 @@ from unisono.train.run import EvaluationBatches, Run, counts_of, load_micro, str
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
-_UNSETTLED = 8  # last characters of an unfinished answer: parts of a character or of a control sequence, which further tokens may change
+# last characters of an unfinished answer: parts of a character or of a control sequence, which
+# further tokens may change
+_UNSETTLED = 8
 
 
 def evaluate_rows(run: Run) -> dict[str, float] | None:
-    """`loss` and the objective's metrics over all evaluation rows; None if there are none, or after a stop request.
+    """`loss` and the objective's metrics over all evaluation rows; None if there are none, or after
+    a stop request.
 
     All ranks must call it; each takes its groups, and the result is bit-identical on all.
     """
@@ -52,7 +57,10 @@ def evaluate_rows(run: Run) -> dict[str, float] | None:
 def _summed(
     run: Run, groups: EvaluationBatches, part_of: Callable[[list[int]], list[float]]
 ) -> npt.NDArray[np.float64] | None:
-    """The sum of the parts of all groups of all ranks, float64; None after a stop request. All ranks must call it."""
+    """The sum of the parts of all groups of all ranks, float64; None after a stop request.
+
+    All ranks must call it.
+    """
     sequences = groups.table.sequences
     run.beats.enter("evaluate", total=sequences)
     total = np.zeros(())
@@ -77,7 +85,8 @@ def _summed(
 
 
 def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float = 0.0) -> list[float]:
-    """The loss of one group of evaluation sequences, divided by `counts`, and its sums of metrics; zeros for an empty group.
+    """The loss of one group of evaluation sequences, divided by `counts`, and its sums of metrics;
+    zeros for an empty group.
 
     With sharded weights all ranks must call it equally often, with rows or without.
     """
@@ -95,9 +104,11 @@ def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float 
 
 
 def first_sum(run: Run, table: TokenTable, groups: Iterable[list[int]]) -> float:
-    """The sum over some groups of what the objective needs before its loss; without gradient and dropout.
+    """The sum over some groups of what the objective needs before its loss; without gradient and
+    dropout.
 
-    With sharded weights all ranks must call it with equally many groups; an empty one only takes part in the collective forward.
+    With sharded weights all ranks must call it with equally many groups; an empty one only takes
+    part in the collective forward.
     """
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     sides, reference = run.objective.first_sides, run.reference.get(table.split)
@@ -137,7 +148,9 @@ class Question:
 
 
 def question_of(table: TokenTable, row: int) -> Question | None:
-    """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes it."""
+    """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes
+    it.
+    """
     ids, targets = table.row(row)
     end = len(ids)
     while end > 0 and not targets[end - 1]:
@@ -151,7 +164,10 @@ def question_of(table: TokenTable, row: int) -> Question | None:
 
 
 def show_samples(run: Run, *, step: int) -> None:
-    """Sends answers to the first evaluation rows to the front. Rank 0 does it; with sharded weights all ranks take part."""
+    """Sends answers to the first evaluation rows to the front.
+
+    Rank 0 does it; with sharded weights all ranks take part.
+    """
     section = run.plan.config.eval
     if run.pictures is not None:
         with torch.no_grad(), evaluating(run):
@@ -178,9 +194,11 @@ def wants_exact_match(run: Run) -> bool:
 
 
 def exact_match_share(run: Run) -> float | None:
-    """The share of evaluation rows whose generated answer equals the reference; None if not configured, or after a stop request.
+    """The share of evaluation rows whose generated answer equals the reference; None if not
+    configured, or after a stop request.
 
-    All ranks must call it. Replicas take questions in turn; with sharded weights all ranks answer all questions together.
+    All ranks must call it. Replicas take questions in turn; with sharded weights all ranks answer
+    all questions together.
     """
     if run.eval_table is None or not wants_exact_match(run):
         return None
@@ -200,7 +218,9 @@ def exact_match_share(run: Run) -> float | None:
 
 
 def _questions(run: Run, rows: range, *, limit: int | None = None) -> list[Question]:
-    """The questions of rows whose answer is a reference, which an undesirable answer is not; at most `limit`."""
+    """The questions of rows whose answer is a reference, which an undesirable answer is not; at
+    most `limit`.
+    """
     table = run.eval_table
     assert table is not None
     desirable = table.columns.get("label")
@@ -219,8 +239,9 @@ def _answers(
 ) -> list[tuple[Question, str]]:
     """Greedy answers to some of the questions of all ranks; none after a stop request.
 
-    Without a limit an answer may be as long as the longest reference of all, plus a few tokens. With `only_matches` an answer ends where it
-    differs from its reference: before training that is after a few tokens.
+    Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
+    With `only_matches` an answer ends where it differs from its reference: before training that is
+    after a few tokens.
     """
     if not questions:
         return []
@@ -249,7 +270,9 @@ def _answers(
 
 
 def differs(tokenizer: Any, answer: Sequence[int], reference: Sequence[int]) -> bool:
-    """Whether the beginning of an answer rules out that its text will be that of the reference, which may have other tokens."""
+    """Whether the beginning of an answer rules out that its text will be that of the reference,
+    which may have other tokens.
+    """
     if list(answer) == list(reference[: len(answer)]):
         return False
     return not text_of(tokenizer, reference).startswith(text_of(tokenizer, answer)[:-_UNSETTLED])
@@ -278,7 +301,9 @@ class _StopCheck:
 
 
 def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
-    """The end-of-sequence token, the stop words of a template, and the special tokens with which the references end."""
+    """The end-of-sequence token, the stop words of a template, and the special tokens with which
+    the references end.
+    """
     special = set(run.tokenizer.all_special_ids)
     ends = {q.answer[-1] for q in questions} & special
     layout = lf_template_of(run.plan.config.data.template)
@@ -292,7 +317,9 @@ def _text(run: Run, ids: list[int]) -> str:
 
 
 def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens as it is shown and compared: without special tokens, control characters and blanks at its ends."""
+    """The text of tokens as it is shown and compared: without special tokens, control characters
+    and blanks at its ends.
+    """
     return plain(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
 
@@ -317,9 +344,11 @@ def exact_match(pairs: Sequence[Pair]) -> float:
 
 
 def rouge_l(pairs: Sequence[Pair]) -> float:
-    """The mean over pairs, 0 to 1, of the F1 of the longest common subsequence of words (ROUGE-L, no stemming).
+    """The mean over pairs, 0 to 1, of the F1 of the longest common subsequence of words (ROUGE-L,
+    no stemming).
 
-    On ASCII text it equals rouge-score; letters of other scripts, which rouge-score drops, count as words, too.
+    On ASCII text it equals rouge-score; letters of other scripts, which rouge-score drops, count as
+    words, too.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -341,10 +370,12 @@ def bleu(pairs: Sequence[Pair]) -> float:
 
 
 def similarity(pairs: Sequence[Pair]) -> dict[str, float]:
-    """The mean over pairs, 0 to 100, of sentence BLEU-4 of characters and of the F1 of ROUGE-1, ROUGE-2 and ROUGE-L of words.
+    """The mean over pairs, 0 to 100, of sentence BLEU-4 of characters and of the F1 of ROUGE-1,
+    ROUGE-2 and ROUGE-L of words.
 
-    These are the scores that LLaMA-Factory's prediction writes. BLEU is that of NIST's smoothing (Chen and Cherry 2014, method 3), with
-    blanks as characters. A Chinese character is a word here; LLaMA-Factory cuts Chinese text into words by jieba.
+    These are the scores that LLaMA-Factory's prediction writes. BLEU is that of NIST's smoothing
+    (Chen and Cherry 2014, method 3), with blanks as characters. A Chinese character is a word here;
+    LLaMA-Factory cuts Chinese text into words by jieba.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -358,7 +389,10 @@ def similarity(pairs: Sequence[Pair]) -> dict[str, float]:
 
 
 def _character_bleu(answer: str, reference: str) -> float:
-    """BLEU-4 of one answer, 0 to 100. An n-gram order without a match counts as half of a match, the next one as a quarter, and so on."""
+    """BLEU-4 of one answer, 0 to 100.
+
+    An n-gram order without a match counts as half of a match, the next one as a quarter, and so on.
+    """
     shared = [_shared_ngrams(answer, reference, n) for n in range(1, 5)]
     if not shared[0]:
         return 0.0
@@ -404,7 +438,8 @@ def with_pictures(
         table: of the split.
         micro: of these units.
         units: rows of the table.
-        places: where in the order of the run each of them is used; for evaluation the units themselves.
+        places: where in the order of the run each of them is used; for evaluation the units
+            themselves.
     """
     if run.pictures is None:
         return micro
@@ -419,7 +454,11 @@ def with_pictures(
 
 
 def _draw_samples(run: Run, *, step: int) -> None:
-    """Draws the sample pictures of an image model into the run's directory, and the strip of all of them. Only rank 0 does it."""
+    """Draws the sample pictures of an image model into the run's directory, and the strip of all of
+    them.
+
+    Only rank 0 does it.
+    """
     from unisono.diffusion.drawing import save_strip
 
     prompts = _sample_prompts(run)
@@ -450,7 +489,9 @@ def _draw_samples(run: Run, *, step: int) -> None:
 
 
 def _sample_prompts(run: Run) -> list[tuple[str, tuple[int, int]]]:
-    """The prompts of sample pictures with their sizes: those of the config, and captions of evaluation pictures."""
+    """The prompts of sample pictures with their sizes: those of the config, and captions of
+    evaluation pictures.
+    """
     config = run.plan.config
     assert run.pictures is not None
     found = [(prompt, run.pictures.usual_size) for prompt in config.diffusion.prompts]

@@ -1,4 +1,5 @@
-"""Faults that drills and tests inject into a run with `plan.faults`; a config cannot contain them.
+"""Faults that drills and tests inject into a run with `plan.faults`; a config cannot contain
+them.
 
 This list is complete. Steps are optimizer steps, from 1; a fault with a step occurs at that step.
 
@@ -11,7 +12,8 @@ other_tokenizer   [rank, …]        these ranks have a different tokenizer
 
 Ends of a rank:
 die               {rank, step, how: exception | sigkill | exit | exit0 | refuse | oom}    at the start of that step; exit0 exits as
-                                   after success; oom allocates memory, at most `bytes`, until the kernel kills the rank
+                                   after success; oom allocates memory, at most `bytes`, until the
+                                   kernel kills the rank
 one_step_less     [rank, …]        these ranks take the run for one step shorter, and exit before the others
 hang_in_teardown  {rank}           an extra thread keeps the process alive after its result
 destroy_twice     {rank}           destroys the process group, which is then destroyed again
@@ -33,8 +35,9 @@ nan_loss          {rank, steps}    its part of the loss of these steps is NaN
 
 Not faults, although they look like one:
 pause             [{how: sleep | work | collect | evaluate | sync | save, seconds, steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
-                                   a slow first step, a compilation, a garbage collection of many objects; a slow round of the
-                                   evaluation after that step; a slow sync of metrics before its save; a slow save
+                                   a slow first step, a compilation, a garbage collection of many
+                                   objects; a slow round of the evaluation after that step; a slow
+                                   sync of metrics before its save; a slow save
 clock_jump        {step, seconds}  the wall clock of every rank is off by that much from then on
 write_rows        directory        every rank records which rows went into each of its forwards
 marks             directory        a rank records the time of its fault there, in ns of the monotonic clock: rank-00001
@@ -142,7 +145,10 @@ def _with_one_more(table: TokenTable) -> TokenTable:
 
 
 def wrap_group(group: Group, plan: RunPlan, beats: Beats) -> Group:
-    """other_collective and other_shape: the group that this rank uses. Beats record the actual calls."""
+    """other_collective and other_shape: the group that this rank uses.
+
+    Beats record the actual calls.
+    """
     if "other_collective" in plan.faults or "other_shape" in plan.faults:
         return _FaultyGroup(group, plan, beats)
     return group
@@ -206,7 +212,8 @@ def at_the_end(plan: RunPlan, rank: int) -> None:
     """hang_in_teardown and destroy_twice. No collective follows."""
     if plan.faults.get("hang_in_teardown", {}).get("rank") == rank:
         mark(plan, rank)
-        # Python waits for such a thread before it exits, as for that of a tracker that cannot reach its server.
+        # Python waits for such a thread before it exits, as for that of a tracker that cannot reach
+        # its server.
         threading.Thread(target=time.sleep, args=(_FOR_EVER_S,), name="tracker").start()
     if plan.faults.get("destroy_twice", {}).get("rank") == rank:
         mark(plan, rank)
@@ -214,7 +221,10 @@ def at_the_end(plan: RunPlan, rank: int) -> None:
 
 
 def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
-    """Records the time of the fault, from which drills measure. The first one counts, unless `again`."""
+    """Records the time of the fault, from which drills measure.
+
+    The first one counts, unless `again`.
+    """
     directory = plan.faults.get("marks")
     if directory is None:
         return
@@ -299,7 +309,8 @@ _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
 
 
 def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
-    """write_rows: writes a line for each forward whose loss counts, with each row's id and the digest of its tokens.
+    """write_rows: writes a line for each forward whose loss counts, with each row's id and the
+    digest of its tokens.
 
     The line is written before the forward starts, so that a kill hides no row that was trained on.
     """
@@ -358,7 +369,9 @@ def in_data(plan: RunPlan, rank: int, step: int) -> None:
 
 
 def in_compute(run: Run, step: int) -> None:
-    """stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause, between the batch and its forward."""
+    """stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause, between the batch and its
+    forward.
+    """
     plan, rank = run.plan, run.group.rank
     if due_fault(plan, "stop", rank, step) is not None:
         mark(plan, rank)
@@ -399,7 +412,9 @@ def _die(plan: RunPlan, rank: int, step: int, *, how: str, limit_bytes: int) -> 
 
 
 def _take_memory(plan: RunPlan, rank: int, limit_bytes: int) -> None:
-    """Allocates until the kernel kills the process; slowly, so that the time of the last block is close to that of the kill."""
+    """Allocates until the kernel kills the process; slowly, so that the time of the last block is
+    close to that of the kill.
+    """
     taken: list[bytes] = []
     while len(taken) * _BLOCK_BYTES < limit_bytes:
         taken.append(b"\1" * _BLOCK_BYTES)
@@ -409,7 +424,10 @@ def _take_memory(plan: RunPlan, rank: int, limit_bytes: int) -> None:
 
 
 def _hold_gil(seconds: float) -> None:
-    """Waits in C while holding the GIL. Not with sleep(3), which a signal interrupts, e.g. the one that requests stacks."""
+    """Waits in C while holding the GIL.
+
+    Not with sleep(3), which a signal interrupts, e.g. the one that requests stacks.
+    """
     library = ctypes.PyDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     until = time.clock_gettime(time.CLOCK_REALTIME) + seconds

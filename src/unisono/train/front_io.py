@@ -1,7 +1,9 @@
-"""A rank and its front: signals to stop, messages on stdin, and reports of storage that does not respond.
+"""A rank and its front: signals to stop, messages on stdin, and reports of storage that does not
+respond.
 
-A rank only notes a stop request, however often it comes: schedulers signal whole process groups, and the front forwards the signals that it
-gets, so a rank sees the same request twice. The front counts signals, and ends the ranks after a second one.
+A rank only notes a stop request, however often it comes: schedulers signal whole process groups,
+and the front forwards the signals that it gets, so a rank sees the same request twice. The front
+counts signals, and ends the ranks after a second one.
 """
 
 import functools
@@ -51,7 +53,8 @@ class StopRequest:
     """The stop request of a signal. Installed once, in the main thread of a worker.
 
     Attributes:
-        outcome: preempted (SIGTERM, SIGUSR1, SIGHUP) or interrupted (SIGINT), once a signal has arrived.
+        outcome: preempted (SIGTERM, SIGUSR1, SIGHUP) or interrupted (SIGINT), once a signal has
+            arrived.
     """
 
     def __init__(self) -> None:
@@ -61,7 +64,9 @@ class StopRequest:
         self._first_at: float | None = None
 
     def install(self, on_signal: Callable[[str], None] | None) -> None:
-        """Installs the signal handlers. A thread handles signals, also while the main thread waits in a collective or for a disk.
+        """Installs the signal handlers.
+
+        A thread handles signals, also while the main thread waits in a collective or for a disk.
 
         Args:
             on_signal: called with the name of each signal; None if there is no front to count them.
@@ -143,7 +148,8 @@ class FrontMessages:
         return self.next(kind, timeout_s=0.0)
 
     def _read(self) -> None:
-        # Not through sys.stdin: a thread that holds its buffer's lock aborts the process when Python exits.
+        # Not through sys.stdin: a thread that holds its buffer's lock aborts the process when
+        # Python exits.
         rest = b""
         while chunk := os.read(_STDIN, 1 << 16):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -172,11 +178,16 @@ def front_messages() -> FrontMessages:
 _EVERY_S = 0.5
 _REPORTED_AFTER_S = 5.0
 _GIVEN_UP_AFTER_S = 20.0
-_FIX = "check that file system (frozen? full? network mount with an unreachable server?); older checkpoints are unchanged"
+_FIX = (
+    "check that file system (frozen? full? network mount with an unreachable server?); older checkpoints are"
+    " unchanged"
+)
 
 
 class StorageWatch:
-    """Watches the saves of a rank, and the main thread's own writes. Use it as a context manager around the run.
+    """Watches the saves of a rank, and the main thread's own writes.
+
+    Use it as a context manager around the run.
 
     Args:
         saver: the rank's saver.
@@ -207,12 +218,14 @@ class StorageWatch:
         self._ended.set()
 
     def ends_if_stuck(self, what: str, path: Path, *, only_files: bool = False) -> "_Writing":
-        """A context in which the main thread's write is watched; if it makes no progress, the rank exits with code 6.
+        """A context in which the main thread's write is watched; if it makes no progress, the rank
+        exits with code 6.
 
         Args:
             what: description of the write, for messages.
             path: the path that is written.
-            only_files: whether the main thread can only be waiting for files. Then interruptible waits count, too, as with FUSE.
+            only_files: whether the main thread can only be waiting for files. Then interruptible
+                waits count, too, as with FUSE.
         """
         return _Writing(self, what, path, only_files=only_files)
 
@@ -245,8 +258,11 @@ class StorageWatch:
                 step=save.step,
                 fix=_FIX,
                 where=save.activity,
-                text=f"the save of step {save.step} has made no progress for {blocked_s:.0f} s: {save.activity}; {look}; "
-                "training continues; nothing is saved until the storage responds",
+                text=(
+                    f"the save of step {save.step} has made no progress for {blocked_s:.0f} s:"
+                    f" {save.activity}; {look}; training continues; nothing is saved until the storage"
+                    " responds"
+                ),
             )
 
     def _pass_on_moves(self, save: Save) -> None:

@@ -21,7 +21,9 @@ FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
 
 
 def scalars_of_a_step(world_size: int, *, metrics: int) -> int:
-    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, one for each rank, two for each metric."""
+    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, one
+    for each rank, two for each metric.
+    """
     return FIXED_SCALARS + world_size + 2 * metrics
 
 
@@ -39,21 +41,29 @@ class GradientSync(Protocol):
         """Called before this rank's last backward."""
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
-        """Called after it: gradients and `scalars` (float32) become the sums over all ranks. All ranks must call it."""
+        """Called after it: gradients and `scalars` (float32) become the sums over all ranks.
+
+        All ranks must call it.
+        """
 
     def wait_for_own_part(self) -> None:
-        """Waits until this rank's own part is computed, if that can be determined. The caller waits for the device next."""
+        """Waits until this rank's own part is computed, if that can be determined.
+
+        The caller waits for the device next.
+        """
 
     def wait_and_time(self) -> float:
-        """Called after the wait for the device: seconds spent only waiting for the other ranks' gradients."""
+        """Called after the wait for the device: seconds spent only waiting for the other ranks'
+        gradients.
+        """
 
 
 class NoSync:
     """One rank: its gradients are those of the global batch.
 
     Args:
-        products: parameters whose gradients may stay in the dtype of the product that computed them, until the update: they have one
-            backward in a step.
+        products: parameters whose gradients may stay in the dtype of the product that computed
+            them, until the update: they have one backward in a step.
     """
 
     needs_equal_rounds = False
@@ -85,7 +95,10 @@ class NoSync:
 
 
 def _before_autograd_adds(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Makes the gradient float32: autograd would add to it in place, in bfloat16. Called without a gradient where there is nothing to add."""
+    """Makes the gradient float32: autograd would add to it in place, in bfloat16.
+
+    Called without a gradient where there is nothing to add.
+    """
     if gradient is not None:
         parameter.grad = None if parameter.grad is None else parameter.grad.to(parameter.dtype)
 
@@ -132,11 +145,14 @@ class _Bucket:
 
 @dataclass
 class ReplicaSync:
-    """Every rank holds all weights ("ddp"): gradients are in float32 buffers of fixed layout, summed once per step.
+    """Every rank holds all weights ("ddp"): gradients are in float32 buffers of fixed layout,
+    summed once per step.
 
-    Buffers are summed in the same order on all ranks, those of the last layers first, as backward reaches them; all but the last buffer may
-    be summed during backward. The last one carries the step's scalars, and for each parameter whether any rank has a gradient for it: the
-    optimizer skips a parameter that no rank reached, as it does on one rank. So an adapter needs one collective per step.
+    Buffers are summed in the same order on all ranks, those of the last layers first, as backward
+    reaches them; all but the last buffer may be summed during backward. The last one carries the
+    step's scalars, and for each parameter whether any rank has a gradient for it: the optimizer
+    skips a parameter that no rank reached, as it does on one rank. So an adapter needs one
+    collective per step.
     """
 
     group: Group
@@ -160,7 +176,9 @@ class ReplicaSync:
             parameter.register_post_accumulate_grad_hook(self._noting(index))
 
     def begin(self) -> None:
-        """Drops the gradients: the first of a step is copied into its buffer, which costs less than adding it to zeros."""
+        """Drops the gradients: the first of a step is copied into its buffer, which costs less than
+        adding it to zeros.
+        """
         for bucket in self._buckets:
             bucket.missing, bucket.wait = len(bucket.members), None
         for parameter in self.parameters:
@@ -234,7 +252,9 @@ class ReplicaSync:
         return reached
 
     def _launch(self, limit: int) -> None:
-        """Starts the sums of the buffers before `limit`, in order; before the end of backward only if they are complete."""
+        """Starts the sums of the buffers before `limit`, in order; before the end of backward only
+        if they are complete.
+        """
         everything = limit == len(self._buckets)
         while self._launched < limit and (everything or self._buckets[self._launched].missing == 0):
             bucket = self._buckets[self._launched]
@@ -244,16 +264,20 @@ class ReplicaSync:
 
 @dataclass
 class ShardSync:
-    """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the shards.
+    """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the
+    shards.
 
-    `wait_and_time` measures the sum of the scalars alone: the rest overlaps with forward and backward.
+    `wait_and_time` measures the sum of the scalars alone: the rest overlaps with forward and
+    backward.
     """
 
     group: Group
     device: torch.device
     root: Sharded
     gathers_late: bool
-    """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the last micro batch."""
+    """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the
+    last micro batch.
+    """
     needs_equal_rounds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -277,7 +301,9 @@ class ShardSync:
         return scalars
 
     def wait_for_own_part(self) -> None:
-        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be distinguished."""
+        """Does nothing: forward and backward also wait for the other ranks, and the two cannot be
+        distinguished.
+        """
 
     def wait_and_time(self) -> float:
         """Seconds spent on the sum of the scalars."""

@@ -28,7 +28,9 @@ from unisono.watch import Beats
 
 
 def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
-    """The rank of the plan that this process is, by its environment variables. A plan of one rank reads none.
+    """The rank of the plan that this process is, by its environment variables.
+
+    A plan of one rank reads none.
 
     Raises:
         Disagreed: if the plan has no such rank, or a variable contradicts the plan.
@@ -83,7 +85,10 @@ def join_ranks(
     loaded: LoadedModel,
     data: TrainingData,
 ) -> Group:
-    """Reports what this rank holds, waits until the front confirms that all ranks agree, and joins the others. All ranks must call it.
+    """Reports what this rank holds, waits until the front confirms that all ranks agree, and joins
+    the others.
+
+    All ranks must call it.
 
     The process exits here if the front is gone, or ends the run because ranks differ.
 
@@ -114,10 +119,14 @@ def join_ranks(
 
 
 def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
-    """Compares the number of ranks that have joined with the plan: the group's own size, and a count. All ranks must call it.
+    """Compares the number of ranks that have joined with the plan: the group's own size, and a
+    count.
+
+    All ranks must call it.
 
     Raises:
-        Disagreed: if they differ. A world of a different size would train, but on different batches.
+        Disagreed: if they differ. A world of a different size would train, but on different
+            batches.
     """
     count = torch.ones((), dtype=torch.int64, device=group.device)
     group.sum(count)
@@ -144,10 +153,13 @@ def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
 
 
 def _wait_for_go() -> tuple[str, int]:
-    """Host and port of rank 0's store, from the line on stdin with which the front lets the rank continue."""
+    """Host and port of rank 0's store, from the line on stdin with which the front lets the rank
+    continue.
+    """
     message = front_messages().wait_for("go")
     if message is None:
-        # The ranks differ, and the front has reported how; or there is no front, and only the log is left.
+        # The ranks differ, and the front has reported how; or there is no front, and only the log
+        # is left.
         sys.stderr.write("the front closed stdin without letting this rank continue: it exits\n")
         sys.exit(Disagreed.exit_code)
     try:
@@ -231,7 +243,9 @@ def make_rank_report(
 
 
 def bound_uuid(device: torch.device) -> str | None:
-    """The UUID of the bound accelerator, as the driver writes it; None on CPU, and of a MIG slice, which has another one than its device."""
+    """The UUID of the bound accelerator, as the driver writes it; None on CPU, and of a MIG slice,
+    which has another one than its device.
+    """
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -247,9 +261,11 @@ _NUMBERED = re.compile(r"^(.*?\.\d+)\.")
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A checksum that changes with any flipped bit and any two swapped words; the same on every device.
+    """A checksum that changes with any flipped bit and any two swapped words; the same on every
+    device.
 
-    Σ of the tensor's 8-byte words, each times an odd number that depends on its place, modulo 2⁶⁴. Computed on the tensor's device.
+    Σ of the tensor's 8-byte words, each times an odd number that depends on its place, modulo 2⁶⁴.
+    Computed on the tensor's device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -len(data) % 8))
@@ -298,7 +314,9 @@ def by_layer(values: dict[str, int]) -> dict[str, str]:
 
 
 def rows_digest(table: TokenTable) -> str:
-    """The digest of each row's origin and length, in the order of the table, and of the rows of each sequence."""
+    """The digest of each row's origin and length, in the order of the table, and of the rows of
+    each sequence.
+    """
     digest = hashlib.sha256(json.dumps(table.files).encode())
     for name in ("file", "number", "length", "loss"):
         digest.update(table.columns[name].tobytes())

@@ -1,9 +1,11 @@
-"""The training loop: what happens in a run, in order; and below it one optimizer step: the micro batches of a global batch, clip, update.
+"""The training loop: what happens in a run, in order; and below it one optimizer step: the micro
+batches of a global batch, clip, update.
 
     loss = Σ over the units of the global batch of their loss / their number
 
-A unit is a loss token, a pair, or a rated answer (see `objectives.objective`). Each micro batch contributes its sum divided by the global
-number, so gradients add up to those of the global batch for any number of micro batches and ranks.
+A unit is a loss token, a pair, or a rated answer (see `objectives.objective`). Each micro batch
+contributes its sum divided by the global number, so gradients add up to those of the global batch
+for any number of micro batches and ranks.
 """
 
 import math
@@ -43,9 +45,12 @@ from unisono.train.training_checks import (
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Trains from the state's step to the plan's last, or until a stop request. All ranks must call it.
+    """Trains from the state's step to the plan's last, or until a stop request.
 
-    All ranks take the same decisions: these depend on the state, which comes from sums over the ranks, and on the agreed stop request.
+    All ranks must call it.
+
+    All ranks take the same decisions: these depend on the state, which comes from sums over the
+    ranks, and on the agreed stop request.
 
     Returns:
         outcome, exit_code and verdict for the `result` message.
@@ -76,7 +81,10 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def train_again(run: Run) -> dict[str, Any]:
-    """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses can be compared. All ranks must call it.
+    """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses
+    can be compared.
+
+    All ranks must call it.
 
     Returns:
         outcome, exit_code and verdict for the `result` message.
@@ -90,7 +98,10 @@ def train_again(run: Run) -> dict[str, Any]:
 
 
 def _has_work(run: Run) -> bool:
-    """Whether a step or an evaluation is left. It depends on the state alone, so it is the same after resuming."""
+    """Whether a step or an evaluation is left.
+
+    It depends on the state alone, so it is the same after resuming.
+    """
     return run.state.evaluation_due or (run.state.step < run.plan.total_steps and not _stops_early(run))
 
 
@@ -113,9 +124,13 @@ def _advance(run: Run) -> Verdict | None:
         if not is_out_of_memory(error):
             raise
         shape = (
-            f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a rank"
+            f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a"
+            " rank"
             if run.pictures is None
-            else f"{len(batches.sequences)} pictures, {batches.tokens} positions of latents in {batches.rounds} micro batches a rank"
+            else (
+                f"{len(batches.sequences)} pictures, {batches.tokens} positions of latents in"
+                f" {batches.rounds} micro batches a rank"
+            )
         )
         raise out_of_memory(run, error, shape=shape, phase="train") from error
     run.state.step = batches.step
@@ -138,7 +153,9 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 def _is_rehearsed(run: Run) -> bool:
-    """Whether the front reads the checkpoint of this step back, so that a save that fails is known before hours of training."""
+    """Whether the front reads the checkpoint of this step back, so that a save that fails is known
+    before hours of training.
+    """
     return run.state.step == run.plan.rehearsed_step
 
 
@@ -234,7 +251,10 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
 
 
 def _keep_line(run: Run, line: dict[str, Any]) -> None:
-    """Writes a line of metrics.jsonl on rank 0. If the storage does not respond, the run ends here: a step that was shown must be on disk."""
+    """Writes a line of metrics.jsonl on rank 0.
+
+    If the storage does not respond, the run ends here: a step that was shown must be on disk.
+    """
     if run.metrics is not None:
         assert run.storage is not None
         with run.storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
@@ -245,7 +265,8 @@ def _report_moved_generators(run: Run) -> None:
     for name in run.generator_watch.moved():
         run.report.warning(
             "global_random_state",
-            f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot resume it exactly",
+            f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot"
+            " resume it exactly",
             fix="let that code use a generator of its own",
         )
 
@@ -261,7 +282,10 @@ def _report_graphs(run: Run) -> None:
 
 
 def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
-    """Does one step; updates nothing if the loss or the gradient is NaN or infinite. All ranks must call it."""
+    """Does one step; updates nothing if the loss or the gradient is NaN or infinite.
+
+    All ranks must call it.
+    """
     began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
     factor = factor_at(run.plan, batches.step)
@@ -272,7 +296,8 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
     summed = run.gradient_sync.finish(_scalars(run, total, sums, origin))
     norm = _norm(run)
-    # The only wait for the device after the backward: these figures decide whether the update is made, and whether it is the last.
+    # The only wait for the device after the backward: these figures decide whether the update is
+    # made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
     (loss, *rest), norm_value = run.group.figures(summed), float(norm)
     comm_time = run.gradient_sync.wait_and_time()
@@ -298,7 +323,9 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
 
 
 def _micros(run: Run, batches: StepBatches) -> list[tuple[list[int], list[int]] | None]:
-    """Sequences and their places of each micro batch of this rank; None for one that only takes part in a collective forward."""
+    """Sequences and their places of each micro batch of this rank; None for one that only takes
+    part in a collective forward.
+    """
     micros: list[tuple[list[int], list[int]] | None] = list(zip(batches.groups, batches.places, strict=True))
     if run.gradient_sync.needs_equal_rounds:
         # Every forward is collective, so a rank without rows runs one whose loss does not count.
@@ -307,7 +334,9 @@ def _micros(run: Run, batches: StepBatches) -> list[tuple[list[int], list[int]] 
 
 
 def _known_first(run: Run, batches: StepBatches) -> float:
-    """What the objective needs of the whole global batch before its loss, a mean over units; without gradient and dropout."""
+    """What the objective needs of the whole global batch before its loss, a mean over units;
+    without gradient and dropout.
+    """
     if not run.objective.first_sides:
         return 0.0
 
@@ -327,7 +356,8 @@ def _add_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Runs forward and backward on this rank's micro batches.
 
-    Gives the sums of their losses and metrics, the origin of NaN (see `OwnPart.origin_of_nan`), and seconds spent on data.
+    Gives the sums of their losses and metrics, the origin of NaN (see `OwnPart.origin_of_nan`), and
+    seconds spent on data.
     """
     micros = _micros(run, batches)
     objective = run.objective
@@ -393,7 +423,8 @@ def _tokens_of(run: Run, rows: Rows, sequences: list[int]) -> list[int]:
 
 
 def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """(3 + ranks + sums,) float32: the loss, the stop request, a figure of each rank, and sums of metrics.
+    """(3 + ranks + sums,) float32: the loss, the stop request, a figure of each rank, and sums of
+    metrics.
 
     A rank's figure is 1 if its own loss is NaN or infinite, plus twice the origin of that.
     """

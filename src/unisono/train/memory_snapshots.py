@@ -1,7 +1,9 @@
-"""Keeps finished steps of an adapter in memory that the front owns, so that the death of this process loses no step, or few.
+"""Keeps finished steps of an adapter in memory that the front owns, so that the death of this
+process loses no step, or few.
 
-It is for adapters only: the trained state is small, and a copy costs little compared with a step. The cost is measured before step 1 and
-again in the first steps; if it is too high, only every second, fourth, … step is kept. All ranks decide alike: by the step's number.
+It is for adapters only: the trained state is small, and a copy costs little compared with a step.
+The cost is measured before step 1 and again in the first steps; if it is too high, only every
+second, fourth, … step is kept. All ranks decide alike: by the step's number.
 """
 
 import errno
@@ -37,13 +39,17 @@ _OFF = "; if a rank dies, the run resumes from its last checkpoint"
 
 
 class MemorySnapshots:
-    """This rank's newest steps in memory. Every rank of an adapter run has one; not every rank has memory for it."""
+    """This rank's newest steps in memory.
+
+    Every rank of an adapter run has one; not every rank has memory for it.
+    """
 
     def __init__(self, fd: int | None) -> None:
         """Keeps nothing yet.
 
         Args:
-            fd: memory that this process inherited from its front; None: this rank keeps nothing, and only takes part in the decisions.
+            fd: memory that this process inherited from its front; None: this rank keeps nothing,
+                and only takes part in the decisions.
         """
         self._fd = fd
         self._slots: _TensorSlots | None = None
@@ -55,7 +61,10 @@ class MemorySnapshots:
         self._steps: list[float] = []
 
     def prepare(self, run: Run, *, step_time_s: float) -> int | None:
-        """Decides before the first step, by an estimate, which steps are kept: every n-th; None if none. All ranks must call it.
+        """Decides before the first step, by an estimate, which steps are kept: every n-th; None if
+        none.
+
+        All ranks must call it.
 
         Args:
             run: before its first step.
@@ -71,7 +80,10 @@ class MemorySnapshots:
         return self._decide(run, cost / max(step_time_s, 1e-9))
 
     def publish(self, run: Run, line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the present state, if this step is to be kept, with the line that is about to be written to metrics.jsonl. All ranks must call it.
+        """Keeps the present state, if this step is to be kept, with the line that is about to be
+        written to metrics.jsonl.
+
+        All ranks must call it.
 
         Args:
             run: after a step, or after its evaluation.
@@ -98,7 +110,10 @@ class MemorySnapshots:
                 self._judge(run)
 
     def _turned_off_at_once(self, run: Run, trial: Contents) -> bool:
-        """Whether a rank has no place for its part, or too little memory. All ranks must call it."""
+        """Whether a rank has no place for its part, or too little memory.
+
+        All ranks must call it.
+        """
         needed = SLOTS * sum(part.tensor.nbytes for parts in trial.groups.values() for part in parts)
         free = available_memory() if self._fd is not None else 0
         too_much = self._fd is not None and needed > _MOST_OF_FREE * free
@@ -110,7 +125,9 @@ class MemorySnapshots:
         return self._is_off
 
     def _try(self, run: Run, fd: int, trial: Contents) -> float:
-        """Seconds that keeping a step takes: the median of a few trials, which leave nothing behind."""
+        """Seconds that keeping a step takes: the median of a few trials, which leave nothing
+        behind.
+        """
         slots = _TensorSlots(fd, trial, [], text_bytes=len(self._text(run, contents_of(run))))
         times = []
         for number in range(SLOTS + _TRIALS):
@@ -121,7 +138,10 @@ class MemorySnapshots:
         return statistics.median(times[SLOTS:])  # the first write to a slot has the kernel map its pages
 
     def _decide(self, run: Run, share: float) -> int | None:
-        """Which steps are kept, by the cost on the slowest rank. All ranks must call it, and get the same."""
+        """Which steps are kept, by the cost on the slowest rank.
+
+        All ranks must call it, and get the same.
+        """
         self._every = 1
         while run.group.any(share > LIMIT * self._every):
             self._every *= 2
@@ -153,7 +173,11 @@ class MemorySnapshots:
         return slot_text(values, self._lines)
 
     def _judge(self, run: Run) -> None:
-        """Decides again, once and after the same step on all ranks, by the cost measured on the slowest rank. All ranks must call it."""
+        """Decides again, once and after the same step on all ranks, by the cost measured on the
+        slowest rank.
+
+        All ranks must call it.
+        """
         cost, step = (statistics.median(times[_LEFT_OUT:]) for times in (self._costs, self._steps))
         size = os.fstat(self._fd).st_size if self._fd is not None else 0
         expected = self._every
@@ -255,7 +279,9 @@ class _Stage:
         self._copied = [self.staged[i] for i in rest], [sources[i] for i in rest]
 
     def fill(self) -> None:
-        """Copies all tensors, and waits for the device: the step is kept only once its tensors are on the host."""
+        """Copies all tensors, and waits for the device: the step is kept only once its tensors are
+        on the host.
+        """
         torch._foreach_copy_(*self._moved)
         self._pinned.copy_(self._flat, non_blocking=True)
         torch.cuda.current_stream(self._flat.device).synchronize()
@@ -264,7 +290,9 @@ class _Stage:
 
 
 def _contents_after_a_step(run: Run) -> Contents:
-    """The contents as they will be after a step: before the first step two moments stand for the optimizer's missing tensors."""
+    """The contents as they will be after a step: before the first step two moments stand for the
+    optimizer's missing tensors.
+    """
     contents = contents_of(run)
     if any(part.state for part in run.optimizers.parts.values()):
         return contents
@@ -280,7 +308,8 @@ def _take_memory(fd: int, size: int) -> memoryview:
     """Allocates all pages now, not in the measured steps.
 
     Raises:
-        UnfitError: if the system does not provide them. A limit of the file size applies to a memfd, too.
+        UnfitError: if the system does not provide them. A limit of the file size applies to a
+            memfd, too.
     """
     try:
         os.ftruncate(fd, 0)
@@ -315,7 +344,9 @@ def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
 
 
 def _state_tensors(run: Run) -> list[torch.Tensor]:
-    """The optimizers' present tensors; they change if one is created again, e.g. after the first update."""
+    """The optimizers' present tensors; they change if one is created again, e.g. after the first
+    update.
+    """
     return [
         value
         for part in run.optimizers.parts.values()
@@ -326,7 +357,10 @@ def _state_tensors(run: Run) -> list[torch.Tensor]:
 
 
 def _optimizer_values(run: Run, contents: Contents) -> dict[str, Any]:
-    """The optimizers' present values other than tensors, as in `contents_of`. Hyperparameters change; names do not."""
+    """The optimizers' present values other than tensors, as in `contents_of`.
+
+    Hyperparameters change; names do not.
+    """
     known = contents.values["optimizer"]
     if any(values["values"] for values in known.values()):
         return dict(contents_of(run).values["optimizer"])

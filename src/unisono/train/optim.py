@@ -16,7 +16,8 @@ Bits = TypeVar("Bits", int, torch.Tensor)
 
 
 class ShardAdamW(torch.optim.AdamW):
-    """AdamW that updates this rank's shards as plain tensors: element by element it is the same, and DTensor's dispatch costs more than the update.
+    """AdamW that updates this rank's shards as plain tensors: element by element it is the same,
+    and DTensor's dispatch costs more than the update.
 
     Parameters and states stay DTensors, so checkpoints do not change.
     """
@@ -29,12 +30,14 @@ class ShardAdamW(torch.optim.AdamW):
 
 
 class CompactAdamW(torch.optim.AdamW):
-    """AdamW whose moments are bfloat16 between steps, so that they take half of the memory; the parameters are float32.
+    """AdamW whose moments are bfloat16 between steps, so that they take half of the memory; the
+    parameters are float32.
 
-    An update computes in float32, and rounds the moments up or down at random, so that their mean stays (stochastic rounding,
-    arXiv:2010.06192). Rounded to nearest, a second moment would no longer follow its gradients: with betas[1]: 0.999 it changes by less than
-    half of the distance between two values of bfloat16. The direction is a hash of the step, the parameter and the element, so a resumed run
-    makes the same updates, with any number of threads.
+    An update computes in float32, and rounds the moments up or down at random, so that their mean
+    stays (stochastic rounding, arXiv:2010.06192). Rounded to nearest, a second moment would no
+    longer follow its gradients: with betas[1]: 0.999 it changes by less than half of the distance
+    between two values of bfloat16. The direction is a hash of the step, the parameter and the
+    element, so a resumed run makes the same updates, with any number of threads.
     """
 
     def __init__(
@@ -115,7 +118,8 @@ class Optimizers:
 
     Attributes:
         parts: the optimizers by name, with the names of their parameters in order.
-        settings: the config's hyperparameters for each parameter group: the full learning rate, weight decay, betas.
+        settings: the config's hyperparameters for each parameter group: the full learning rate,
+            weight decay, betas.
     """
 
     parts: dict[str, torch.optim.Optimizer]
@@ -131,7 +135,9 @@ class Optimizers:
         }
 
     def take_settings(self) -> None:
-        """Restores the config's hyperparameters: a checkpoint brings its own, which may differ from the config in allowed ways."""
+        """Restores the config's hyperparameters: a checkpoint brings its own, which may differ from
+        the config in allowed ways.
+        """
         for name, part in self.parts.items():
             for group, settings in zip(part.param_groups, self.settings[name], strict=True):
                 group.update(settings)
@@ -143,9 +149,12 @@ class Optimizers:
                 group["lr"] = settings["lr"] * factor
 
     def step(self, factor: torch.Tensor | None = None) -> None:
-        """Makes one update with the gradients times `factor`. Small parameters are updated by one thread: torch would wake the others for each of them.
+        """Makes one update with the gradients times `factor`.
 
-        Gradients in bfloat16 are float32 only while their own parameters are updated, and are dropped afterwards.
+        Small parameters are updated by one thread: torch would wake the others for each of them.
+
+        Gradients in bfloat16 are float32 only while their own parameters are updated, and are
+        dropped afterwards.
         """
         threads = torch.get_num_threads()
         try:
@@ -168,15 +177,17 @@ def build_optimizers(
     not_matrices: set[int],
     text_lr: float | None = None,
 ) -> Optimizers:
-    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
+    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the
+    rest.
 
-    Weight decay applies to matrices, not to norms and biases. The B matrices of an adapter may have a learning rate of their own (LoRA+,
-    arXiv:2402.12354).
+    Weight decay applies to matrices, not to norms and biases. The B matrices of an adapter may have
+    a learning rate of their own (LoRA+, arXiv:2402.12354).
 
     Args:
         section: `optim` of the config.
         trainable: the parameters by name.
-        not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the head.
+        not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the
+            head.
         text_lr: learning rate of the text encoders of an image model; None: the same.
     """
     muon = {
@@ -206,7 +217,9 @@ def build_optimizers(
 
 
 def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of the size of the two moments that the first step makes for a parameter; of Muon's one, too."""
+    """Tensors of the size of the two moments that the first step makes for a parameter; of Muon's
+    one, too.
+    """
     dtype = getattr(torch, section.state_dtype)
     return [torch.zeros_like(parameter, dtype=dtype) for _ in range(2)]
 
@@ -233,9 +246,11 @@ def _groups(
 
 
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients, float32, as torch.nn.utils.get_total_norm gives it, for gradients in bfloat16, too.
+    """The norm of all gradients, float32, as torch.nn.utils.get_total_norm gives it, for gradients
+    in bfloat16, too.
 
-    A norm depends on its own tensor alone, so it is the same for blocks of gradients, of which one at a time is float32.
+    A norm depends on its own tensor alone, so it is the same for blocks of gradients, of which one
+    at a time is float32.
     """
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
@@ -247,7 +262,9 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def clipping_factor(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
-    """What clips a gradient of this norm to the norm `limit`, as torch.nn.utils.clip_grad_norm_; None without a limit."""
+    """What clips a gradient of this norm to the norm `limit`, as torch.nn.utils.clip_grad_norm_;
+    None without a limit.
+    """
     return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -285,7 +302,9 @@ def _widen(parameters: Iterable[torch.Tensor]) -> None:
 
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Elements that are converted at a time: 4 MiB stay in a processor's cache, and a GPU needs few kernels."""
+"""Elements that are converted at a time: 4 MiB stay in a processor's cache, and a GPU needs few
+kernels.
+"""
 
 
 def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -302,7 +321,9 @@ def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _has_small_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update of its parameters on a CPU takes a thread no longer than waking it, on average."""
+    """Whether an update of its parameters on a CPU takes a thread no longer than waking it, on
+    average.
+    """
     sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
     return sum(sizes) < _ELEMENTS_OF_A_THREAD * len(sizes)
 

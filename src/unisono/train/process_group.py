@@ -1,6 +1,8 @@
-"""The only owner of the process group: opens it, sums and broadcasts over it, leaves notes, and closes it once, in bounded time.
+"""The only owner of the process group: opens it, sums and broadcasts over it, leaves notes, and
+closes it once, in bounded time.
 
-One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. No other module of unisono uses torch.distributed's default group.
+One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. No other module of unisono
+uses torch.distributed's default group.
 """
 
 import mmap
@@ -31,7 +33,11 @@ _AT_ONCE = 1 << 16  # elements added up at a time: 256 KiB of each rank fit into
 
 
 class Group(Protocol):
-    """The ranks of a run. All ranks must call every method at the same point, except those of notes, which any thread may call."""
+    """The ranks of a run.
+
+    All ranks must call every method at the same point, except those of notes, which any thread may
+    call.
+    """
 
     rank: int
     world_size: int
@@ -50,7 +56,11 @@ class Group(Protocol):
         """Zeros (elements,), float32, for such sums. All ranks must call it."""
 
     def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they do not. All ranks must call it."""
+        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they
+        do not.
+
+        All ranks must call it.
+        """
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by that of rank 0."""
@@ -118,7 +128,9 @@ class Alone:
 
 
 class Listener:
-    """The listening socket of torch's store, bound by rank 0 before its port is reported, so no port is guessed."""
+    """The listening socket of torch's store, bound by rank 0 before its port is reported, so no
+    port is guessed.
+    """
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -156,7 +168,8 @@ class Ranks:
         """Joins the other ranks. All ranks must call it.
 
         Args:
-            name: of the group. A restart uses a different name, so that no process of the old group can join.
+            name: of the group. A restart uses a different name, so that no process of the old group
+                can join.
             rank: of this process.
             world_size: number of ranks.
             device: the bound device.
@@ -207,7 +220,8 @@ class Ranks:
         """Starts such a sum; gives a function that waits for its end."""
         self._beats.begin_collective("all_reduce", tensor.numel())
         buffers = self._summed_in_memory.get(_key_of(tensor), ())
-        # In shared memory sums of the size are barriers: first all gradients are there, at the end all parts are added up.
+        # In shared memory sums of the size are barriers: first all gradients are there, at the end
+        # all parts are added up.
         size = torch.tensor([tensor.numel()])
         work = dist.all_reduce(size if buffers else tensor, async_op=True)
         assert work is not None
@@ -226,17 +240,20 @@ class Ranks:
         return wait
 
     def _require_size(self, summed: torch.Tensor, size: int) -> None:
-        """Refuses what the ranks did not all contribute, as gloo does by the size of what it receives; the words are those of torch."""
+        """Refuses what the ranks did not all contribute, as gloo does by the size of what it
+        receives; the words are those of torch.
+        """
         if summed.tolist() != [size * self.world_size]:
             raise RuntimeError(
-                f"Detected mismatch between collectives on ranks: rank {self.rank} sums {size:,} elements in shared memory, another rank does not"
+                f"Detected mismatch between collectives on ranks: rank {self.rank} sums {size:,} elements in"
+                " shared memory, another rank does not"
             )
 
     def buffer(self, elements: int) -> torch.Tensor:
         """Zeros (elements,), float32, for such sums. All ranks must call it.
 
-        On a CPU, ranks of one host share the memory of large ones, so that a sum is two reads and two writes of each element instead of a
-        transfer over a socket.
+        On a CPU, ranks of one host share the memory of large ones, so that a sum is two reads and
+        two writes of each element instead of a transfer over a socket.
         """
         buffers = self.shared(elements, owners=range(self.world_size)) if elements >= _SHARED_ELEMENTS else []
         if not buffers:
@@ -246,9 +263,13 @@ class Ranks:
         return own
 
     def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they do not. All ranks must call it.
+        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they
+        do not.
 
-        They do on CPUs of one host, unless they are in containers that do not see each other's processes.
+        All ranks must call it.
+
+        They do on CPUs of one host, unless they are in containers that do not see each other's
+        processes.
         """
         if self.device.type != "cpu":
             return []
@@ -281,7 +302,8 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        # Without the device NCCL uses the current one, and hangs if that belongs to a different rank.
+        # Without the device NCCL uses the current one, and hangs if that belongs to a different
+        # rank.
         self._beats.begin_collective("barrier", 0)
         with self._beats.waiting():
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
@@ -306,7 +328,9 @@ class Ranks:
 
 
 def room_of(tensor: torch.Tensor) -> int:
-    """Elements of its room in a buffer of several: each begins at a multiple of 64 of them, for vectorized kernels."""
+    """Elements of its room in a buffer of several: each begins at a multiple of 64 of them, for
+    vectorized kernels.
+    """
     return -(-tensor.numel() // 64) * 64
 
 
@@ -315,9 +339,11 @@ def _key_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _new_memory(size: int) -> tuple[int | None, str]:
-    """Anonymous memory of `size` bytes, all zero, and an address by which other processes find it; an empty one if there is none.
+    """Anonymous memory of `size` bytes, all zero, and an address by which other processes find it;
+    an empty one if there is none.
 
-    Anonymous (memfd_create(2)): nothing is left of it when its processes are gone, however they end.
+    Anonymous (memfd_create(2)): nothing is left of it when its processes are gone, however they
+    end.
     """
     name = f"unisono-{secrets.token_hex(8)}"
     try:
@@ -333,7 +359,9 @@ def _new_memory(size: int) -> tuple[int | None, str]:
 
 
 def _memory_at(address: str, size: int) -> mmap.mmap | None:
-    """The memory at an address; None if this process does not see it, as on a different host or in a different container."""
+    """The memory at an address; None if this process does not see it, as on a different host or in
+    a different container.
+    """
     path, _, name = address.partition(":")
     try:
         if not name or str(Path(path).readlink()) != f"/memfd:{name} (deleted)":
@@ -350,7 +378,10 @@ def _memory_at(address: str, size: int) -> mmap.mmap | None:
 
 
 def add_up(buffers: Sequence[torch.Tensor], rank: int) -> None:
-    """Replaces a rank's part of all buffers, each (n,), by their sum in the order of the ranks. The parts of all ranks are the buffers."""
+    """Replaces a rank's part of all buffers, each (n,), by their sum in the order of the ranks.
+
+    The parts of all ranks are the buffers.
+    """
     parts = [buffer.tensor_split(len(buffers))[rank].split(_AT_ONCE) for buffer in buffers]
     for blocks in zip(*parts, strict=True):
         total = blocks[0].clone()
@@ -376,7 +407,8 @@ def close_group(*, orderly: bool) -> bool:
     A second call does nothing. All results have been written and reported before.
 
     Args:
-        orderly: whether the run ended normally. After a failure the group is not closed: other ranks may be gone.
+        orderly: whether the run ended normally. After a failure the group is not closed: other
+            ranks may be gone.
     """
     if not dist.is_available() or not dist.is_initialized():
         return True

@@ -1,4 +1,7 @@
-"""Work of rank 0 for all ranks: reading files for as long as they make progress, and broadcasting what was read; and the files of a checkpoint, and how ranks that write shards of it wait for each other."""
+"""Work of rank 0 for all ranks: reading files for as long as they make progress, and broadcasting
+what was read; and the files of a checkpoint, and how ranks that write shards of it wait for each
+other.
+"""
 
 import itertools
 import json
@@ -42,10 +45,13 @@ Result = TypeVar("Result")
 
 
 def on_rank0(run: Run, work: Callable[[], Result], *, what: str, path: Path) -> Result | None:
-    """Runs some work on files on rank 0, and gives it the result; the other ranks get None. All ranks must call it.
+    """Runs some work on files on rank 0, and gives it the result; the other ranks get None.
 
-    The work may take hours, e.g. to read a large checkpoint from a slow disk. The other ranks wait in turns, because a collective that waits
-    longer than the process group's timeout would end the run. The total time is not limited; the time without progress is.
+    All ranks must call it.
+
+    The work may take hours, e.g. to read a large checkpoint from a slow disk. The other ranks wait
+    in turns, because a collective that waits longer than the process group's timeout would end the
+    run. The total time is not limited; the time without progress is.
 
     Args:
         run: of the rank.
@@ -124,7 +130,9 @@ class _Rank0Work(Generic[Result]):
 
 
 def broadcast_json(group: Group, value: Any, *, device: torch.device) -> Any:
-    """Rank 0's `value` on all ranks: dicts, lists, tuples, str, int, float, bool, None. All ranks must call it.
+    """Rank 0's `value` on all ranks: dicts, lists, tuples, str, int, float, bool, None.
+
+    All ranks must call it.
 
     It is JSON in a tensor of bytes: nothing is pickled.
     """
@@ -142,7 +150,8 @@ def broadcast_json(group: Group, value: Any, *, device: torch.device) -> Any:
 
 
 class CheckpointBroadcast:
-    """A checkpoint that rank 0 reads and broadcasts, so that only rank 0 needs the disk: values at once, tensors one by one.
+    """A checkpoint that rank 0 reads and broadcasts, so that only rank 0 needs the disk: values at
+    once, tensors one by one.
 
     Attributes:
         values: everything but tensors.
@@ -150,7 +159,10 @@ class CheckpointBroadcast:
     """
 
     def __init__(self, group: Group, reader: CheckpointReader | None, *, device: torch.device) -> None:
-        """Broadcasts the values and the tensors' outlines. All ranks must call it; rank 0 with its reader."""
+        """Broadcasts the values and the tensors' outlines.
+
+        All ranks must call it; rank 0 with its reader.
+        """
         self._group, self._device = group, device
         self._reader = reader
         message: dict[str, Any] | None = None
@@ -189,7 +201,9 @@ _SHARDS_EVERY_S = 1.0
 _SHARDS_LOOK_S = 0.05
 _NOTES_EVERY = 5  # looks
 _DIRECTORY_S = 30.0
-"""How long a rank waits for the directory without any progress of rank 0: a network file system shows new names late."""
+"""How long a rank waits for the directory without any progress of rank 0: a network file system
+shows new names late.
+"""
 
 
 @dataclass(frozen=True)
@@ -253,7 +267,9 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
 
 
 def dismiss_parts(run: Run, job: Job) -> None:
-    """Releases everything that waits for rank 0's directory: the other ranks, and parts on their way to the head."""
+    """Releases everything that waits for rank 0's directory: the other ranks, and parts on their
+    way to the head.
+    """
     if job.shards > 1:
         run.group.leave_note(_gave_up(job))
         run.report.send("shards_over", step=job.step, temporary=job.temporary)
@@ -275,7 +291,9 @@ def report_moves(run: Run, job: Job, save: Save) -> None:
 
 
 def _enter(run: Run, job: Job, save: Save, directory: Path) -> None:
-    """Waits until this node sees the directory that rank 0 creates. A node with its own output disk creates it itself.
+    """Waits until this node sees the directory that rank 0 creates.
+
+    A node with its own output disk creates it itself.
 
     Raises:
         StorageFailed: if rank 0 has given up, or the directory does not appear.
@@ -301,7 +319,10 @@ def _enter(run: Run, job: Job, save: Save, directory: Path) -> None:
 
 
 def _exists(directory: Path, save: Save) -> bool:
-    """Whether rank 0's directory exists. If this look hangs, it is this rank's own storage that hangs."""
+    """Whether rank 0's directory exists.
+
+    If this look hangs, it is this rank's own storage that hangs.
+    """
     save.looking_since = time.monotonic()
     try:
         return directory.is_dir()
@@ -325,7 +346,8 @@ def given_up(what: str, path: Path) -> StorageFailed:
 
 
 def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
-    """The manifest entries of the other ranks, once all have reported and their files are on this disk.
+    """The manifest entries of the other ranks, once all have reported and their files are on this
+    disk.
 
     Raises:
         StorageFailed: if one could not write its part.

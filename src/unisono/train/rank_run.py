@@ -54,9 +54,11 @@ def run_plan(
     snapshot_fd: int | None = None,
     beats: Beats | None = None,
 ) -> dict[str, Any]:
-    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the `result` message.
+    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the
+    `result` message.
 
-    Every rank calls it. The process group stays open: `close_group` closes it after the result has been reported.
+    Every rank calls it. The process group stays open: `close_group` closes it after the result has
+    been reported.
     """
     place = find_place(plan, read_environment())
     if place.rank > 0:
@@ -108,7 +110,8 @@ def _close(run: Run, storage: StorageWatch) -> None:
         if lost is not None:
             run.report.warning(
                 "metrics_lost",
-                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {storage_words(lost)} ({run.files.metrics}); {storage_reason(lost)}",
+                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {storage_words(lost)}"
+                f" ({run.files.metrics}); {storage_reason(lost)}",
                 fix=storage_remedy(lost, else_="fix the storage"),
             )
     if run.tracker is not None:
@@ -170,7 +173,10 @@ def _write_result(run: Run, step: int) -> Path | None:
 
 
 def _take_best(run: Run) -> int:
-    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the result. All ranks must call it.
+    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the
+    result.
+
+    All ranks must call it.
 
     Gives the step of the weights.
     """
@@ -180,7 +186,10 @@ def _take_best(run: Run) -> int:
     assert run.storage is not None
     step, line = _find_best(run)
     if step != best and run.group.is_main:
-        text = f"the checkpoint of the best step, {best}, is missing; the result is that of step {step or run.state.step}"
+        text = (
+            f"the checkpoint of the best step, {best}, is missing; the result is that of step"
+            f" {step or run.state.step}"
+        )
         run.report.warning("best_is_gone", text)
     if step in (0, run.state.step):
         return run.state.step
@@ -209,7 +218,8 @@ def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
 
 
 def _find_best(run: Run) -> tuple[int, dict[str, float]]:
-    """The best step with an intact checkpoint, and on rank 0 the figures of its evaluation; step 0 if there is none.
+    """The best step with an intact checkpoint, and on rank 0 the figures of its evaluation; step 0
+    if there is none.
 
     All ranks must call it; rank 0 reads.
     """
@@ -231,7 +241,9 @@ _SHARED_WARNINGS = frozenset({"nan_step", "early_stop"})
 
 
 class OtherRankReporter(Reporter):
-    """The reporter of all ranks but 0: it leaves out what rank 0 reports for all, and reports a step by its number only."""
+    """The reporter of all ranks but 0: it leaves out what rank 0 reports for all, and reports a
+    step by its number only.
+    """
 
     def __init__(self, inner: Reporter) -> None:
         super().__init__(None)
@@ -250,9 +262,11 @@ class OtherRankReporter(Reporter):
 
 
 def write_result(run: Run, *, step: int) -> Path | None:
-    """Writes adapter/ or model/ of the run, the weights of `step`, with tokenizer, chat template and a list of the files; gives its path.
+    """Writes adapter/ or model/ of the run, the weights of `step`, with tokenizer, chat template
+    and a list of the files; gives its path.
 
-    The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the others get None.
+    The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the
+    others get None.
 
     Raises:
         UnfitError: if the storage fails; an earlier result stays as it was.
@@ -286,17 +300,23 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterator[None]:
-    """Refuses with the storage's fault and the checkpoint to resume from: a full disk at the very end costs no training."""
+    """Refuses with the storage's fault and the checkpoint to resume from: a full disk at the very
+    end costs no training.
+    """
     try:
         yield
-    except Exception as error:  # errors of other kinds are raised again; safetensors has its own exception for a failed write
+    # errors of other kinds are raised again; safetensors has its own exception for a failed write
+    except Exception as error:
         if not isinstance(error, OSError) and error_number(error) is None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)
         why = storage_reason(error)
         if is_full(error):
             with contextlib.suppress(OSError):
-                why = f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without the partial result"
+                why = (
+                    f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without the partial"
+                    " result"
+                )
         again = f"the same command resumes from the checkpoint of step {run.saved_step}"
         if run.saved_step is None:
             again = "run the same command again"

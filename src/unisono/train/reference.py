@@ -1,8 +1,10 @@
-"""The log-probabilities that a reference model gives to the answers: computed once, stored with the run, and verified before use.
+"""The log-probabilities that a reference model gives to the answers: computed once, stored with the
+run, and verified before use.
 
-They are computed before the first step, when the model still has its starting weights, so no second copy of the weights stays in memory. The
-ranks share the work, and every rank gets all values: two numbers for each unit. Which rows are computed together depends on the rows alone,
-so that the values are the same for any number of ranks.
+They are computed before the first step, when the model still has its starting weights, so no second
+copy of the weights stays in memory. The ranks share the work, and every rank gets all values: two
+numbers for each unit. Which rows are computed together depends on the rows alone, so that the
+values are the same for any number of ranks.
 """
 
 import contextlib
@@ -48,7 +50,9 @@ Values = dict[Split, torch.Tensor]
 
 
 def set_reference(run: Run) -> None:
-    """Sets `run.reference`: from the run's store if it is intact, else computed and stored. All ranks must call it, before weights are restored.
+    """Sets `run.reference`: from the run's store if it is intact, else computed and stored.
+
+    All ranks must call it, before weights are restored.
 
     Raises:
         Disagreed: if the ranks have loaded different reference models.
@@ -86,9 +90,11 @@ def set_reference(run: Run) -> None:
 
 
 def reference_key(run: Run) -> str:
-    """The digest of what determines the values: the contents of all model files and of the rows, and how and by what the model is computed.
+    """The digest of what determines the values: the contents of all model files and of the rows,
+    and how and by what the model is computed.
 
-    The model's digest covers adapters and the reference that the config names, so that a run can be moved with them.
+    The model's digest covers adapters and the reference that the config names, so that a run can be
+    moved with them.
     """
     plan, adapter = run.plan, run.plan.config.adapter
     parts = {
@@ -96,9 +102,11 @@ def reference_key(run: Run) -> str:
         "settings": plan.config.model.model_dump(
             mode="json", exclude={"path", "tokenizer", "trust_remote_code"}
         ),
-        "start": adapter.model_dump(mode="json", exclude={"from_", "merge"})
-        if adapter is not None and adapter.init == "pissa"
-        else None,
+        "start": (
+            adapter.model_dump(mode="json", exclude={"from_", "merge"})
+            if adapter is not None and adapter.init == "pissa"
+            else None
+        ),
         "seed": plan.config.seed if plan.config.model.weights == "random" else None,
         "rows": plan.data.rows_digest,
         "dtype": plan.dtype,
@@ -110,7 +118,9 @@ def reference_key(run: Run) -> str:
 
 
 def _code_of_model(run: Run) -> dict[str, str]:
-    """The digest of each file of code in the model's directory: `model.digest` is that of weights and config.json."""
+    """The digest of each file of code in the model's directory: `model.digest` is that of weights
+    and config.json.
+    """
     files = sorted(Path(run.plan.model.directory).glob("*.py"))
     return {file.name: xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in files}
 
@@ -195,7 +205,9 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
 
 @contextlib.contextmanager
 def _reference_forward(run: Run) -> Iterator[Any]:
-    """The reference in evaluation mode: a model of its own, the model without its adapter, or the model as it starts."""
+    """The reference in evaluation mode: a model of its own, the model without its adapter, or the
+    model as it starts.
+    """
     named, adapter = run.plan.config.preference.reference, run.plan.config.adapter
     if named != "auto":
         forward, sharded = _load(run, named)
@@ -207,12 +219,15 @@ def _reference_forward(run: Run) -> Iterator[Any]:
     with evaluating(run), run.forward.without_adapter() if switches_off else contextlib.nullcontext():
         yield run.forward, lambda: None
         if run.sharded is not None:
-            # First: peft switches the adapter on again by `requires_grad` of the parameters that it finds, which must be the shards.
+            # First: peft switches the adapter on again by `requires_grad` of the parameters that it
+            # finds, which must be the shards.
             run.sharded.reshard()
 
 
 def _load(run: Run, named: str) -> tuple[Forward, Sharded | None]:
-    """The reference model of a directory or hub id, with its weights as those of the run's own model are."""
+    """The reference model of a directory or hub id, with its weights as those of the run's own
+    model are.
+    """
     plan, model = run.plan, run.plan.config.model
     run.report.phase("reference", f"loading the reference {named}")
     directory = locate_model(named, key="preference.reference")
@@ -244,7 +259,8 @@ def _compare(run: Run, named: str, digest: str) -> None:
     """Compares the reference models that the ranks have loaded. All ranks must call it.
 
     Raises:
-        Disagreed: with the ranks that differ from the others; on a tie nobody is named as the culprit.
+        Disagreed: with the ranks that differ from the others; on a tie nobody is named as the
+            culprit.
     """
     if run.group.world_size == 1:
         return
@@ -266,7 +282,10 @@ def _compare(run: Run, named: str, digest: str) -> None:
     )
     hosts = tuple(dict.fromkeys(who.host for who in odd))
     what = f"the reference model {named} has different weights: {shown}"
-    fix = f"on {', '.join(hosts) or 'the node that differs'}: copy the weights from a correct node; compare with `sha256sum *.safetensors`"
+    fix = (
+        f"on {', '.join(hosts) or 'the node that differs'}: copy the weights from a correct node; compare"
+        " with `sha256sum *.safetensors`"
+    )
     evidence = tuple(
         Evidence(where=place.label, text=f"digest {value:015x}")
         for place, value in zip(places, values, strict=True)

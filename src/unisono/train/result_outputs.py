@@ -1,4 +1,6 @@
-"""What the trained model computes for fixed inputs, kept beside the result: files that are loaded again must compute the same."""
+"""What the trained model computes for fixed inputs, kept beside the result: files that are loaded
+again must compute the same.
+"""
 
 from typing import Any
 
@@ -12,7 +14,10 @@ from unisono.train.weights import round_as_stored
 
 
 def write_outputs(run: Run) -> None:
-    """Writes what the trained model gives for fixed inputs beside the result. All ranks must call it; of replicas one computes."""
+    """Writes what the trained model gives for fixed inputs beside the result.
+
+    All ranks must call it; of replicas one computes.
+    """
     if not run.group.is_main and run.sharded is None:
         return
     run.saver.before_update()  # a stuck save may still read the live tensors
@@ -29,7 +34,8 @@ def write_outputs(run: Run) -> None:
             raise
         run.report.warning(
             "no_logits",
-            f"the logits of three rows are not kept, so the result is read back by its digests alone: {one_line(str(error), limit=200)}",
+            "the logits of three rows are not kept, so the result is read back by its digests alone:"
+            f" {one_line(str(error), limit=200)}",
         )
 
 

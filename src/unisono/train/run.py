@@ -1,4 +1,6 @@
-"""A run that is ready to train: the inputs of its steps, its parts, its state, and what a checkpoint of it holds."""
+"""A run that is ready to train: the inputs of its steps, its parts, its state, and what a
+checkpoint of it holds.
+"""
 
 import hashlib
 import heapq
@@ -99,7 +101,8 @@ class TrainingData:
     def longest(self, sides: Sequence[int], *, padded: bool = False) -> list[int]:
         """The sequences of the largest micro batch possible, of only these sides of each unit.
 
-        The size is the number of tokens or, if rows are padded, the number of rows times the longest of them.
+        The size is the number of tokens or, if rows are padded, the number of rows times the
+        longest of them.
         """
         tokens, starts = self._tokens, self.table.sequence_ends[:-1]
         if padded or len(sides) < self.table.sides:
@@ -122,10 +125,11 @@ class TrainingData:
 
 
 def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> list[int]:
-    """At most `size` sequences, of which the number of rows times the longest row is as large as possible.
+    """At most `size` sequences, of which the number of rows times the longest row is as large as
+    possible.
 
-    Each sequence in turn, from that with the shortest longest row, is the one that decides the length; those with most rows before it fill
-    the group.
+    Each sequence in turn, from that with the shortest longest row, is the one that decides the
+    length; those with most rows before it fill the group.
     """
     best, found, total = -1, [0], 0
     most: list[tuple[int, int]] = []  # rows and index of up to size - 1 of those before, a heap
@@ -141,7 +145,8 @@ def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> lis
 
 @dataclass(frozen=True)
 class EvaluationBatches:
-    """All sequences of an evaluation table, in order, in groups of one micro batch; the ranks take groups in turn.
+    """All sequences of an evaluation table, in order, in groups of one micro batch; the ranks take
+    groups in turn.
 
     Attributes:
         table: the evaluation table.
@@ -156,7 +161,10 @@ class EvaluationBatches:
     world_size: int = 1
 
     def rounds(self) -> Iterator[list[int]]:
-        """This rank's group in each round; empty if the last round has none for it. All ranks have the same number of rounds."""
+        """This rank's group in each round; empty if the last round has none for it.
+
+        All ranks have the same number of rounds.
+        """
         turn = self.micro_batch * self.world_size
         for begin in range(0, self.table.sequences, turn):
             first = begin + self.rank * self.micro_batch
@@ -186,14 +194,16 @@ def load_micro(
     sides: Sequence[int] = (0,),
     reference: torch.Tensor | None = None,
 ) -> tuple[Micro, Batch]:
-    """The units of some sequences as tensors on the device, and the batch that they come from on the host.
+    """The units of some sequences as tensors on the device, and the batch that they come from on
+    the host.
 
     Args:
         table: of the split.
         sequences: its sequences.
         device: the computation's.
         sides: of each unit, the rows of tokens to load.
-        reference: (rows of the table, 2), the reference's log-probabilities; None if the objective has none.
+        reference: (rows of the table, 2), the reference's log-probabilities; None if the objective
+            has none.
     """
     return load_units(
         table,
@@ -241,7 +251,9 @@ _TORCH = "torch's default generator"
 
 
 def stream_seed(seed: int, name: str, index: int = 0) -> int:
-    """The seed of a random stream, e.g. for the dropout of the micro batch that begins at a global sequence index."""
+    """The seed of a random stream, e.g. for the dropout of the micro batch that begins at a global
+    sequence index.
+    """
     material = hashlib.sha256(f"unisono {name} {seed} {index}".encode()).digest()
     return int.from_bytes(material[:8], "big") & _MASK
 
@@ -249,7 +261,8 @@ def stream_seed(seed: int, name: str, index: int = 0) -> int:
 def seed_torch(seed: int, name: str, index: int = 0) -> None:
     """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
     value = stream_seed(seed, name, index)
-    # Not torch.manual_seed: it formats the call stack once for each kind of device that is absent, about 1 ms, and this is in every forward.
+    # Not torch.manual_seed: it formats the call stack once for each kind of device that is absent,
+    # about 1 ms, and this is in every forward.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(value)
@@ -265,9 +278,11 @@ def embedding_noise(
     hidden_size: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """(T, E) float32: noise for the embeddings of some sequences, uniform within ±alpha / √(tokens of the row · E) (NEFTune, arXiv:2310.05914).
+    """(T, E) float32: noise for the embeddings of some sequences, uniform within ±alpha / √(tokens
+    of the row · E) (NEFTune, arXiv:2310.05914).
 
-    Each sequence has a random stream of its own, by its place in the order, so its noise does not depend on micro batches and ranks.
+    Each sequence has a random stream of its own, by its place in the order, so its noise does not
+    depend on micro batches and ranks.
 
     Args:
         alpha: scale of the noise.
@@ -289,10 +304,12 @@ def embedding_noise(
 
 
 class GeneratorWatch:
-    """Detects draws from Python's, NumPy's and (if unisono does not use it) torch's global random generator.
+    """Detects draws from Python's, NumPy's and (if unisono does not use it) torch's global random
+    generator.
 
-    unisono seeds its own streams before each use, so a run resumes exactly. Code that draws from a global generator, such as a model's own
-    Python code, is not resumed exactly, and the user should know.
+    unisono seeds its own streams before each use, so a run resumes exactly. Code that draws from a
+    global generator, such as a model's own Python code, is not resumed exactly, and the user should
+    know.
     """
 
     def __init__(self, *, torch_is_used: bool) -> None:
@@ -344,7 +361,8 @@ class TrainState:
         best_step: the step with that value.
         evals_since_best: evaluations since then.
         evaluation_due: whether the step still has to be evaluated.
-        eval: figures for result.json: loss_before, exact_match_before, loss, exact_match, and those of the objective.
+        eval: figures for result.json: loss_before, exact_match_before, loss, exact_match, and those
+            of the objective.
     """
 
     step: int = 0
@@ -372,15 +390,24 @@ class StepSnapshots(Protocol):
     """Keeps finished steps in memory; see train.memory_snapshots."""
 
     def prepare(self, run: "Run", *, step_time_s: float) -> int | None:
-        """Decides before the first step which steps are kept: every n-th; None if none. All ranks must call it."""
+        """Decides before the first step which steps are kept: every n-th; None if none.
+
+        All ranks must call it.
+        """
 
     def publish(self, run: "Run", line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the present state, with the line that is about to be written to metrics.jsonl. All ranks must call it."""
+        """Keeps the present state, with the line that is about to be written to metrics.jsonl.
+
+        All ranks must call it.
+        """
 
 
 @dataclass
 class Run:
-    """Everything the training loop works with. Built by train.setup; all decisions are in the plan."""
+    """Everything the training loop works with.
+
+    Built by train.setup; all decisions are in the plan.
+    """
 
     plan: RunPlan
     place: RankPlace
@@ -415,26 +442,34 @@ class Run:
     front_messages: FrontMessages | None = None
     """Set on rank 0 of a sharded run: the front reports here what the other ranks have written."""
     saved_step: int | None = None
-    """The step of the newest checkpoint that this process has written or resumed from. Known to rank 0."""
+    """The step of the newest checkpoint that this process has written or resumed from. Known to
+    rank 0.
+    """
     save_failure: StorageFailed | None = None
     """Why the newest save failed; None after one that succeeded. Known to rank 0."""
     begun_step: int | None = None
     """The step of the newest save that was started; the same on all ranks that write."""
     save_is_read: bool = True
-    """Whether the newest save is known to have copied its tensors on every rank; the same on all ranks."""
+    """Whether the newest save is known to have copied its tensors on every rank; the same on all
+    ranks.
+    """
     storage: StorageWatch | None = None
     """Reports storage that does not respond; set while the run is active."""
     snapshots: "StepSnapshots | None" = None
     """Set if the run trains an adapter."""
 
     reference: dict[Split, torch.Tensor] = field(default_factory=dict)
-    """The reference's log-probabilities of each split, (rows of the table, 2) float32; empty without a reference."""
+    """The reference's log-probabilities of each split, (rows of the table, 2) float32; empty
+    without a reference.
+    """
 
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Sharded tensors by name: the global shape, and the offsets of this rank's part."""
 
     agreed_stop: Outcome | None = None
-    """With several ranks: the stop request known to all of them, from the last sum of a step or an evaluation."""
+    """With several ranks: the stop request known to all of them, from the last sum of a step or an
+    evaluation.
+    """
 
     @property
     def stopping(self) -> Outcome | None:
@@ -470,8 +505,9 @@ class Contents:
 
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
-        values: present values for state.json: `train` (TrainState), `optimizer` (everything but tensors, by optimizer), `kernels` (see
-            model.layers.has_kernels), and of an adapter `base` (what it was trained on).
+        values: present values for state.json: `train` (TrainState), `optimizer` (everything but
+            tensors, by optimizer), `kernels` (see model.layers.has_kernels), and of an adapter
+            `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]
@@ -479,7 +515,9 @@ class Contents:
 
 
 def contents_of(run: Run) -> Contents:
-    """The tensors that this rank would save now: rank 0 the replicated tensors, and every rank its parts of sharded tensors."""
+    """The tensors that this rank would save now: rank 0 the replicated tensors, and every rank its
+    parts of sharded tensors.
+    """
     groups = {"trainable": _parts(run, dict(run.forward.loaded.trainable))}
     numbers: dict[str, Any] = {}
     for name, part in run.optimizers.parts.items():
@@ -496,7 +534,9 @@ def contents_of(run: Run) -> Contents:
 
 
 def base_of(run: Run) -> dict[str, Any]:
-    """What an adapter is trained on: the digest of the model's files, how they are quantized, and the digest of the quantized weights."""
+    """What an adapter is trained on: the digest of the model's files, how they are quantized, and
+    the digest of the quantized weights.
+    """
     model = run.plan.model
     return {
         "model": model.digest,
@@ -522,7 +562,10 @@ def _parts(run: Run, tensors: Tensors) -> list[Part]:
 
 
 def _place(run: Run, name: str, tensor: DTensor) -> Place:
-    """The part's place according to torch.distributed.checkpoint's planner. It never changes, so it is computed once."""
+    """The part's place according to torch.distributed.checkpoint's planner.
+
+    It never changes, so it is computed once.
+    """
     known = run.places.get(name)
     if known is None:
         from torch.distributed.checkpoint import DefaultSavePlanner

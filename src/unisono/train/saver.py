@@ -1,7 +1,8 @@
 """Saves in the background, one at a time.
 
-What is trained changes in one place only, the optimizer's update. A thread copies it to host memory during the next forward and backward; the
-update waits for the copies, in general not at all. The thread then writes while training continues.
+What is trained changes in one place only, the optimizer's update. A thread copies it to host memory
+during the next forward and backward; the update waits for the copies, in general not at all. The
+thread then writes while training continues.
 """
 
 import threading
@@ -26,7 +27,8 @@ class Part:
 
     Attributes:
         name: of the tensor.
-        tensor: this rank's part, on its device. It is the live tensor, and changes with the next update.
+        tensor: this rank's part, on its device. It is the live tensor, and changes with the next
+            update.
         shape: of the full tensor.
         offsets: where the part begins in the full tensor; all zero if it is the full tensor.
     """
@@ -51,7 +53,10 @@ _SHARE = 0.5  # share of the free memory that the copies of all ranks on a node 
 
 
 class Staging:
-    """The host buffers of one rank. They are kept from save to save: the first save pays for the pages, later ones copy at memory speed.
+    """The host buffers of one rank.
+
+    They are kept from save to save: the first save pays for the pages, later ones copy at memory
+    speed.
 
     Args:
         device: of the tensors.
@@ -71,12 +76,17 @@ class Staging:
         return more == 0 or more < self._share * available_memory()
 
     def follow(self) -> None:
-        """Makes the copies wait for all work submitted to the device so far. Called by the thread that computes."""
+        """Makes the copies wait for all work submitted to the device so far.
+
+        Called by the thread that computes.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, groups: Groups) -> Files:
-        """Copies the tensors, and gives the copies as parts of files. Called by the thread that writes.
+        """Copies the tensors, and gives the copies as parts of files.
+
+        Called by the thread that writes.
 
         Args:
             groups: live tensors. They must not change before this returns; see `hold_back`.
@@ -97,7 +107,10 @@ class Staging:
         }
 
     def hold_back(self) -> None:
-        """Makes the device wait for the copies before it computes further. Called by the thread that computes, after `copy`."""
+        """Makes the device wait for the copies before it computes further.
+
+        Called by the thread that computes, after `copy`.
+        """
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
@@ -119,7 +132,9 @@ class Staging:
 
 
 def in_place(groups: Groups) -> Files:
-    """Parts of files that read the live tensors, one at a time: for machines without memory for copies."""
+    """Parts of files that read the live tensors, one at a time: for machines without memory for
+    copies.
+    """
     return {
         group: [
             _as_file_part(part, lambda tensor=part.tensor: bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[misc]
@@ -161,7 +176,9 @@ Write = Callable[["Save", Files], Path | None]
 STUCK_S = 10.0
 """After so many seconds without progress a save is no longer waited for by the next one."""
 OTHERS_S = 60.0
-"""The same while it waits for other ranks and none makes progress: a rank whose own storage hangs reports it itself."""
+"""The same while it waits for other ranks and none makes progress: a rank whose own storage hangs
+reports it itself.
+"""
 _LOOK_S = 0.2
 MOVES_EVERY_S = 2.0
 """How often a save that other ranks wait for reports its progress to them."""
@@ -180,9 +197,12 @@ class Save:
         activity: what the thread does, for messages, e.g. "writing /out/checkpoints/…".
         thread_id: the kernel's id of the thread that writes.
         waits_for_others: whether it has written its own part, and waits for those of other ranks.
-        waits_for_main: whether it waits for the directory that rank 0 creates; its own thread's activity is not progress then.
-        looking_since: since when the storage has not answered the look for that directory; None if no look is pending.
-        is_abandoned: whether training continued while it was reading live tensors; what it read must not be published.
+        waits_for_main: whether it waits for the directory that rank 0 creates; its own thread's
+            activity is not progress then.
+        looking_since: since when the storage has not answered the look for that directory; None if
+            no look is pending.
+        is_abandoned: whether training continued while it was reading live tensors; what it read
+            must not be published.
         on_stuck: called once, with the reason, after STUCK_S without progress.
         on_move: called every MOVES_EVERY_S while it makes progress, if other ranks wait for it.
     """
@@ -253,7 +273,8 @@ class Saver:
         Args:
             step: optimizer steps done.
             groups: live tensors.
-            write: writes the parts, and gives the path if it published a checkpoint. Called in a background thread.
+            write: writes the parts, and gives the path if it published a checkpoint. Called in a
+                background thread.
         """
         assert self.last is None or self.last.done.is_set(), "one save in flight"
         began = time.perf_counter()
@@ -265,7 +286,9 @@ class Saver:
         return save
 
     def still_reads(self, *, turn_s: float) -> bool:
-        """Waits at most `turn_s` seconds until the tensors being saved are copied; whether they are still being read."""
+        """Waits at most `turn_s` seconds until the tensors being saved are copied; whether they are
+        still being read.
+        """
         save = self.last
         if save is None or save.copied.is_set() or save.is_abandoned:
             return False
@@ -279,9 +302,12 @@ class Saver:
         return not save.copied.is_set() and not save.is_abandoned
 
     def before_update(self) -> None:
-        """Waits until the tensors being saved are copied. Must be called before the weights change.
+        """Waits until the tensors being saved are copied.
 
-        A save without memory for copies reads the live tensors while it writes; if it hangs meanwhile, it is abandoned.
+        Must be called before the weights change.
+
+        A save without memory for copies reads the live tensors while it writes; if it hangs
+        meanwhile, it is abandoned.
         """
         save = self.last
         if save is None:
@@ -291,7 +317,8 @@ class Saver:
         self._staging.hold_back()
 
     def wait(self, patience_s: float | None = None) -> bool:
-        """Waits for the end of the save in flight as long as it makes progress; whether it has ended.
+        """Waits for the end of the save in flight as long as it makes progress; whether it has
+        ended.
 
         Args:
             patience_s: seconds without progress after which the wait ends; default STUCK_S.
@@ -309,7 +336,8 @@ class Saver:
         return self.last is None or self.last.done.is_set()
 
     def moves(self, patience_s: float | None = None, *, turn_s: float = 1.0) -> bool:
-        """Waits at most `turn_s` seconds for the end of the save in flight; whether it is still running then, and makes progress.
+        """Waits at most `turn_s` seconds for the end of the save in flight; whether it is still
+        running then, and makes progress.
 
         Args:
             patience_s: seconds without progress after which it counts as stuck; default STUCK_S.
@@ -331,7 +359,9 @@ class Saver:
         return not save.done.is_set() and not save.is_stuck(patience_s)
 
     def _beat(self, save: Save) -> None:
-        """Records progress: while the main thread waits for a save, in bounded time, it is not stuck; the storage watch reports the save."""
+        """Records progress: while the main thread waits for a save, in bounded time, it is not
+        stuck; the storage watch reports the save.
+        """
         self._beats.progress(int((time.monotonic() - save.began) * 1000))
 
     def _run(self, save: Save, groups: Groups, write: Write) -> None:

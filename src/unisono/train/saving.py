@@ -1,8 +1,9 @@
 """Saves a run's state to a checkpoint, and restores it.
 
-One rank, or rank 0 of replicas, writes full tensors. Each rank of a sharded run writes its parts to its own file in the same directory, and
-reports the file; rank 0 writes the manifest of all files and renames the directory to its final name. Reading supports both forms and gives
-full tensors, so a run on one rank, on replicas or on shards can resume from a checkpoint of any other.
+One rank, or rank 0 of replicas, writes full tensors. Each rank of a sharded run writes its parts to
+its own file in the same directory, and reports the file; rank 0 writes the manifest of all files
+and renames the directory to its final name. Reading supports both forms and gives full tensors, so
+a run on one rank, on replicas or on shards can resume from a checkpoint of any other.
 """
 
 import os
@@ -57,10 +58,12 @@ _LOOK_S = 0.1
 
 
 def save_checkpoint(run: Run) -> None:
-    """Starts to save the state after the current step, in the background. All ranks must call it.
+    """Starts to save the state after the current step, in the background.
 
-    The outcome is reported when the save has ended. A full disk costs the new checkpoint only: older ones stay, training continues, and the
-    next save tries again.
+    All ranks must call it.
+
+    The outcome is reported when the save has ended. A full disk costs the new checkpoint only:
+    older ones stay, training continues, and the next save tries again.
     """
     if run.begun_step == run.state.step:
         return
@@ -80,7 +83,10 @@ def save_checkpoint(run: Run) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Waits for the save in flight, and repeats it once if the storage failed. All ranks must call it."""
+    """Waits for the save in flight, and repeats it once if the storage failed.
+
+    All ranks must call it.
+    """
     run.beats.enter("save")
     patience_s = max(STUCK_S, parse_seconds(run.plan.config.grace))  # no other work is left
     for again in (True, False):
@@ -104,17 +110,19 @@ def _warn_unfinished(run: Run) -> None:
     if save is not None and not save.done.is_set():
         run.report.warning(
             "checkpoint_skipped",
-            f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s ({save.activity}), and the"
-            " run no longer waits for it",
+            f"step {save.step} is not saved: its save has made no progress for {save.idle_s:.0f} s"
+            f" ({save.activity}), and the run no longer waits for it",
             fix="check the storage of output_dir, and the network to it from the other nodes",
         )
 
 
 def wait_for_copies(run: Run) -> None:
-    """Waits until the tensors being saved are copied on all ranks. Must be called before the weights change, by all ranks.
+    """Waits until the tensors being saved are copied on all ranks.
 
-    Without memory for copies a save reads the live tensors, and may take hours on a slow disk. The ranks wait in turns, because no
-    collective may take longer than the process group's timeout.
+    Must be called before the weights change, by all ranks.
+
+    Without memory for copies a save reads the live tensors, and may take hours on a slow disk. The
+    ranks wait in turns, because no collective may take longer than the process group's timeout.
     """
     while not run.save_is_read:
         run.save_is_read = not run.group.any(run.saver.still_reads(turn_s=TURN_S))
@@ -122,7 +130,9 @@ def wait_for_copies(run: Run) -> None:
 
 
 def require_checkpoint(run: Run) -> None:
-    """Refuses to end the run if it has no checkpoint. Rank 0 raises; the front then ends the others.
+    """Refuses to end the run if it has no checkpoint.
+
+    Rank 0 raises; the front then ends the others.
 
     Raises:
         StorageFailed: if the run has no checkpoint at all.
@@ -190,7 +200,8 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
 
 
 def _compare_base(run: Run, saved: Any) -> None:
-    """Warns if the base is quantized to other values than those that the adapter of a checkpoint was trained on.
+    """Warns if the base is quantized to other values than those that the adapter of a checkpoint
+    was trained on.
 
     The same files, settings and packages give the same values on one kind of device.
     """
@@ -198,27 +209,39 @@ def _compare_base(run: Run, saved: Any) -> None:
     if run.group.is_main and isinstance(saved, dict) and now["weights"] and saved != now:
         run.report.warning(
             "quantized_differently",
-            f"the quantized base weights differ from those that the checkpoint was trained on: digest {now['weights']}, and was {saved.get('weights')}",
-            fix="losses are not bit-exact; resume on the same kind of device, with the same bitsandbytes and the same model.quantize",
+            "the quantized base weights differ from those that the checkpoint was trained on: digest"
+            f" {now['weights']}, and was {saved.get('weights')}",
+            fix=(
+                "losses are not bit-exact; resume on the same kind of device, with the same bitsandbytes and"
+                " the same model.quantize"
+            ),
         )
 
 
 def _compare_kernels(run: Run, saved: Any) -> None:
-    """Warns if the steps of a checkpoint were computed with the compiled functions, and the next ones are not, or the other way round."""
+    """Warns if the steps of a checkpoint were computed with the compiled functions, and the next
+    ones are not, or the other way round.
+    """
     now = has_kernels(run.plan.dtype, run.device)
     if run.group.is_main and saved is not None and now is not None and saved != now:
         before, after = ("with", "without") if saved else ("without", "with")
         run.report.warning(
             "computed_differently",
-            f"the checkpoint was computed {before} unisono's compiled functions, and the run resumes {after} them: losses are not bit-exact",
-            fix=f"if it should be as before: {why_no_kernels(run.plan.dtype, run.device)}"
-            if saved
-            else "none is needed: it is only faster now",
+            f"the checkpoint was computed {before} unisono's compiled functions, and the run resumes {after}"
+            " them: losses are not bit-exact",
+            fix=(
+                f"if it should be as before: {why_no_kernels(run.plan.dtype, run.device)}"
+                if saved
+                else "none is needed: it is only faster now"
+            ),
         )
 
 
 def _is_free(run: Run) -> bool:
-    """Whether no save is in flight on any rank. A save that makes progress is waited for, a stuck one is not."""
+    """Whether no save is in flight on any rank.
+
+    A save that makes progress is waited for, a stuck one is not.
+    """
     began = time.perf_counter()
     if _wait_for_save(run):
         return True
@@ -227,16 +250,20 @@ def _is_free(run: Run) -> bool:
         run.report.warning(
             "checkpoint_skipped",
             f"step {run.state.step} is not saved: the save of step {save.step} has made no progress for"
-            f" {save.idle_s:.0f} s ({save.activity}); training continues (after a wait of {time.perf_counter() - began:.0f} s)",
+            f" {save.idle_s:.0f} s ({save.activity}); training continues (after a wait of"
+            f" {time.perf_counter() - began:.0f} s)",
             fix="check the storage of output_dir; older checkpoints are unchanged",
         )
     return False
 
 
 def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
-    """Waits for the save in flight while it makes progress; whether it has ended on all ranks. All ranks must call it.
+    """Waits for the save in flight while it makes progress; whether it has ended on all ranks.
 
-    The ranks wait in turns: a save may take hours, and no collective may take longer than the process group's timeout.
+    All ranks must call it.
+
+    The ranks wait in turns: a save may take hours, and no collective may take longer than the
+    process group's timeout.
     """
     while run.group.any(run.saver.moves(patience_s, turn_s=TURN_S)):
         pass
@@ -244,7 +271,10 @@ def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
 
 
 def _job_of(run: Run) -> Job:
-    """Agrees on the directory's name if several ranks write to it. No file is touched, so a hanging path cannot block training here."""
+    """Agrees on the directory's name if several ranks write to it.
+
+    No file is touched, so a hanging path cannot block training here.
+    """
     step = run.state.step
     if run.sharded is None:
         return Job(step, temporary_name(step, secrets.token_hex(4)), 1)
@@ -256,7 +286,9 @@ def _job_of(run: Run) -> Job:
 
 
 def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> Path | None:
-    """Writes this rank's files, in the saver's thread; rank 0 also publishes the checkpoint and gives its path."""
+    """Writes this rank's files, in the saver's thread; rank 0 also publishes the checkpoint and
+    gives its path.
+    """
     if run.store is None:
         write_shard(run, job, save, files)
         return None
@@ -315,7 +347,9 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
 
 
 def require_directory(run: Run) -> None:
-    """Checks that output_dir is this run's directory. If it was removed during the run, waits for the front to recreate it.
+    """Checks that output_dir is this run's directory.
+
+    If it was removed during the run, waits for the front to recreate it.
 
     Raises:
         StorageFailed: if it is missing, or is not this run's directory.
@@ -349,7 +383,10 @@ def require_directory(run: Run) -> None:
 
 
 def _best_saved(run: Run) -> set[int]:
-    """The best step that has a checkpoint. It may not be the best step of all, whose save may have failed."""
+    """The best step that has a checkpoint.
+
+    It may not be the best step of all, whose save may have failed.
+    """
     metric = run.plan.config.checkpoint.best
     if metric is None or run.store is None:
         return set()
@@ -384,7 +421,8 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
 def _report_saved(run: Run, job: Job, path: Path, save: Save) -> bool:
     """Reports a checkpoint that was just published; False if it is already gone.
 
-    A network file system may fail at this moment. What was synced and renamed counts as saved nevertheless.
+    A network file system may fail at this moment. What was synced and renamed counts as saved
+    nevertheless.
     """
     fields: dict[str, Any] = {
         "step": job.step,
@@ -402,7 +440,10 @@ def _report_saved(run: Run, job: Job, path: Path, save: Save) -> bool:
         run.report.warning(
             "checkpoint_gone",
             f"checkpoint {path.name} was saved, but is no longer in {path.parent}: {storage_reason(error)}",
-            fix="restore it if it was moved; do not change a run's directory during training. The next save writes a new checkpoint",
+            fix=(
+                "restore it if it was moved; do not change a run's directory during training. The next save"
+                " writes a new checkpoint"
+            ),
         )
         return False
     except OSError as error:
@@ -436,7 +477,9 @@ def open_store(files: RunDir) -> CheckpointStore:
 
 
 def open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsWriter:
-    """Opens metrics.jsonl, and removes the lines after the state that the run resumes from: later steps, an evaluation still due."""
+    """Opens metrics.jsonl, and removes the lines after the state that the run resumes from: later
+    steps, an evaluation still due.
+    """
     warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
     if warning is not None:
         report.send("warning", **warning)

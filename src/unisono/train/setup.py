@@ -30,7 +30,9 @@ from unisono.watch import Beats
 
 
 def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
-    """Loads everything, and joins the other ranks if there are any. The returned run is ready to train.
+    """Loads everything, and joins the other ranks if there are any.
+
+    The returned run is ready to train.
 
     Raises:
         ConfigError: if an own objective is refused.
@@ -48,7 +50,8 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     objective = objective_of(plan.config, digest=plan.objective_digest)
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
-    # Weights that will be sharded are first loaded into host memory: they may not fit on one device.
+    # Weights that will be sharded are first loaded into host memory: they may not fit on one
+    # device.
     loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
     report.phase("load_data", "mapping the token table")
     beats.enter("load_data")
@@ -202,7 +205,8 @@ def _tables(loaded: LoadedModel) -> set[int]:
 
 
 def _uses_dropout(loaded: LoadedModel) -> bool:
-    # A model's `attention_dropout` is applied without a module of its own. The denoiser of an image model has no config.
+    # A model's `attention_dropout` is applied without a module of its own. The denoiser of an image
+    # model has no config.
     modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
     settings = getattr(loaded.base, "config", None)
     return max(modules, default=0) > 0 or (getattr(settings, "attention_dropout", 0) or 0) > 0

@@ -1,13 +1,16 @@
 """Weights sharded over the ranks: with FSDP2, or in memory that the ranks of one host share.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) has a group for each layer and one for the rest. A layer's weights are
-unsharded only while the layer runs, except for the last layers, see `KEPT_WHOLE_BYTES`. Weights outside of layers (embedding, last norm, head) belong to the root, and are unsharded while the
-root's forward runs; so everything that uses weights must run inside it. Of quantized weights the packed values are sharded, as they are; their
-scales are not: every rank has them all.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) has a group for each layer and one for the rest. A
+layer's weights are unsharded only while the layer runs, except for the last layers, see
+`KEPT_WHOLE_BYTES`. Weights outside of layers (embedding, last norm, head) belong to the root, and
+are unsharded while the root's forward runs; so everything that uses weights must run inside it. Of
+quantized weights the packed values are sharded, as they are; their scales are not: every rank has
+them all.
 
-Frozen weights that would be whole between forward and backward (those outside of layers, and the last layers) are not sharded: they never
-change, so a rank that has them needs no other's, and a shard beside the whole weight would only take memory. An adapter on such a layer
-belongs to the root, whose weights are gathered once in a step, in one collective.
+Frozen weights that would be whole between forward and backward (those outside of layers, and the
+last layers) are not sharded: they never change, so a rank that has them needs no other's, and a
+shard beside the whole weight would only take memory. An adapter on such a layer belongs to the
+root, whose weights are gathered once in a step, in one collective.
 
 Where all weights are trained on CPUs of one host, they are in shared memory: see `SharedWeights`.
 """
@@ -33,7 +36,10 @@ from unisono.train.process_group import Group, backend_of, room_of, world_mesh
 
 
 class Sharded(Protocol):
-    """The operations of a sharded model that training needs beside its loss. All ranks must call each at the same point."""
+    """The operations of a sharded model that training needs beside its loss.
+
+    All ranks must call each at the same point.
+    """
 
     @property
     def module(self) -> Callable[[Callable[[], Any]], Any]:
@@ -43,20 +49,27 @@ class Sharded(Protocol):
         """Drops the sums of gradients."""
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Sets whether the next backward passes must sum gradients over the ranks, or may leave it to a later one."""
+        """Sets whether the next backward passes must sum gradients over the ranks, or may leave it
+        to a later one.
+        """
 
     def finish_step(self) -> None:
-        """Called after the last backward: the shards of the weights have the sums of their gradients."""
+        """Called after the last backward: the shards of the weights have the sums of their
+        gradients.
+        """
 
     def reshard(self) -> None:
         """Called after forwards without a backward: the model's parameters are shards."""
 
 
 def shard_weights(loaded: LoadedModel, group: Group, device: torch.device) -> Sharded:
-    """Shards the model's weights over the ranks of a group, in the way that suits device and weights. All ranks must call it.
+    """Shards the model's weights over the ranks of a group, in the way that suits device and
+    weights.
 
-    Gradients are summed over the ranks, not averaged: each loss is already divided by the global number of loss tokens. Every rank holds the
-    full model before.
+    All ranks must call it.
+
+    Gradients are summed over the ranks, not averaged: each loss is already divided by the global
+    number of loss tokens. Every rank holds the full model before.
 
     Raises:
         ModelError: if weights are quantized, and this torch shards floating-point parameters only.
@@ -70,7 +83,9 @@ def shard_weights(loaded: LoadedModel, group: Group, device: torch.device) -> Sh
 
 
 class RootModule(torch.nn.Module):
-    """The root: its forward calls a function, so that the chunked head sees unsharded weights, too."""
+    """The root: its forward calls a function, so that the chunked head sees unsharded weights,
+    too.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -90,9 +105,11 @@ class _Fresh:
 
 
 class SumOfExchanged(_Fresh):
-    """Reduce-scatter for gloo, whose own is an all-reduce of a copy: each rank gets the others' parts of its shard, and adds them up.
+    """Reduce-scatter for gloo, whose own is an all-reduce of a copy: each rank gets the others'
+    parts of its shard, and adds them up.
 
-    That is a third of the CPU seconds for two ranks and 4 MiB, and the sum is in the order of the ranks.
+    That is a third of the CPU seconds for two ranks and 4 MiB, and the sum is in the order of the
+    ranks.
     """
 
     def __call__(
@@ -111,7 +128,9 @@ class SumOfExchanged(_Fresh):
 
 
 class Broadcasts(_Fresh):
-    """All-gather for two ranks over gloo, in place: half of the CPU seconds of its own, which goes through a buffer."""
+    """All-gather for two ranks over gloo, in place: half of the CPU seconds of its own, which goes
+    through a buffer.
+    """
 
     def __call__(
         self,
@@ -127,7 +146,8 @@ class Broadcasts(_Fresh):
 
 
 def shard_model(loaded: LoadedModel, mesh: DeviceMesh) -> "ShardedRoot":
-    """Shards the model's weights over the ranks of a mesh with FSDP2, layer by layer, and moves them to the mesh's device.
+    """Shards the model's weights over the ranks of a mesh with FSDP2, layer by layer, and moves
+    them to the mesh's device.
 
     All ranks must call it; every rank holds the full model before.
 
@@ -198,7 +218,9 @@ class ShardedRoot:
         """Does nothing: backward has summed them."""
 
     def reduce_gradients(self, *, now: bool) -> None:
-        """Sets whether the next backward passes sum gradients over the ranks; if not, each rank accumulates its own, unsharded."""
+        """Sets whether the next backward passes sum gradients over the ranks; if not, each rank
+        accumulates its own, unsharded.
+        """
         if now == self._reduces:
             return
         self._reduces = now
@@ -206,7 +228,9 @@ class ShardedRoot:
             group.set_requires_gradient_sync(now, recurse=False)
 
     def reshard(self) -> None:
-        """Frees the unsharded weights that a forward without a backward leaves, before an update makes them stale."""
+        """Frees the unsharded weights that a forward without a backward leaves, before an update
+        makes them stale.
+        """
         for group in self._groups:
             group.reshard()
 
@@ -220,8 +244,10 @@ class _Bucket:
 
     Attributes:
         members: indices of their weights.
-        copies: for each piece of a gradient and each rank's rows of it: the weight, the rows, and the place in this rank's slot.
-        parts: what this rank adds up, in the order of the ranks: the places of its own rows in the slots of all.
+        copies: for each piece of a gradient and each rank's rows of it: the weight, the rows, and
+            the place in this rank's slot.
+        parts: what this rank adds up, in the order of the ranks: the places of its own rows in the
+            slots of all.
         total: the sum, (n,).
     """
 
@@ -232,20 +258,27 @@ class _Bucket:
 
 
 class SharedWeights:
-    """Weights that are all trained, in memory that the ranks of one host share; each rank updates its own rows, and keeps only their moments.
+    """Weights that are all trained, in memory that the ranks of one host share; each rank updates
+    its own rows, and keeps only their moments.
 
-    Nothing is gathered, and with two ranks losses are bit for bit those of FSDP2, whose gathers, copies and work for each parameter are a
-    fifth of a small model's step on a CPU. Outside of steps and forwards the model's parameters are shards, as with FSDP2: DTensors, here of
-    rows of the shared memory.
+    Nothing is gathered, and with two ranks losses are bit for bit those of FSDP2, whose gathers,
+    copies and work for each parameter are a fifth of a small model's step on a CPU. Outside of
+    steps and forwards the model's parameters are shards, as with FSDP2: DTensors, here of rows of
+    the shared memory.
 
-    Backward sums gradients in buckets, in one order on all ranks. A rank copies its gradients of a bucket into one of two slots of its own,
-    and when all ranks have done so, adds up its own rows. It waits for a bucket only before it fills the next one. When the ranks have met
-    for a bucket, all of them have added up the one before, whose slot is the next to be filled; therefore the number of buckets is even.
+    Backward sums gradients in buckets, in one order on all ranks. A rank copies its gradients of a
+    bucket into one of two slots of its own, and when all ranks have done so, adds up its own rows.
+    It waits for a bucket only before it fills the next one. When the ranks have met for a bucket,
+    all of them have added up the one before, whose slot is the next to be filled; therefore the
+    number of buckets is even.
     """
 
     @classmethod
     def of(cls, loaded: LoadedModel, group: Group, mesh: DeviceMesh) -> "SharedWeights | None":
-        """Moves the model's weights to shared memory; None if the ranks have none. All ranks must call it."""
+        """Moves the model's weights to shared memory; None if the ranks have none.
+
+        All ranks must call it.
+        """
         parameters = list(loaded.model.parameters())
         cut = _cut(parameters, group.world_size)
         sizes = [
@@ -308,7 +341,9 @@ class SharedWeights:
         )
 
     def _lay_out(self, cut: "list[list[_Piece]]", slots: list[tuple[torch.Tensor, ...]]) -> None:
-        """Gives every piece of every gradient its place in the slots of each rank, and in the sums."""
+        """Gives every piece of every gradient its place in the slots of each rank, and in the
+        sums.
+        """
         locals_of = [own_part(shard) for shard in self._shards]
         totals = torch.zeros(sum(local.numel() for local in locals_of))
         places = iter(totals.split([local.numel() for local in reversed(locals_of)]))
@@ -361,7 +396,9 @@ class SharedWeights:
         """Does nothing: every backward sums gradients."""
 
     def finish_step(self) -> None:
-        """Gives the shards the sums of their gradients; a weight that no rank's backward has reached gets none."""
+        """Gives the shards the sums of their gradients; a weight that no rank's backward has
+        reached gets none.
+        """
         self._finish_backward()
         for index, shard in enumerate(self._shards):
             if self._are_reached[index] and shard.grad is None:
@@ -385,7 +422,10 @@ class SharedWeights:
         self._missing = [set(bucket.members) for bucket in self._buckets]
 
     def _before_autograd_adds(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Autograd would add up two gradients in bfloat16. It has nothing to add if the weight's own backward has put its gradient in place."""
+        """Autograd would add up two gradients in bfloat16.
+
+        It has nothing to add if the weight's own backward has put its gradient in place.
+        """
         whole = self._whole[index]
         if gradient is None:
             self._reach(index)
@@ -424,7 +464,9 @@ class SharedWeights:
         self._meeting = partial(self._add_up, number, notes, wait)
 
     def _meet(self) -> None:
-        """Waits until all ranks have filled their slots for the last bucket, and adds up its rows."""
+        """Waits until all ranks have filled their slots for the last bucket, and adds up its
+        rows.
+        """
         if self._meeting is not None:
             meeting, self._meeting = self._meeting, None
             meeting()
@@ -434,7 +476,8 @@ class SharedWeights:
         met, *counts = notes.tolist()
         if met != (number + 1) * self._group.world_size:
             raise RuntimeError(
-                f"Detected mismatch between collectives on ranks: rank {self._group.rank} sums bucket {number} of gradients, another rank does not"
+                f"Detected mismatch between collectives on ranks: rank {self._group.rank} sums bucket"
+                f" {number} of gradients, another rank does not"
             )
         bucket = self._buckets[number]
         for index, count in zip(bucket.members, counts, strict=True):
@@ -467,7 +510,9 @@ _Piece = tuple[int, list[slice]]
 
 
 def _cut(weights: list[torch.nn.Parameter], world_size: int) -> list[list[_Piece]]:
-    """The pieces of each bucket, an even number of buckets, in the order in which backward reaches the weights; a large weight has several pieces."""
+    """The pieces of each bucket, an even number of buckets, in the order in which backward reaches
+    the weights; a large weight has several pieces.
+    """
     buckets: list[list[_Piece]] = [[]]
     size = 0
     for index, weight in reversed(list(enumerate(weights))):
@@ -504,10 +549,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
-    """The full tensor of one that may be sharded, in host memory, on the rank that keeps it; None on the others.
+    """The full tensor of one that may be sharded, in host memory, on the rank that keeps it; None
+    on the others.
 
-    The rank that keeps it needs memory for the result, every other rank and each device for one rank's part. If it is sharded, all ranks
-    must call it.
+    The rank that keeps it needs memory for the result, every other rank and each device for one
+    rank's part. If it is sharded, all ranks must call it.
 
     Args:
         tensor: the same tensor on all ranks.
@@ -534,13 +580,17 @@ def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None
 
 
 def _rows_of_ranks(rows: int, world_size: int) -> list[slice]:
-    """The rows of each rank, as torch.chunk and DTensor distribute them; the last ranks may have fewer, or none."""
+    """The rows of each rank, as torch.chunk and DTensor distribute them; the last ranks may have
+    fewer, or none.
+    """
     share = -(-rows // world_size)
     return [slice(min(r * share, rows), min((r + 1) * share, rows)) for r in range(world_size)]
 
 
 def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, a full tensor on every rank, sharded like `parameter`; unchanged if that is not sharded or the shapes differ."""
+    """`value`, a full tensor on every rank, sharded like `parameter`; unchanged if that is not
+    sharded or the shapes differ.
+    """
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     local = value.to(parameter.device)

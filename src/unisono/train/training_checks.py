@@ -1,4 +1,6 @@
-"""Checks of training: the largest batch fits into memory, loss and gradient are finite, replicas stay equal."""
+"""Checks of training: the largest batch fits into memory, loss and gradient are finite, replicas
+stay equal.
+"""
 
 import math
 import platform
@@ -31,7 +33,10 @@ _EVENTS = "events/rank-00000.jsonl"  # has the whole list of a warning's rows
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of a step. `loss` or `grad_norm` may be NaN or infinite; then no update was made."""
+    """The outcome of a step.
+
+    `loss` or `grad_norm` may be NaN or infinite; then no update was made.
+    """
 
     loss: float
     grad_norm: float
@@ -56,7 +61,9 @@ class StepOutcome:
 
 
 def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> None:
-    """Reports a step that was skipped because of a NaN or infinite loss or gradient, with the rows of its batch."""
+    """Reports a step that was skipped because of a NaN or infinite loss or gradient, with the rows
+    of its batch.
+    """
     run.state.skipped = [step for step in run.state.skipped if step > batches.step - SKIP_WINDOW] + [
         batches.step
     ]
@@ -80,7 +87,10 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
             step=batches.step,
             rows=[],
             fix=_model_fix(run),
-            text=f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model is the cause, not a row",
+            text=(
+                f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model"
+                " is the cause, not a row"
+            ),
         )
         return
     run.report.send(
@@ -89,7 +99,10 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
         step=batches.step,
         rows=rows,
         fix=f"set a smaller optim.lr, or look at these rows; all are in {_EVENTS} of the run",
-        text=f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; its rows: {shown_places(rows)}",
+        text=(
+            f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; its rows:"
+            f" {shown_places(rows)}"
+        ),
     )
 
 
@@ -101,7 +114,10 @@ def _on_ranks(run: Run, outcome: StepOutcome) -> str:
 
 
 def made_no_update(run: Run) -> bool:
-    """Whether all steps so far were skipped. There are at most MAX_SKIPPED of them then, so none has left the window."""
+    """Whether all steps so far were skipped.
+
+    There are at most MAX_SKIPPED of them then, so none has left the window.
+    """
     return run.state.step > 0 and len(run.state.skipped) == run.state.step
 
 
@@ -131,27 +147,36 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
         hosts=tuple(dict.fromkeys(run.plan.ranks[rank].host for rank in culprits)),
         phase="train",
         step=batches.step,
-        summary=f"NaN or infinite loss or gradient in {among} ({steps}){_on_ranks(run, outcome)}"
-        if not origin
-        else f"{origin}, in {among} ({steps})",
+        summary=(
+            f"NaN or infinite loss or gradient in {among} ({steps}){_on_ranks(run, outcome)}"
+            if not origin
+            else f"{origin}, in {among} ({steps})"
+        ),
         evidence=(
             Evidence(
                 where=where,
-                text=f"steps {steps} were skipped; the weights come from before step {run.state.skipped[0]} and the finite steps since",
+                text=(
+                    f"steps {steps} were skipped; the weights come from before step {run.state.skipped[0]}"
+                    " and the finite steps since"
+                ),
             ),
             Evidence(
                 where=where,
                 text=f"rows of step {batches.step}: {shown_places(run.data.row_ids(batches.sequences))}",
             ),
         ),
-        fix=_objective_fix(run.objective)
-        if origin
-        else (
-            f"restart with a smaller learning rate, e.g. {lower_rates(run.plan.config)}",
-            "check the pictures in the warnings"
-            if run.pictures is not None
-            else "check the rows in the warnings (unisono data preview)",
-            "if model.dtype is float16, use bfloat16 or float32",
+        fix=(
+            _objective_fix(run.objective)
+            if origin
+            else (
+                f"restart with a smaller learning rate, e.g. {lower_rates(run.plan.config)}",
+                (
+                    "check the pictures in the warnings"
+                    if run.pictures is not None
+                    else "check the rows in the warnings (unisono data preview)"
+                ),
+                "if model.dtype is float16, use bfloat16 or float32",
+            )
         ),
     )
 
@@ -159,27 +184,39 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
 def _objective_fix(objective: Objective) -> tuple[str, str]:
     where = objective.where if isinstance(objective, OwnObjective) else ""
     return (
-        f"fix the loss in {where}: e.g. a division by 0, or log, sqrt or a power of 0, whose gradient is infinite",
-        "torch.autograd.set_detect_anomaly(True) in that file makes the rank's log show the line; with objective: sft model and data are tried without it",
+        (
+            f"fix the loss in {where}: e.g. a division by 0, or log, sqrt or a power of 0, whose gradient is"
+            " infinite"
+        ),
+        (
+            "torch.autograd.set_detect_anomaly(True) in that file makes the rank's log show the line; with"
+            " objective: sft model and data are tried without it"
+        ),
     )
 
 
 def _of_objective(run: Run, outcome: StepOutcome, *, what: str = "loss or gradient") -> str:
-    """That NaN came from an objective of the user's own, certainly or likely; empty for ours, and if the model's outputs had it."""
+    """That NaN came from an objective of the user's own, certainly or likely; empty for ours, and
+    if the model's outputs had it.
+    """
     own = run.objective
     if not isinstance(own, OwnObjective) or outcome.origin_of_nan == MODEL:
         return ""
     on = _on_ranks(run, outcome)
     if outcome.origin_of_nan == OBJECTIVE:
-        return f"the objective {own.where} gives a NaN or infinite {what}{on}, and all outputs of the model are finite"
+        return (
+            f"the objective {own.where} gives a NaN or infinite {what}{on}, and all outputs of the model are"
+            " finite"
+        )
     return f"NaN or infinite {what}{on}, whose likely origin is the objective {own.where}"
 
 
 def _is_model(run: Run, odd_ranks: list[int]) -> bool:
-    """Whether the loaded model itself gives NaN: no update was made yet, and all ranks, which hold the same weights, have NaN.
+    """Whether the loaded model itself gives NaN: no update was made yet, and all ranks, which hold
+    the same weights, have NaN.
 
-    The learning rate has had no effect then, and different rows would give NaN, too. If only some ranks have NaN, their rows or devices are
-    the cause.
+    The learning rate has had no effect then, and different rows would give NaN, too. If only some
+    ranks have NaN, their rows or devices are the cause.
     """
     return made_no_update(run) and len(odd_ranks) in (0, run.group.world_size)
 
@@ -205,13 +242,18 @@ def model_verdict(run: Run) -> Verdict:
         hosts=(),
         phase="train",
         step=run.state.step,
-        summary=f"the model {model}{own} gives a NaN or infinite loss or gradient before any update (steps {steps}): "
-        "nothing was trained",
+        summary=(
+            f"the model {model}{own} gives a NaN or infinite loss or gradient before any update (steps"
+            f" {steps}): nothing was trained"
+        ),
         evidence=(
             Evidence(where=run.where, text=found),
             Evidence(
                 where=run.where,
-                text="no update was made, so neither the learning rate nor a row is the cause; all ranks have the same weights",
+                text=(
+                    "no update was made, so neither the learning rate nor a row is the cause; all ranks have"
+                    " the same weights"
+                ),
             ),
         ),
         fix=(_model_fix(run), *_objective_fix(run.objective)) if own else (_model_fix(run),),
@@ -239,7 +281,8 @@ class MemoryTrial:
 
     Attributes:
         peak_bytes: peak memory.
-        step_time_s: time of a step on this rank, estimated from the tokens of this batch and of an average step.
+        step_time_s: time of a step on this rank, estimated from the tokens of this batch and of an
+            average step.
     """
 
     peak_bytes: int
@@ -247,12 +290,15 @@ class MemoryTrial:
 
 
 def try_longest_batch(run: Run) -> MemoryTrial:
-    """Runs forward and backward on the largest micro batch, and one evaluation batch, so that memory runs out now and not hours later.
+    """Runs forward and backward on the largest micro batch, and one evaluation batch, so that
+    memory runs out now and not hours later.
 
-    All ranks must call it: each tries its own batch; with sharded weights the forwards are collective.
+    All ranks must call it: each tries its own batch; with sharded weights the forwards are
+    collective.
 
     Raises:
-        RankDied: if memory runs out, with a verdict that has the batch's shape and two settings to change.
+        RankDied: if memory runs out, with a verdict that has the batch's shape and two settings to
+            change.
     """
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
@@ -275,7 +321,8 @@ def try_longest_batch(run: Run) -> MemoryTrial:
             first_sum(run, table, [run.data.longest(run.objective.first_sides, padded=padded)])
         seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
-            # The first pass includes warmup, the second lacks the gradient sum and the update of a step: take the mean.
+            # The first pass includes warmup, the second lacks the gradient sum and the update of a
+            # step: take the mean.
             run.gradient_sync.begin()
             seconds = (seconds + _time_of(run, micro)) / 2
         run.optimizers.zero_grad()
@@ -305,7 +352,9 @@ def _time_of(run: Run, micro: Micro) -> float:
 
 
 def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
-    """Two moments of every trained parameter: the first step allocates them, so later forwards have less memory."""
+    """Two moments of every trained parameter: the first step allocates them, so later forwards have
+    less memory.
+    """
     if any(part.state for part in run.optimizers.parts.values()):
         return []
     section, trained = run.plan.config.optim, run.forward.loaded.trainable.values()
@@ -313,7 +362,9 @@ def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
 
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
-"""Of torch on a CPU; of CUDA, where not torch but the driver needs memory, e.g. for a kernel's stack; of cuBLAS and cuDNN."""
+"""Of torch on a CPU; of CUDA, where not torch but the driver needs memory, e.g. for a kernel's
+stack; of cuBLAS and cuDNN.
+"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -322,7 +373,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> RankDied:
-    """The error for the user: the batch's shape, and two settings with the memory that each saves."""
+    """The error for the user: the batch's shape, and two settings with the memory that each
+    saves.
+    """
     cause = "cuda_oom" if run.device.type == "cuda" else "host_oom_killed"
     why = str(error) + _why_more(run)
     summary = f"memory ran out on {run.plan.device.name} with a batch of {shape}"
@@ -347,7 +400,9 @@ def out_of_memory(run: Run, error: BaseException, *, shape: str, phase: str) -> 
 
 
 def _why_more(run: Run) -> str:
-    """That the fast layers, with which the plan has estimated the memory, are not used, and why; empty otherwise."""
+    """That the fast layers, with which the plan has estimated the memory, are not used, and why;
+    empty otherwise.
+    """
     if run.forward.fast_layers or not run.plan.expects_fast_layers:
         return ""
     why = run.forward.why.removeprefix("the fast layers are not used: ") or "none of them fits the model"
@@ -386,7 +441,8 @@ def _savings(run: Run) -> list[str]:
     if not plan.gradient_checkpointing:
         saved = now - total(plan.micro_batch, checkpointing=True)
         found.append(
-            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third longer"
+            f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third"
+            " longer"
         )
     saved = now - total(plan.micro_batch, checkpointing=plan.gradient_checkpointing, state_dtype="bfloat16")
     # Later the checkpoints have the state in this dtype, and would not be resumed.
@@ -398,7 +454,8 @@ def _savings(run: Run) -> list[str]:
         )
     elif len(found) < 2:
         found.append(
-            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long decides what happens to longer rows"
+            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long"
+            " decides what happens to longer rows"
         )
     if len(found) < 2 and config.adapter is None:
         found.append(
@@ -420,9 +477,11 @@ _CHUNK = 1 << 20  # words at a time on a device: 16 MiB of temporary memory for 
 
 
 def report_weights_digest(run: Run) -> None:
-    """Reports a digest of all trained weights to the front every `digest_every` steps and after the last one, so that it can compare replicas.
+    """Reports a digest of all trained weights to the front every `digest_every` steps and after the
+    last one, so that it can compare replicas.
 
-    Ranks of a ddp run start with the same bits, get the same sums, and make the same updates. A digest needs no collective, so it cannot hang.
+    Ranks of a ddp run start with the same bits, get the same sums, and make the same updates. A
+    digest needs no collective, so it cannot hang.
     """
     every, step = run.plan.digest_every, run.state.step
     if every is None or (step % every != 0 and step != run.plan.total_steps):
@@ -432,7 +491,10 @@ def report_weights_digest(run: Run) -> None:
 
 
 def weights_digest(tensors: Iterable[torch.Tensor]) -> str:
-    """The digest of the bytes of float32 tensors, in order. On a CPU xxh3; on a device of two sums, so that only these are copied."""
+    """The digest of the bytes of float32 tensors, in order.
+
+    On a CPU xxh3; on a device of two sums, so that only these are copied.
+    """
     tensors = [tensor.detach() for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         digest = xxhash.xxh3_128()
@@ -444,7 +506,9 @@ def weights_digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _checksums(tensor: torch.Tensor) -> torch.Tensor:
-    """(2,) int64: Σ w, and Σ w·place, modulo 2⁶⁴, over the 4-byte words w; computed on the tensor's device."""
+    """(2,) int64: Σ w, and Σ w·place, modulo 2⁶⁴, over the 4-byte words w; computed on the tensor's
+    device.
+    """
     words = tensor.contiguous().view(-1).view(torch.int32)
     place = torch.arange(1, _CHUNK + 1, device=words.device)  # int64
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -456,7 +520,9 @@ def _checksums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def arithmetic(device: torch.device) -> str:
-    """The hardware property that determines how sums are rounded: the device's name, or the instruction set that torch uses on this CPU."""
+    """The hardware property that determines how sums are rounded: the device's name, or the
+    instruction set that torch uses on this CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"

@@ -1,7 +1,7 @@
 """Writes final weights in the Hugging Face layout, gathered tensor by tensor.
 
-A full tensor exists only while it is written, and only on the ranks that have just gathered it; so rank 0 never holds more than its own part
-of the model and one full tensor.
+A full tensor exists only while it is written, and only on the ranks that have just gathered it; so
+rank 0 never holds more than its own part of the model and one full tensor.
 """
 
 import contextlib
@@ -73,7 +73,8 @@ class FileLayout:
 
 
 def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileLayout | None:
-    """The layout of a full model; None if a file's tensor is computed from several of the model's, which must be gathered together.
+    """The layout of a full model; None if a file's tensor is computed from several of the model's,
+    which must be gathered together.
 
     Args:
         base: of transformers; its weights may be sharded.
@@ -107,7 +108,8 @@ def adapter_layout(model: Any, changes: BaseChanges | None = None) -> FileLayout
 
     Args:
         model: of peft; its weights may be sharded.
-        changes: how its base weights differ from their files: the adapter in the file contains them.
+        changes: how its base weights differ from their files: the adapter in the file contains
+            them.
     """
     from peft import get_peft_model_state_dict
 
@@ -130,7 +132,9 @@ def adapter_layout(model: Any, changes: BaseChanges | None = None) -> FileLayout
 
 
 def untied(base: Any) -> Tensors:
-    """The tensors of a model by name; tensors that share memory once, by their first name, as transformers saves them."""
+    """The tensors of a model by name; tensors that share memory once, by their first name, as
+    transformers saves them.
+    """
     seen: dict[int, str] = {}
     ignored = set(base._keys_to_ignore_on_save or ())  # noqa: SLF001 - transformers has no public name for it
     return {
@@ -148,7 +152,9 @@ def _without_data(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reverted(base: Any, tensors: Tensors) -> Tensors:
-    """The tensors with the names and shapes of the model's files: transformers converts many models when it loads them."""
+    """The tensors with the names and shapes of the model's files: transformers converts many models
+    when it loads them.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     found: Tensors = revert_weight_conversion(base, tensors)
@@ -188,7 +194,8 @@ Entries = dict[str, FileEntry]
 def write_weights(
     loaded: LoadedModel, plan: RunPlan, directory: Path, *, step: int | None = None, writes: bool = True
 ) -> Entries:
-    """Writes the adapter in peft's layout, or the full model in that of transformers, with everything that generation needs.
+    """Writes the adapter in peft's layout, or the full model in that of transformers, with
+    everything that generation needs.
 
     If weights are sharded, all ranks must call it.
 
@@ -246,7 +253,8 @@ def _write_stops(tokenizer: Any, plan: RunPlan, directory: Path) -> None:
 def write_generation_config(
     directory: Path, *, tokenizer: Any, stops: set[int], known: Sequence[Path]
 ) -> None:
-    """Writes generation_config.json with the stop tokens of the training, whatever is written: transformers and vLLM stop at them alone.
+    """Writes generation_config.json with the stop tokens of the training, whatever is written:
+    transformers and vLLM stop at them alone.
 
     Args:
         directory: of the model or adapter.
@@ -267,14 +275,17 @@ def write_generation_config(
 
 
 def _write_settings(base: Any, directory: Path) -> None:
-    """Writes the config of the base model in memory, which differs from its file, beside the adapter."""
+    """Writes the config of the base model in memory, which differs from its file, beside the
+    adapter.
+    """
     base.config.use_cache = True
     base.config.save_pretrained(str(directory))
     base.config.use_cache = False
 
 
 def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
-    """Writes weights and config of a transformers model, as its `save_pretrained` would; `write_generation_config` writes the rest.
+    """Writes weights and config of a transformers model, as its `save_pretrained` would;
+    `write_generation_config` writes the rest.
 
     If weights are sharded, all ranks must call it.
 
@@ -292,8 +303,8 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
     """
     tensors = untied(base)
     layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes)
-    # If a tensor of the file is made from several of the model's (three fused into one), transformers must see all of them. Only then
-    # does rank 0 hold the full model.
+    # If a tensor of the file is made from several of the model's (three fused into one),
+    # transformers must see all of them. Only then does rank 0 hold the full model.
     state = {} if layout else _all_full(tensors, DTYPES[dtype], keep=directory is not None)
     if directory is not None:
         with _plain_generation(base):
@@ -309,7 +320,9 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
 
 @contextlib.contextmanager
 def _plain_generation(base: Any) -> Iterator[None]:
-    """A context in which a model generates by default settings: transformers refuses to save invalid ones, and weights with them."""
+    """A context in which a model generates by default settings: transformers refuses to save
+    invalid ones, and weights with them.
+    """
     from transformers import GenerationConfig
 
     before = getattr(base, "generation_config", None)
@@ -339,7 +352,8 @@ def write_adapter(
     base_revision: str | None = None,
     changes: BaseChanges | None = None,
 ) -> Entries:
-    """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained` would.
+    """Writes weights, settings and model card of a peft model's adapter, as its `save_pretrained`
+    would.
 
     If weights are sharded, all ranks must call it.
 
@@ -347,7 +361,8 @@ def write_adapter(
         model: the model.
         directory: an existing directory; None on ranks that only contribute their parts.
         base_name: where peft will load the base model from.
-        base_revision: of a hub id; without it peft would load another version of the model than the trained one.
+        base_revision: of a hub id; without it peft would load another version of the model than the
+            trained one.
         changes: how its base weights in memory differ from their files.
 
     Returns:
@@ -369,7 +384,9 @@ def write_adapter(
 
 
 def stored_dtype(plan: RunPlan) -> str:
-    """The dtype in which trained weights are stored: that of the original files, else that of the computation."""
+    """The dtype in which trained weights are stored: that of the original files, else that of the
+    computation.
+    """
     if plan.config.model.weights == "random":
         return plan.dtype
     headers = [
@@ -382,7 +399,10 @@ def stored_dtype(plan: RunPlan) -> str:
 
 
 def round_as_stored(loaded: LoadedModel, plan: RunPlan) -> None:
-    """Rounds trained weights as they are in the files, so that the model is that of the files. It cannot be trained on."""
+    """Rounds trained weights as they are in the files, so that the model is that of the files.
+
+    It cannot be trained on.
+    """
     if plan.config.adapter is not None:
         return  # adapters are stored as they are
     dtype = DTYPES[stored_dtype(plan)]
@@ -392,7 +412,9 @@ def round_as_stored(loaded: LoadedModel, plan: RunPlan) -> None:
 
 
 def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -> Entries:
-    """Writes the files of a layout, or only takes part in gathering their tensors, in the same order; gives the digests of written files."""
+    """Writes the files of a layout, or only takes part in gathering their tensors, in the same
+    order; gives the digests of written files.
+    """
     entries: Entries = {}
     file_tensors = _FileTensors(layout, tensors, keep=directory is not None)
     for name, stored in layout.files.items():
@@ -407,7 +429,8 @@ def _write_files(layout: FileLayout, tensors: Tensors, directory: Path | None) -
 
 
 class _FileTensors:
-    """The tensors of the files, computed on demand; those of one source are read one after the other.
+    """The tensors of the files, computed on demand; those of one source are read one after the
+    other.
 
     On a rank that does not keep them, reading a tensor only takes part in gathering it.
     """
@@ -440,7 +463,10 @@ class _FileTensors:
 
 
 def _full(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor | None:
-    """The full tensor, cast before it is gathered, so that it is never larger than in the file. All ranks must call it."""
+    """The full tensor, cast before it is gathered, so that it is never larger than in the file.
+
+    All ranks must call it.
+    """
     return full_on_one_rank(tensor.detach().to(dtype), keep=keep)
 
 
@@ -455,7 +481,9 @@ def _all_full(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
 
 
 def _write_dtype(file: Path, dtype: str) -> None:
-    """Writes the files' dtype to config.json: transformers writes the model's dtype in memory, which may differ."""
+    """Writes the files' dtype to config.json: transformers writes the model's dtype in memory,
+    which may differ.
+    """
     config = read_json(file)
     config.pop("torch_dtype", None)
     write_json(file, config | {"dtype": dtype})
@@ -467,13 +495,17 @@ def _generates(base: Any) -> bool:
 
 
 def _set_template(tokenizer: Any, plan: RunPlan) -> None:
-    """Sets the chat template that the run was trained with, also if it came from a file or is the fallback."""
+    """Sets the chat template that the run was trained with, also if it came from a file or is the
+    fallback.
+    """
     used = Path(plan.data.cache_dir) / "template.jinja"
     if used.is_file() and (plan.config.data.template is not None or tokenizer.chat_template is None):
         tokenizer.chat_template = used.read_text(encoding="utf-8")
 
 
 def _base_name(plan: RunPlan) -> str:
-    """The source from which peft will load the base model: the hub id as configured, or the directory."""
+    """The source from which peft will load the base model: the hub id as configured, or the
+    directory.
+    """
     path = plan.config.model.path
     return plan.model.directory if path.startswith("builtin:") or Path(path).exists() else path

@@ -1,13 +1,15 @@
 """Detects stalls while a run is active, and finds the rank that causes them.
 
-Here is a rank's heartbeat: the layout of its record, its phases, and the rank's own end that writes them. It is of the standard
-library alone, since a rank of a foreign program imports nothing else of this room.
+Here is a rank's heartbeat: the layout of its record, its phases, and the rank's own end that writes
+them. It is of the standard library alone, since a rank of a foreign program imports nothing else of
+this room.
 
-There is no lock. Each record has two slots that are written in turn, and each begins and ends with its number. The writer writes
-the first number, the values and the last number, each by a call of its own, since struct clears all bytes of a call before it
-writes any. The reader reads the last number, the values and the first number, and takes the newest slot whose two numbers are
-equal. So a writer that was stopped or killed in the middle of a slot leaves the record before, and the memory outlives the rank:
-it can be read after its death.
+There is no lock. Each record has two slots that are written in turn, and each begins and ends with
+its number. The writer writes the first number, the values and the last number, each by a call of
+its own, since struct clears all bytes of a call before it writes any. The reader reads the last
+number, the values and the first number, and takes the newest slot whose two numbers are equal. So a
+writer that was stopped or killed in the middle of a slot leaves the record before, and the memory
+outlives the rank: it can be read after its death.
 """
 
 import functools
@@ -24,13 +26,15 @@ from typing import Any, Literal, Self
 RECORD_BYTES = 4096
 # All are of 8 bytes, aligned, in the machine's order: so each is read and written at once.
 MAIN = struct.Struct("=19Q")
-# number, monotonic ns, phase, kind, step, micro step, collectives begun, elements of the last, done, total, digest of the batch,
-# ns in data, compute, comm, other; how often the phase was seen, ns together, ns of the longest; number again
+# number, monotonic ns, phase, kind, step, micro step, collectives begun, elements of the last,
+# done, total, digest of the batch, ns in data, compute, comm, other; how often the phase was seen,
+# ns together, ns of the longest; number again
 PULSE = struct.Struct("=4Q")  # number, monotonic ns, answered request, number again
 WORD = struct.Struct("=Q")
 _MAIN_VALUES, _PULSE_VALUES = struct.Struct("=17Q"), struct.Struct("=2Q")  # between the two numbers
 MAIN_AT, PULSE_AT = (0, 256), (512, 576)
-# changes, collectives begun in all groups, how many of them are pending, ns without use of a processor, whether of a foreign program
+# changes, collectives begun in all groups, how many of them are pending, ns without use of a
+# processor, whether of a foreign program
 GROUPS = struct.Struct("=5Q")
 REQUEST_AT, COLLECTIONS_AT, GROUPS_AT, ROWS_AT = 640, 704, 768, 1024
 MOST_ROWS = (RECORD_BYTES - ROWS_AT - WORD.size) // 8
@@ -69,8 +73,8 @@ class Phase:
         name: as in messages, verdicts and the table of ranks.
         text: for people: "rank 1 is …".
         share: the part of a step's time.
-        in_step: whether it is part of an optimizer step and recurs every few milliseconds or seconds; the duration of others is unknown
-            until they have been observed.
+        in_step: whether it is part of an optimizer step and recurs every few milliseconds or
+            seconds; the duration of others is unknown until they have been observed.
         waits: whether the rank waits for others in it, and so is a victim if it does not return.
     """
 
@@ -129,7 +133,11 @@ _LAST_AT = MAIN.size - WORD.size
 
 
 class Beats:
-    """Writes a rank's heartbeat. Only its main thread calls the methods, which cost less than a microsecond: see bench/watch_cost.py."""
+    """Writes a rank's heartbeat.
+
+    Only its main thread calls the methods, which cost less than a microsecond: see
+    bench/watch_cost.py.
+    """
 
     def __init__(self, memory: "mmap.mmap | bytearray | None" = None) -> None:
         """Starts in phase "start".
@@ -172,15 +180,21 @@ class Beats:
         self._change(phase_named(name))
 
     def progress(self, done: int) -> None:
-        """Reports progress in the phase. Durations are not measured with it: a slow disk may soon be slower.
+        """Reports progress in the phase.
 
-        The storage watch calls it, too, while the main thread is inside a file operation and cannot beat.
+        Durations are not measured with it: a slow disk may soon be slower.
+
+        The storage watch calls it, too, while the main thread is inside a file operation and cannot
+        beat.
         """
         self._done = done
         self._write(time.monotonic_ns())
 
     def begin_step(self, step: int) -> None:
-        """An optimizer step begins. The first after a start is not timed, since it is always slower."""
+        """An optimizer step begins.
+
+        The first after a start is not timed, since it is always slower.
+        """
         self._is_first = self.step == 0
         self.step, self._micro, self._digest = step, 0, 0
         self._done = self._total = 0
@@ -203,13 +217,18 @@ class Beats:
         self._write(time.monotonic_ns())
 
     def waiting(self) -> "_Waiting":
-        """A context manager for waiting in a collective; the previous phase is restored after it. Not reentrant."""
+        """A context manager for waiting in a collective; the previous phase is restored after it.
+
+        Not reentrant.
+        """
         return self._waiting
 
     def wait_in(self, kind: int, elements: int) -> int:
-        """The main thread begins a collective, KINDS[kind] of `elements`, and waits in it; returns the argument of `come_back`.
+        """The main thread begins a collective, KINDS[kind] of `elements`, and waits in it; returns
+        the argument of `come_back`.
 
-        The same as begin_collective and waiting with one record, for programs with very many collectives.
+        The same as begin_collective and waiting with one record, for programs with very many
+        collectives.
         """
         before = self._phase
         self._comm += 1
@@ -235,7 +254,10 @@ class Beats:
         return requested != earlier or requested != last
 
     def note_groups(self, *, begun: int, pending: int, still_ns: int) -> None:
-        """Records what the sampling thread of a foreign program measured: see Beat. Called by one thread, not necessarily the main one."""
+        """Records what the sampling thread of a foreign program measured: see Beat.
+
+        Called by one thread, not necessarily the main one.
+        """
         self._changes += begun != self._begun
         self._begun = begun
         GROUPS.pack_into(self._memory, GROUPS_AT, self._changes, begun, pending, still_ns, 1)
@@ -256,7 +278,8 @@ class Beats:
         self._write(now)
 
     def _write(self, now: int) -> None:
-        # Nothing here allocates a collectable object: so no garbage collection, and no other beat, can start between the number and the record.
+        # Nothing here allocates a collectable object: so no garbage collection, and no other beat,
+        # can start between the number and the record.
         number = self._version = self._version + 1
         data, compute, comm, other = self._shares
         count, total, longest = self._times[self._phase]
@@ -309,7 +332,11 @@ class _Waiting:
 
 
 class Pulse:
-    """The second thread of a rank: it shows that the interpreter runs, and answers requests of the front. A daemon thread."""
+    """The second thread of a rank: it shows that the interpreter runs, and answers requests of the
+    front.
+
+    A daemon thread.
+    """
 
     def __init__(
         self, memory: "mmap.mmap | bytearray", answer: Callable[[], bytes] | None, answers_fd: int | None
@@ -358,9 +385,11 @@ class Pulse:
 
 
 def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]:
-    """A callback for gc.callbacks: a full collection, which may take seconds with many objects, counts as a heartbeat at its start and end.
+    """A callback for gc.callbacks: a full collection, which may take seconds with many objects,
+    counts as a heartbeat at its start and end.
 
-    It has its own word in the record, since it may run while the main thread writes its record. Collections in other threads do not count.
+    It has its own word in the record, since it may run while the main thread writes its record.
+    Collections in other threads do not count.
     """
     main_thread = threading.main_thread().ident
     count = 0

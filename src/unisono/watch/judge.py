@@ -1,9 +1,11 @@
 """Which rank caused a stall: a pure function of what is known of all ranks.
 
-The rules, in order. A rank that is stopped, or whose interpreter does not run, is the culprit. Otherwise it is a rank without progress
-that does not wait for others; of several such ranks, those whose stack or flight recorder shows that they wait are victims. Otherwise
-all ranks without progress are in collectives: then those that are behind, or in a different collective, are the culprits (see
-mismatch); if all are in the same one, the network is. A rank is reported and a run is stopped after different times: see pace.
+The rules, in order. A rank that is stopped, or whose interpreter does not run, is the culprit.
+Otherwise it is a rank without progress that does not wait for others; of several such ranks, those
+whose stack or flight recorder shows that they wait are victims. Otherwise all ranks without
+progress are in collectives: then those that are behind, or in a different collective, are the
+culprits (see mismatch); if all are in the same one, the network is. A rank is reported and a run is
+stopped after different times: see pace.
 """
 
 import re
@@ -42,7 +44,8 @@ _LONG_COLLECTIVE_S = 30.0  # of a foreign program, which may send a whole model 
 def judge(run_view: RunView, patience: Patience) -> Suspicion | Verdict | None:
     """The problem of a run at this moment; None while it makes progress.
 
-    A Verdict stops the run; a Suspicion does not. Ranks with progress are never judged, and ranks that wait for others are never blamed.
+    A Verdict stops the run; a Suspicion does not. Ranks with progress are never judged, and ranks
+    that wait for others are never blamed.
     """
     if all(view.idle_s <= _MOVES_S for view in run_view.views.values()):
         return None
@@ -74,7 +77,10 @@ def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdic
     ranks = [view.rank for view in stopped]
     are = "is" if len(ranks) == 1 else "are"
     how = "state T" if stopped[0].process.state == "T" else "its control group is frozen"
-    summary = f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for {since_s:.0f} s"
+    summary = (
+        f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for"
+        f" {since_s:.0f} s"
+    )
     found = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
         return found
@@ -101,7 +107,8 @@ def _left_early(run_view: RunView, alive: Sequence[RankView]) -> Verdict | None:
 
 
 def _participated(left: RankView, stuck: Sequence[RankView]) -> bool:
-    """Whether a rank that has left took part in the collectives of those that wait: its data is still being sent over a slow network.
+    """Whether a rank that has left took part in the collectives of those that wait: its data is
+    still being sent over a slow network.
 
     Known only for our own ranks, whose collectives are all counted.
     """
@@ -112,7 +119,9 @@ def _participated(left: RankView, stuck: Sequence[RankView]) -> bool:
 def _interpreter_stalled(
     run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
-    """The second thread of a rank is silent, too: native code holds the GIL, or the process gets no CPU."""
+    """The second thread of a rank is silent, too: native code holds the GIL, or the process gets no
+    CPU.
+    """
     found = [
         view
         for view in alive
@@ -156,7 +165,8 @@ def _does_not_come(
     found = _graded(cause, how, run_view, view, patience)
     if not isinstance(found, Suspicion):
         return found
-    # A foreign rank is reported with its line, and with the collective of a rank that waits for it; until then it is delayed.
+    # A foreign rank is reported with its line, and with the collective of a rank that waits for it;
+    # until then it is delayed.
     is_ours = view.beat is not None and not view.beat.is_foreign
     unseen = tuple(v.rank for v in late if not _is_seen(v, run_view))
     if not is_ours:
@@ -164,13 +174,16 @@ def _does_not_come(
         unseen += tuple(other.rank for other in others if not _is_seen(other, run_view))
     if not unseen:
         return found
-    # Only stacks show which of several ranks waits for the others; a missing stack does not delay the report forever.
+    # Only stacks show which of several ranks waits for the others; a missing stack does not delay
+    # the report forever.
     is_certain = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
     return replace(found, is_named=found.is_named and is_certain, wanted=(*found.wanted, *unseen))
 
 
 def _may_be_named(view: RankView, alive: Sequence[RankView], run_view: RunView) -> bool:
-    """Whether silence is evidence against it: always for our own ranks, else only if it certainly blocks others."""
+    """Whether silence is evidence against it: always for our own ranks, else only if it certainly
+    blocks others.
+    """
     if view.beat is None or not view.beat.is_foreign:
         return True
     if len(run_view.views) > 1 and _nobody_is_left_to_wait(alive):
@@ -193,10 +206,12 @@ def _holds_up_others(view: RankView, waiting: Sequence[RankView]) -> bool:
 
 
 def _nobody_is_left_to_wait(views: Sequence[RankView]) -> bool:
-    """Whether all ranks of a foreign program without a result sleep, and their interpreters do not run.
+    """Whether all ranks of a foreign program without a result sleep, and their interpreters do not
+    run.
 
-    Then no rank waits for them in a collective, and they will not exit either, e.g. if a process group is destroyed and waits for its own
-    thread, which needs the GIL. Native code that computes does not sleep.
+    Then no rank waits for them in a collective, and they will not exit either, e.g. if a process
+    group is destroyed and waits for its own thread, which needs the GIL. Native code that computes
+    does not sleep.
 
     Args:
         views: of those ranks; of more than one rank that the program has.
@@ -244,14 +259,18 @@ def _apart_in_collectives(
 
 
 def _network_has_problems(run_view: RunView) -> bool:
-    """Then ranks may be in different collectives without a fault: a rank that has sent its last piece of one continues, whether or not it arrives."""
+    """Then ranks may be in different collectives without a fault: a rank that has sent its last
+    piece of one continues, whether or not it arrives.
+    """
     return any(node.links or node.silent_s >= _SILENT_S for node in run_view.nodes.values())
 
 
 def _together_in_a_collective(
     run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
-    """All ranks are in collectives, usually in the same one, which does not complete: something between them fails."""
+    """All ranks are in collectives, usually in the same one, which does not complete: something
+    between them fails.
+    """
     stuck = [view for view in alive if _waits(view, run_view)]
     if not stuck or len(stuck) < len(alive):
         return None
@@ -282,12 +301,16 @@ def _together_in_a_collective(
             evidence=links,
         )
     elif links:
-        summary = f"all ranks wait ({describe_activity(first)}), and what they send does not arrive: {links[0].text}"
+        summary = (
+            f"all ranks wait ({describe_activity(first)}), and what they send does not arrive:"
+            f" {links[0].text}"
+        )
         found = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
-            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not end; which rank or connection is silent is unknown:"
-            " NCCL_DEBUG=INFO (--debug-comm) would show it"
+            f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not"
+            " end; which rank or connection is silent is unknown: NCCL_DEBUG=INFO (--debug-comm) would"
+            " show it"
         )
         found = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
@@ -298,9 +321,11 @@ def _together_in_a_collective(
 def _idle_everywhere(
     run_view: RunView, alive: Sequence[RankView], patience: Patience
 ) -> Suspicion | Verdict | None:
-    """No rank of a foreign program uses a processor or GPU, reads, writes, or waits in a collective.
+    """No rank of a foreign program uses a processor or GPU, reads, writes, or waits in a
+    collective.
 
-    A program that compiles, downloads, evaluates or saves does one of these, or waits for a process of its own that does.
+    A program that compiles, downloads, evaluates or saves does one of these, or waits for a process
+    of its own that does.
     """
     beats = [view.beat for view in alive if view.beat is not None and view.beat.is_foreign]
     if len(beats) < len(alive) or any(_waits(view, run_view) or view.process.gpu_percent for view in alive):
@@ -357,7 +382,10 @@ def _graded(
     if since_s < limits.suspect_s:
         return None
     at = _top(view, run_view)
-    summary = f"{labels(run_view, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f} s{at}"
+    summary = (
+        f"{labels(run_view, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f}"
+        f" s{at}"
+    )
     found = verdict(cause, summary, run_view, ranks=[view.rank], since_s=since_s)
     others = [
         v.rank
@@ -385,14 +413,17 @@ def _limits(view: RankView, patience: Patience) -> Limits:
 def _limits_of_all(waiting: Sequence[RankView], patience: Patience) -> Limits:
     """Limits for ranks that all wait: those of the rank with the shortest waits so far.
 
-    A rank also waits while a different rank evaluates or saves alone, however long that takes; the rank that arrives last never does. So the
-    duration of a collective itself, with all ranks in it, is at most the shortest of their longest times.
+    A rank also waits while a different rank evaluates or saves alone, however long that takes; the
+    rank that arrives last never does. So the duration of a collective itself, with all ranks in it,
+    is at most the shortest of their longest times.
     """
     return min((_limits(view, patience) for view in waiting), key=lambda limits: limits.name_s)
 
 
 def _waits(view: RankView, run_view: RunView) -> bool:
-    """Whether a rank waits for others: by its phase, or by its stack, since sharded weights communicate inside forward and backward."""
+    """Whether a rank waits for others: by its phase, or by its stack, since sharded weights
+    communicate inside forward and backward.
+    """
     if view.waits:
         return True
     if view.beat is None or view.beat.is_foreign:
@@ -400,7 +431,8 @@ def _waits(view: RankView, run_view: RunView) -> bool:
     look = run_view.looks.get(view.rank)
     if look is None or not _is_in_torch_distributed(look.stack):
         return False
-    # Of ranks that all wait in the same kind of phase, one that has begun fewer collectives than another is late, not waiting.
+    # Of ranks that all wait in the same kind of phase, one that has begun fewer collectives than
+    # another is late, not waiting.
     return look.begun is None or look.completed is None or look.begun.number > look.completed
 
 
@@ -417,7 +449,9 @@ def _position(view: RankView, run_view: RunView) -> tuple[int, int, int]:
 
 
 def _is_seen(view: RankView, run_view: RunView) -> bool:
-    """Whether the inspection of a rank has the required data: its stack, or for a foreign rank that waits, its collective."""
+    """Whether the inspection of a rank has the required data: its stack, or for a foreign rank that
+    waits, its collective.
+    """
     look = run_view.looks.get(view.rank)
     if look is None:
         return False
@@ -426,7 +460,9 @@ def _is_seen(view: RankView, run_view: RunView) -> bool:
 
 
 def _top(view: RankView, run_view: RunView) -> str:
-    """The innermost line of its stack, and that of the program itself if a library is in between."""
+    """The innermost line of its stack, and that of the program itself if a library is in
+    between.
+    """
     look = run_view.looks.get(view.rank)
     if look is None or not look.stack:
         return ""
@@ -446,13 +482,18 @@ def _workers_of(look: Look) -> str:
     lines = sorted({line for worker in look.workers if (line := _line_of_worker(worker.stack))})
     if not lines:
         return ""
-    return f", with worker processes at {', '.join(lines[:_WORKER_LINES])}{' …' if len(lines) > _WORKER_LINES else ''}"
+    return (
+        ", with worker processes at"
+        f" {', '.join(lines[:_WORKER_LINES])}{' …' if len(lines) > _WORKER_LINES else ''}"
+    )
 
 
 def _line_of_worker(stack: Sequence[str]) -> str | None:
-    """The line of the program that a worker process executes; None if it waits for its next task.
+    """The line of the program that a worker process executes; None if it waits for its next
+    task.
 
-    What a forked process was called from is its parent's. A loader may read rows of a library's dataset.
+    What a forked process was called from is its parent's. A loader may read rows of a library's
+    dataset.
     """
     inner = list(takewhile(lambda frame: not _STARTS_A_WORKER.search(frame), stack))
     has_task = any(_LOADS_A_BATCH in frame for frame in inner)

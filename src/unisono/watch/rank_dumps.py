@@ -1,9 +1,13 @@
-"""Reads what a rank leaves when it is inspected: the dump of torch's flight recorder, and stacks by faulthandler or py-spy. Pure.
+"""Reads what a rank leaves when it is inspected: the dump of torch's flight recorder, and stacks by
+faulthandler or py-spy.
 
-Flight recorder, as torch 2.11 to 2.13 write it for gloo and NCCL: an entry's own `state` is not reliable, since gloo leaves it
-at "scheduled". The last collective that began is in `pg_status`, and whether one has ended in each entry's `retired`. The number
-of the last completed one in `pg_status` counts only where no entry has it: gloo's threads finish in any order, each writes its own
-number there, and so it was seen to decrease.
+Pure.
+
+Flight recorder, as torch 2.11 to 2.13 write it for gloo and NCCL: an entry's own `state` is not
+reliable, since gloo leaves it at "scheduled". The last collective that began is in `pg_status`, and
+whether one has ended in each entry's `retired`. The number of the last completed one in `pg_status`
+counts only where no entry has it: gloo's threads finish in any order, each writes its own number
+there, and so it was seen to decrease.
 """
 
 import json
@@ -24,11 +28,13 @@ class Flight:
     """Collectives of one rank, in the group that it waits in, or else in the group of all ranks.
 
     Attributes:
-        begun: the last one that began; None if the recorder no longer has it. Not the first incomplete one: gloo marks collectives as
-            completed late, so one that has long ended would be reported.
+        begun: the last one that began; None if the recorder no longer has it. Not the first
+            incomplete one: gloo marks collectives as completed late, so one that has long ended
+            would be reported.
         completed: the number of the last completed one; None if there is none.
         recurs: whether one equal to `begun` came before it.
-        may_step: for a rank of a foreign program: whether it can still reach the place where it makes its steps; None if unknown.
+        may_step: for a rank of a foreign program: whether it can still reach the place where it
+            makes its steps; None if unknown.
         thread: for such a rank: the number of the thread that trains; None if unknown.
     """
 
@@ -65,7 +71,10 @@ def read_flight(text: str) -> Flight:
 
 
 def shortened(text: str, *, limit: int) -> str:
-    """A dump of at most `limit` characters, without its oldest entries. One that cannot be parsed is truncated."""
+    """A dump of at most `limit` characters, without its oldest entries.
+
+    One that cannot be parsed is truncated.
+    """
     if len(text) <= limit:
         return text
     try:
@@ -85,7 +94,8 @@ class Group:
 
     Attributes:
         number: of the group, on this rank.
-        enqueued: the number of the last collective that began; completed: of the last completed one, None if there is none.
+        enqueued: the number of the last collective that began; completed: of the last completed
+            one, None if there is none.
     """
 
     number: str
@@ -117,7 +127,10 @@ class Group:
 
     @property
     def first(self) -> int:
-        """The number of the first incomplete one, or of the last if all are completed. In a live run gloo may still count one that has ended."""
+        """The number of the first incomplete one, or of the last if all are completed.
+
+        In a live run gloo may still count one that has ended.
+        """
         return (self.completed or 0) + 1 if self.waits else self.enqueued
 
     def entry(self, entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -158,12 +171,14 @@ _CUT_SHORT = "..."
 
 
 def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tuple[str, ...]:
-    """The main thread's frames, innermost first, as "file:line in function"; empty if there are none, or the text is incomplete.
+    """The main thread's frames, innermost first, as "file:line in function"; empty if there are
+    none, or the text is incomplete.
 
     Args:
         trains: the number of the thread that trains instead of the main one, if any.
 
-    faulthandler writes the newest thread first, so the main thread comes last, unless there are more than a hundred: the rest is omitted.
+    faulthandler writes the newest thread first, so the main thread comes last, unless there are
+        more than a hundred: the rest is omitted.
     "Current" marks the thread that received the signal, which is nearly always the main thread.
     """
     threads: list[tuple[bool, list[str]]] = []
@@ -187,7 +202,9 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
 
 
 def main_thread_of_py_spy(text: str, *, pid: int) -> tuple[str, ...]:
-    """The same from the output of `py-spy dump --json`; a process's main thread has the process's number."""
+    """The same from the output of `py-spy dump --json`; a process's main thread has the process's
+    number.
+    """
     try:
         threads: Any = json.loads(text[text.index("[") :])
         frames = next(thread["frames"] for thread in threads if thread["os_thread_id"] == pid)

@@ -1,4 +1,8 @@
-"""Verdicts on a running job: what, which ranks, since when, evidence, fix; and the times behind them: how long a rank may go without progress, and which rank is slower than the others. Pure, with the clock passed in."""
+"""Verdicts on a running job: what, which ranks, since when, evidence, fix; and the times behind
+them: how long a rank may go without progress, and which rank is slower than the others.
+
+Pure, with the clock passed in.
+"""
 
 import statistics
 from collections import Counter
@@ -22,7 +26,9 @@ _SEEN_ELSEWHERE = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds of silence after which a rank is inspected, reported, and the run stopped; all equal if the phase's duration is unknown."""
+    """Seconds of silence after which a rank is inspected, reported, and the run stopped; all equal
+    if the phase's duration is unknown.
+    """
 
     suspect_s: float
     name_s: float
@@ -35,7 +41,8 @@ class Patience:
 
     Attributes:
         stall_after_s: silence after which a run is stopped; None: derived from observed durations.
-        idle_limit_s: after so long a foreign program is stopped whose ranks are all idle; None: never.
+        idle_limit_s: after so long a foreign program is stopped whose ranks are all idle; None:
+            never.
     """
 
     stall_after_s: float | None = None
@@ -49,8 +56,9 @@ class Patience:
     def limits(self, beat: Beat) -> Limits:
         """Limits for a rank in the phase of its heartbeat.
 
-        The longest observed silence of the phase stands for its 99th percentile. A phase that has not been observed, as everything before
-        the second step, has no known duration: its limit is ten minutes without progress.
+        The longest observed silence of the phase stands for its 99th percentile. A phase that has
+        not been observed, as everything before the second step, has no known duration: its limit is
+        ten minutes without progress.
         """
         phase = PHASES[phase_named(beat.phase)]
         if beat.is_foreign:
@@ -68,7 +76,8 @@ class Patience:
     def _of_foreign(self, beat: Beat) -> Limits:
         """In a foreign program a phase recurs, but may also be an evaluation.
 
-        A rank is reported early, since that requires more than silence (see judge), but the run is stopped only when torch's own timeout would.
+        A rank is reported early, since that requires more than silence (see judge), but the run is
+        stopped only when torch's own timeout would.
         """
         name = max(_NAME_S, beat.times.longest_s + _SPARE_S[0])
         return Limits(_SUSPECT_S, name, max(name, self.stall_after_s or _UNKNOWN_S))
@@ -108,10 +117,11 @@ class Pace:
                 self._first.setdefault(rank, self._last[rank])
 
     def straggler(self, run_view: RunView) -> Verdict | None:
-        """The rank whose own time per step is 1.3 times the median over at least 5 steps and 10 s, twice in a row; reported once.
+        """The rank whose own time per step is 1.3 times the median over at least 5 steps and 10 s,
+        twice in a row; reported once.
 
-        A rank's own time is that in data and computing. Of two ranks the faster one is the median. A single slow span happens to any rank
-        on a busy machine.
+        A rank's own time is that in data and computing. Of two ranks the faster one is the median.
+        A single slow span happens to any rank on a busy machine.
         """
         spans = {
             rank: span
@@ -147,7 +157,10 @@ def _mark(beat: Beat, now: float) -> _Mark:
 
 
 def _span(first: _Mark, last: _Mark) -> _Mark | None:
-    """Seconds per step between two marks, if they are far enough apart. `step` is the number of steps, `now` the total seconds."""
+    """Seconds per step between two marks, if they are far enough apart.
+
+    `step` is the number of steps, `now` the total seconds.
+    """
     steps = last.step - first.step
     if steps < _STEPS or last.now - first.now < _SECONDS:
         return None
@@ -163,20 +176,24 @@ def _span(first: _Mark, last: _Mark) -> _Mark | None:
 def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int) -> Verdict:
     own, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
     shares = {
-        name: getattr(spans[rank], name)
-        - statistics.median_low(getattr(span, name) for span in spans.values())
+        name: (
+            getattr(spans[rank], name) - statistics.median_low(getattr(span, name) for span in spans.values())
+        )
         for name in ("data_s", "compute_s")
     }
     phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
     place = run_view.places[rank]
     summary = (
-        f"{place.label} takes {own * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over {spans[rank].step} steps;"
-        f" it loses the time in {phase}, and the others wait for it"
+        f"{place.label} takes {own * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over"
+        f" {spans[rank].step} steps; it loses the time in {phase}, and the others wait for it"
     )
     evidence = [
         Evidence(
             where=run_view.places[r].label,
-            text=f"a step: data {s.data_s * 1000:.1f} ms, computing {s.compute_s * 1000:.1f} ms, collectives {s.comm_s * 1000:.1f} ms",
+            text=(
+                f"a step: data {s.data_s * 1000:.1f} ms, computing {s.compute_s * 1000:.1f} ms, collectives"
+                f" {s.comm_s * 1000:.1f} ms"
+            ),
         )
         for r, s in sorted(spans.items())
     ]
@@ -195,7 +212,10 @@ _STACK_LINES = 6
 _MOST_WAITING = 4
 _OWN_RUN_FIXES = {
     "rank_stopped": (
-        "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs, a paused container.",
+        (
+            "Find out who stopped it: Ctrl-Z in a terminal, a debugger, a scheduler that suspends jobs, a"
+            " paused container."
+        ),
         RESUMES,
     ),
     "rank_stalled": (
@@ -311,7 +331,10 @@ def waiting_evidence(run_view: RunView, culprits: Sequence[int]) -> list[Evidenc
         found.append(
             Evidence(
                 where=run_view.places[rank].label,
-                text=f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f} s{recorder}",
+                text=(
+                    f"{'waits, ' if view.waits else ''}{describe_activity(view)}, for {view.idle_s:.1f}"
+                    f" s{recorder}"
+                ),
             )
         )
     more = len(found) - _MOST_WAITING
@@ -355,7 +378,9 @@ _UNKNOWN = ""
 
 
 def mismatch(run_view: RunView, views: Sequence[RankView]) -> Verdict | None:
-    """The verdict on ranks whose last collectives differ, including ranks that failed in them; None if they match."""
+    """The verdict on ranks whose last collectives differ, including ranks that failed in them; None
+    if they match.
+    """
     steps = Counter(view.beat.step for view in views if view.beat is not None)
     since_s = max((view.idle_s for view in views), default=0.0)
     if len(steps) > 1 and not _in_one_collective(run_view, views):
@@ -363,7 +388,10 @@ def mismatch(run_view: RunView, views: Sequence[RankView]) -> Verdict | None:
         behind = [v.rank for v in views if v.beat is not None and v.beat.step < most]
         ahead = [v.rank for v in views if v.beat is not None and v.beat.step == most]
         at = ", ".join(f"{step}" for step in sorted(steps)[:-1])
-        summary = f"{labels(run_view, behind)} made fewer steps: step {at} was the last, and {labels(run_view, ahead)} continued to step {most}"
+        summary = (
+            f"{labels(run_view, behind)} made fewer steps: step {at} was the last, and"
+            f" {labels(run_view, ahead)} continued to step {most}"
+        )
         return verdict("unequal_steps", summary, run_view, ranks=behind, since_s=since_s)
     beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
     if left_the_loop(list(beats.values())):
@@ -384,7 +412,9 @@ def mismatch(run_view: RunView, views: Sequence[RankView]) -> Verdict | None:
 
 
 def _in_one_collective(run_view: RunView, views: Sequence[RankView]) -> bool:
-    """Whether ranks of a foreign program wait in the same collective; then different step counts do not matter."""
+    """Whether ranks of a foreign program wait in the same collective; then different step counts do
+    not matter.
+    """
     if not all(view.beat is not None and view.beat.is_foreign for view in views):
         return False
     looks = [run_view.looks.get(view.rank) for view in views]
@@ -393,7 +423,9 @@ def _in_one_collective(run_view: RunView, views: Sequence[RankView]) -> bool:
 
 
 def _left_the_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
-    """The verdict on ranks that have not read a batch for the step of the others, if they are in a different collective."""
+    """The verdict on ranks that have not read a batch for the step of the others, if they are in a
+    different collective.
+    """
     begun = {
         alike(look.begun)
         for rank in beats
@@ -404,12 +436,17 @@ def _left_the_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: float)
     behind = [rank for rank, beat in beats.items() if not beat.micro]
     ahead = [rank for rank, beat in beats.items() if beat.micro]
     step = beats[ahead[0]].step
-    summary = f"{labels(run_view, behind)} made fewer steps: step {step - 1} was the last, and {labels(run_view, ahead)} continued to step {step}"
+    summary = (
+        f"{labels(run_view, behind)} made fewer steps: step {step - 1} was the last, and"
+        f" {labels(run_view, ahead)} continued to step {step}"
+    )
     return verdict("unequal_steps", summary, run_view, ranks=behind, since_s=since_s)
 
 
 def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: float) -> Verdict | None:
-    """The verdict on ranks that cannot make another step while others can, which are in a recurring collective."""
+    """The verdict on ranks that cannot make another step while others can, which are in a recurring
+    collective.
+    """
     looks = {rank: look for rank in beats if (look := run_view.looks.get(rank)) is not None}
     behind = [rank for rank, look in looks.items() if look.may_step is False]
     ahead = [rank for rank, look in looks.items() if look.may_step and look.recurs]
@@ -420,7 +457,10 @@ def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: fl
         return None
     last = max(beats[rank].step for rank in behind) - 1
     are, its = ("is", "its loop") if len(ahead) == 1 else ("are", "theirs")
-    summary = f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and the loop is over there; {labels(run_view, ahead)} {are} still in {its}"
+    summary = (
+        f"{labels(run_view, behind)} made fewer steps: step {last} was the last, and the loop is over there;"
+        f" {labels(run_view, ahead)} {are} still in {its}"
+    )
     ways = {True: "its loop has had that before", False: "nothing leads back from there to its steps"}
     evidence = [
         Evidence(where=labels(run_view, [rank]), text=f"{begun[rank]}; {ways[rank in ahead]}")
@@ -430,7 +470,10 @@ def _out_of_their_loop(run_view: RunView, beats: Mapping[int, Beat], since_s: fl
 
 
 def _collective(view: RankView, run_view: RunView) -> str:
-    """The collective that a rank is in, with equal text for equal ones. The flight recorder also has torch's own."""
+    """The collective that a rank is in, with equal text for equal ones.
+
+    The flight recorder also has torch's own.
+    """
     assert view.beat is not None
     look = run_view.looks.get(view.rank)
     if look is not None and look.begun is not None:
@@ -444,13 +487,17 @@ _EQUALLY_SIZED = ("all_reduce", "broadcast", "_all_gather_base", "_reduce_scatte
 
 
 def alike(begun: Collective) -> str:
-    """Text of a collective; ranks with different texts cannot be in the same one. Some kinds allow different sizes."""
+    """Text of a collective; ranks with different texts cannot be in the same one.
+
+    Some kinds allow different sizes.
+    """
     sizes = f" {begun.sizes}" if begun.name in _EQUALLY_SIZED else ""
     return f"{begun.name} #{begun.number}{sizes}"
 
 
 def left_the_loop(beats: Sequence[Beat]) -> bool:
-    """Whether, of ranks with equal step counts, some have read a batch for the next step and others have not: those have left the loop.
+    """Whether, of ranks with equal step counts, some have read a batch for the next step and others
+    have not: those have left the loop.
 
     Without a loader of torch no rank reads a batch, and the result is False.
     """

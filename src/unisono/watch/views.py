@@ -1,4 +1,6 @@
-"""What the front sees of its ranks: their records, with what they are asked for; and the views that the judge reads, and what it reports as long as the run may continue."""
+"""What the front sees of its ranks: their records, with what they are asked for; and the views that
+the judge reads, and what it reports as long as the run may continue.
+"""
 
 import mmap
 import os
@@ -34,7 +36,10 @@ _READINGS = 20
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Observed durations between heartbeats in a phase, without those of the first step. Seconds."""
+    """Observed durations between heartbeats in a phase, without those of the first step.
+
+    Seconds.
+    """
 
     count: int
     total_s: float
@@ -46,8 +51,8 @@ class Beat:
     """A heartbeat as read from a rank's record.
 
     Attributes:
-        version: grows with every beat of the main thread, at both ends of a full garbage collection in it, and with torch's own count of
-            collectives where a second thread writes that.
+        version: grows with every beat of the main thread, at both ends of a full garbage collection
+            in it, and with torch's own count of collectives where a second thread writes that.
         at_ns: of that beat, monotonic.
         step: the current optimizer step, from 1; 0 before.
         micro: the micro step in it, from 1.
@@ -58,8 +63,10 @@ class Beat:
         shares_s: seconds in data, compute, comm and other, since the second step of this start.
         pulse_ns: time of the second thread's last pulse, monotonic; 0: none.
         answered: the last request that the second thread has answered.
-        begun: collectives begun in all process groups, by torch's own count, including those not called from Python.
-        pending: how many of them are not completed; counted once the main thread has been silent for a second.
+        begun: collectives begun in all process groups, by torch's own count, including those not
+            called from Python.
+        pending: how many of them are not completed; counted once the main thread has been silent
+            for a second.
         still_s: seconds in which the process and its children used no CPU and did no I/O.
         is_foreign: whether the rank belongs to a foreign program; see unisono.watch.verdicts.
     """
@@ -89,7 +96,8 @@ class Glance(NamedTuple):
     """A part of a heartbeat.
 
     Attributes:
-        visit: how often the phase has been left since the first step: another value is another stay in the same phase.
+        visit: how often the phase has been left since the first step: another value is another stay
+            in the same phase.
         at_ns: of the heartbeat, monotonic.
         shares_s: seconds in data, compute, comm and other, as in Beat.
     """
@@ -136,7 +144,9 @@ class WorkerProcess:
 
 
 class BeatMemory:
-    """The front's end of one rank's record, with the files for stacks and answers. They have no path, so nothing is left behind.
+    """The front's end of one rank's record, with the files for stacks and answers.
+
+    They have no path, so nothing is left behind.
 
     Attributes:
         stacks: faulthandler writes there.
@@ -177,11 +187,17 @@ class BeatMemory:
         return self.record_fd, self.stacks.fd, self.answers_fd
 
     def read(self) -> Beat | None:
-        """The current heartbeat; None before the first, or if the record changes faster than it can be read."""
+        """The current heartbeat; None before the first, or if the record changes faster than it can
+        be read.
+        """
         return read_beat(self._map)
 
     def glance(self) -> "Glance | None":
-        """The few values of the main thread's heartbeat that a timeline needs; None before the first. A third of the time of `read`."""
+        """The few values of the main thread's heartbeat that a timeline needs; None before the
+        first.
+
+        A third of the time of `read`.
+        """
         main = _newest(self._map, MAIN, MAIN_AT)
         if main is None or main[0] == 0:
             return None
@@ -189,13 +205,19 @@ class BeatMemory:
         return Glance(PHASES[main[2] % len(PHASES)].name, main[15], main[4], main[1], shares_s)
 
     def rows(self) -> list[int]:
-        """The sequences of the current micro batch, at most MOST_ROWS; valid for a rank that is stalled."""
+        """The sequences of the current micro batch, at most MOST_ROWS; valid for a rank that is
+        stalled.
+        """
         (count,) = WORD.unpack_from(self._map, ROWS_AT)
         count = min(count, MOST_ROWS)
         return list(words(count).unpack_from(self._map, ROWS_AT + WORD.size))
 
     def ask(self) -> int:
-        """Requests the flight recorder's dump from the rank's second thread; returns the request's number. See `Beat.answered`."""
+        """Requests the flight recorder's dump from the rank's second thread; returns the request's
+        number.
+
+        See `Beat.answered`.
+        """
         self._requests += 1
         os.ftruncate(self.answers_fd, 0)
         WORD.pack_into(self._map, REQUEST_AT, self._requests)
@@ -213,7 +235,9 @@ class BeatMemory:
 
 
 def read_beat(memory: "mmap.mmap | bytearray") -> Beat | None:
-    """The heartbeat in a record; None if nothing was written, or if it changed in each of several readings."""
+    """The heartbeat in a record; None if nothing was written, or if it changed in each of several
+    readings.
+    """
     main = _newest(memory, MAIN, MAIN_AT)
     if main is None or main[0] == 0:
         return None
@@ -260,10 +284,12 @@ def _newest(
 
 
 def _whole(memory: "mmap.mmap | bytearray", form: struct.Struct, slot: int) -> tuple[int, ...] | None:
-    """The record in a slot; None if the writer is, or was while it was read, in the middle of it.
+    """The record in a slot; None if the writer is, or was while it was read, in the middle of
+    it.
 
-    The reverse of the writer's order: where the last number is there, all values before it are; and where the first number is the same
-    after the values were read, the next record in this slot had not begun.
+    The reverse of the writer's order: where the last number is there, all values before it are; and
+    where the first number is the same after the values were read, the next record in this slot had
+    not begun.
     """
     (last,) = WORD.unpack_from(memory, slot + form.size - WORD.size)
     record = form.unpack_from(memory, slot)
@@ -276,7 +302,8 @@ class ProcessView:
     """State of a rank's process as reported by the system.
 
     Attributes:
-        state: of its main thread, as in ps(1): R, S, D, T, Z; an empty string if it is gone or unknown.
+        state: of its main thread, as in ps(1): R, S, D, T, Z; an empty string if it is gone or
+            unknown.
         waits_in: the kernel function that the main thread waits in, or an empty string.
         cpu_s: CPU seconds of all its threads.
         children: states of its child processes, e.g. loaders: one letter each.
@@ -298,7 +325,8 @@ class RankView:
 
     Attributes:
         beat: its last heartbeat; None before the first.
-        idle_s: seconds since the last heartbeat of the main thread, by the clock of the front, without time in which the front was stopped.
+        idle_s: seconds since the last heartbeat of the main thread, by the clock of the front,
+            without time in which the front was stopped.
         pulse_idle_s: the same for its second thread.
         has_ended: whether its process is gone or about to exit: it has refused or crashed.
         reported_result: whether it has reported its result.
@@ -315,7 +343,8 @@ class RankView:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others: by its phase; for a foreign program, which has few phases, also by pending collectives.
+        """Whether it waits for others: by its phase; for a foreign program, which has few phases,
+        also by pending collectives.
 
         These include collectives that are not called from Python, as in DDP's backward.
         """
@@ -361,8 +390,8 @@ class NodeView:
 
     Attributes:
         silent_s: seconds since its last message, by the head's clock; 0 for the head's own node.
-        links: connections between ranks with unacknowledged data, as reported by this node's kernel: "node 0 (a) → 10.0.0.3:41233: 4
-            retransmissions".
+        links: connections between ranks with unacknowledged data, as reported by this node's
+            kernel: "node 0 (a) → 10.0.0.3:41233: 4 retransmissions".
     """
 
     node_rank: int
@@ -399,10 +428,12 @@ class WorkerStack:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Data collected from one rank after it was suspected, or while it waited for a suspected one.
+    """Data collected from one rank after it was suspected, or while it waited for a suspected
+    one.
 
     Attributes:
-        stack: of its main thread, innermost call first, as "file:line in function"; empty if the process did not respond.
+        stack: of its main thread, innermost call first, as "file:line in function"; empty if the
+            process did not respond.
         how: the source of the stack: "faulthandler", "py-spy", or why there is none.
         begun: the last collective that began, from the flight recorder; None if unknown.
         completed: the number of the last completed one.
@@ -494,8 +525,10 @@ class Suspicion:
     Attributes:
         verdict: the preliminary verdict. It does not stop the run.
         since_s: seconds without progress.
-        is_named: whether it is certain enough to be reported with cause and rank; before that, only that ranks are inspected is reported.
-        ends_in_s: seconds without progress after which the run is stopped; None if it is not stopped for that.
+        is_named: whether it is certain enough to be reported with cause and rank; before that, only
+            that ranks are inspected is reported.
+        ends_in_s: seconds without progress after which the run is stopped; None if it is not
+            stopped for that.
         wanted: ranks to inspect: their stacks and flight recorders.
     """
 
@@ -512,7 +545,8 @@ _STILL_S = 2.0  # between two measurements of one that works
 
 
 class Episode:
-    """A suspected stall: it lasts until one of its ranks makes progress, not only until it looks different for a moment.
+    """A suspected stall: it lasts until one of its ranks makes progress, not only until it looks
+    different for a moment.
 
     Attributes:
         suspicion: the latest.
@@ -553,7 +587,9 @@ class Episode:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be reported: once its ranks are certain, and each time that its age has doubled."""
+        """Whether it is to be reported: once its ranks are certain, and each time that its age has
+        doubled.
+        """
         if not self.suspicion.is_named:
             return False
         return self.reported_s is None or self.suspicion.since_s >= 2 * self.reported_s

@@ -61,9 +61,11 @@ def main(argv: list[str]) -> int:
 
 
 def _begin_to_beat(fds: str | None) -> tuple[Beats, Pulse]:
-    """Signs of life in the front's memory, and Python's stacks there at a signal; without a front for nobody.
+    """Signs of life in the front's memory, and Python's stacks there at a signal; without a front
+    for nobody.
 
-    The signal is not SIGUSR1, which is preemption. It is not chained: SIGUSR2's own default ends the process.
+    The signal is not SIGUSR1, which is preemption. It is not chained: SIGUSR2's own default ends
+    the process.
     """
     if fds is None:
         beats = Beats()

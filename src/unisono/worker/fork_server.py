@@ -1,7 +1,9 @@
-"""Entry of the fork server: imports once what ranks and tasks need, and forks one of them for each request of its front.
+"""Entry of the fork server: imports once what ranks and tasks need, and forks one of them for each
+request of its front.
 
-It has one thread, computes nothing, and opens neither a device nor a process group; so what it forks begins as a fresh process would after
-its imports. docs/decisions/0018-fork-server.md says what a forked process undoes, and where a fresh interpreter is started all the same.
+It has one thread, computes nothing, and opens neither a device nor a process group; so what it
+forks begins as a fresh process would after its imports. docs/decisions/0018-fork-server.md says
+what a forked process undoes, and where a fresh interpreter is started all the same.
 """
 
 import argparse
@@ -38,16 +40,21 @@ _MODULES: tuple[str, ...] = (
 """What ranks and the tasks beside them load. Another model's code is loaded by its ranks."""
 
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Numpy's BLAS and Arrow's allocator start threads as they are loaded. A forked process would have none of them either."""
+"""Numpy's BLAS and Arrow's allocator start threads as they are loaded. A forked process would have
+none of them either.
+"""
 
 _READ_WHEN_USED = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "CUBLAS_WORKSPACE_CONFIG", "TOKENIZERS_PARALLELISM", "TORCH_FR_BUFFER_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_TOKEN",
     "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CONFIG_HOME", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "COLUMNS", "LINES", "NO_COLOR",
     "CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "PAGER", "GIT_PAGER", "MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME",
-    "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "PYDEVD_USE_FRAME_EVAL",  # with those of the line before: of a notebook
+    # with those of the line before: of a notebook
+    "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "PYDEVD_USE_FRAME_EVAL",
 })  # fmt: skip
-"""Variables in which a rank may differ from the server: no library reads them at its import, or torch is given them after the fork."""
+"""Variables in which a rank may differ from the server: no library reads them at its import, or
+torch is given them after the fork.
+"""
 _READ_WHEN_USED_PREFIXES = (
     "NCCL_",
     "GLOO_",
@@ -112,8 +119,9 @@ class _Forked:
 class Server:
     """Forks on request, and is the parent of what it has forked.
 
-    A process that has ended stays a zombie until the front closes its channel, so its number means no other process until then. A channel
-    that closes before is that of a front that is gone, or has given the process up: it is killed.
+    A process that has ended stays a zombie until the front closes its channel, so its number means
+    no other process until then. A channel that closes before is that of a front that is gone, or
+    has given the process up: it is killed.
     """
 
     def __init__(
@@ -128,7 +136,8 @@ class Server:
         Args:
             control: where requests come from; its end is the server's.
             initial_environment: the environment that the imports have read.
-            find_difference: what of an environment the imports would have read differently; `different` if None.
+            find_difference: what of an environment the imports would have read differently;
+                `different` if None.
         """
         self._control = control
         self._initial_environment = initial_environment
@@ -138,10 +147,13 @@ class Server:
         self._poll.register(control, select.POLLIN)
 
     def serve(self, *, refusal: str) -> Request | None:
-        """Serves until the front is gone; None then. In each forked process it returns, too, with what that is to become.
+        """Serves until the front is gone; None then.
+
+        In each forked process it returns, too, with what that is to become.
 
         Args:
-            refusal: why nothing can be forked; each request is answered with it. Empty where it can.
+            refusal: why nothing can be forked; each request is answered with it. Empty where it
+                can.
         """
         while True:
             for fd, _ in self._poll.poll():
@@ -192,7 +204,9 @@ class Server:
         return False
 
     def _note_end(self, pidfd: int) -> None:
-        """Says how a process ended, and leaves it a zombie while the front may still name it by its number."""
+        """Says how a process ended, and leaves it a zombie while the front may still name it by its
+        number.
+        """
         forked = self._forked[pidfd]
         self._poll.unregister(pidfd)
         end = os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT)
@@ -222,7 +236,9 @@ class Server:
 
 
 def different(wanted: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """The first variable that a library has read at its import and that is different in the wanted environment; empty if there is none."""
+    """The first variable that a library has read at its import and that is different in the wanted
+    environment; empty if there is none.
+    """
     later = _READ_WHEN_USED | (_BEHIND_HF_HOME if "HF_HOME" in wanted else frozenset())
     for name in sorted({*wanted, *ours}):
         unset = "" if name.startswith("PYTHON") else None  # to the interpreter an empty variable is none
@@ -248,10 +264,12 @@ def obstacle_to_forking(known_fds: Iterable[int]) -> str:
 
 
 def become(request: Request, *, printed: int, initial_environment: Mapping[str, str]) -> None:
-    """Makes this forked process what a fresh one is: descriptors, folder, environment, names, random state.
+    """Makes this forked process what a fresh one is: descriptors, folder, environment, names,
+    random state.
 
     Args:
-        printed: a file with what the imports have printed, which is at the start of the process's log as without a fork.
+        printed: a file with what the imports have printed, which is at the start of the process's
+            log as without a fork.
     """
     text = os.pread(printed, 1 << 16, 0)
     os.fchdir(request.folder)
@@ -305,7 +323,9 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _place(fds: Mapping[int, int], channel: socket.socket) -> socket.socket:
-    """Gives each descriptor its number, and closes all others but the channel, which it gives under a number of its own."""
+    """Gives each descriptor its number, and closes all others but the channel, which it gives under
+    a number of its own.
+    """
     above = max({*fds, *fds.values(), channel.fileno()}) + 1
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, above) for number, fd in fds.items()}
     kept = socket.socket(fileno=fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, above))
@@ -366,7 +386,8 @@ class Imported:
         Args:
             front_pid: of the process with which this one ends.
         """
-        # A signal to all processes of a job asks the ranks to stop. The server is there until the front ends it.
+        # A signal to all processes of a job asks the ranks to stop. The server is there until the
+        # front ends it.
         self._mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
         unisono.child.end_with_front(front_pid)
         self.environment = _initial_environment()
@@ -400,7 +421,9 @@ def _load() -> str:
 
 
 def _compile_conversions() -> None:
-    """Transformers compiles a thousand regular expressions, those of all models, when it loads the first one."""
+    """Transformers compiles a thousand regular expressions, those of all models, when it loads the
+    first one.
+    """
     if "transformers" not in sys.modules:
         return
     with contextlib.suppress(ImportError, AttributeError):  # an older one keeps no table of them
@@ -408,7 +431,9 @@ def _compile_conversions() -> None:
 
 
 def _initial_environment() -> dict[str, str]:
-    """The environment that exec gave, without what the interpreter and the imports have set since."""
+    """The environment that exec gave, without what the interpreter and the imports have set
+    since.
+    """
     items = Path("/proc/self/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(item).partition("=") for item in items)
     return {name: value for name, equals, value in pairs if equals}

@@ -1,8 +1,10 @@
-"""A fork server for many fronts, as of a suite of tests: python -m unisono.worker.shared_fork_server SOCKET --front-pid N.
+"""A fork server for many fronts, as of a suite of tests: python -m
+unisono.worker.shared_fork_server SOCKET --front-pid N.
 
-It imports once. Each front that connects (its environment names the socket in UNISONO_FORK_SERVER) gets a fork server of its own, forked
-from this one and put where that front is: namespaces, limits, cores. A front whose environment, user or control group is different is
-refused, and starts a fork server itself, as without this one.
+It imports once. Each front that connects (its environment names the socket in UNISONO_FORK_SERVER)
+gets a fork server of its own, forked from this one and put where that front is: namespaces, limits,
+cores. A front whose environment, user or control group is different is refused, and starts a fork
+server itself, as without this one.
 """
 
 import argparse
@@ -30,7 +32,9 @@ _MOST_WAITING = 64
 
 
 def main(argv: list[str]) -> Request | None:
-    """Imports, and serves until it is killed; gives the request in each process that one of its servers has forked."""
+    """Imports, and serves until it is killed; gives the request in each process that one of its
+    servers has forked.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "socket", type=Path, help="where fronts connect; in a folder that only this user can enter"
@@ -42,7 +46,10 @@ def main(argv: list[str]) -> Request | None:
 
 
 class SharedServer:
-    """Forks a fork server for each front that connects. What it is forked from has imported everything, and serves nobody itself."""
+    """Forks a fork server for each front that connects.
+
+    What it is forked from has imported everything, and serves nobody itself.
+    """
 
     def __init__(self, path: Path, imported: Imported) -> None:
         """Listens.
@@ -58,7 +65,9 @@ class SharedServer:
         self._listener.listen(_MOST_WAITING)
 
     def serve(self) -> socket.socket:
-        """Serves until it is killed; returns in each forked server, with the connection to its front."""
+        """Serves until it is killed; returns in each forked server, with the connection to its
+        front.
+        """
         while True:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -133,7 +142,8 @@ def _different_process(front: int) -> str:
 
 
 def _move_to(front: int) -> None:
-    """Puts this process where a front is, as if that had started it: namespaces, limits, cores, priority, mask of new files.
+    """Puts this process where a front is, as if that had started it: namespaces, limits, cores,
+    priority, mask of new files.
 
     Raises:
         OSError: if this user may not.

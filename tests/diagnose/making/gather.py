@@ -1,6 +1,8 @@
-"""Put newly made cases into the two files: `python -m tests.diagnose.making.gather OUT MADE.jsonl KEPT.jsonl`.
+"""Put newly made cases into the two files: `python -m tests.diagnose.making.gather OUT MADE.jsonl
+KEPT.jsonl`.
 
-A case that is in one of the files stays in that file, so that what was once in the open never counts as kept away;
+A case that is in one of the files stays in that file, so that what was once in the open never
+counts as kept away;
 of new ones a third of each class is kept away.  A case in another shape goes where the case itself is.  Cases that
 were written by hand are only in these files.
 """

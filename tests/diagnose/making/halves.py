@@ -1,6 +1,8 @@
-"""Put cases of the tools into two halves by a hash of their names: `python -m tests.diagnose.making.halves OUT READ.jsonl KEPT.jsonl`.
+"""Put cases of the tools into two halves by a hash of their names: `python -m
+tests.diagnose.making.halves OUT READ.jsonl KEPT.jsonl`.
 
-The half is known before a case is made, so that nobody chooses it: one is for writing rules, the other for measuring them.
+The half is known before a case is made, so that nobody chooses it: one is for writing rules, the
+other for measuring them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Make the cases: `python -m tests.diagnose.making.make OUT [NAME…]` runs what has no file in OUT yet (of all, or of those that match a NAME), one after another."""
+"""Make the cases: `python -m tests.diagnose.making.make OUT [NAME…]` runs what has no file in OUT
+yet (of all, or of those that match a NAME), one after another.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Run a program that fails, and keep what it printed as a case.
 
-A case is a line of JSON: `files` (name -> text), `class` (cause), `culprit_rank`, `culprit_host`, what must be
-cited and what the remedy must name.  Paths, hosts and users become neutral ones before anything is kept.
+A case is a line of JSON: `files` (name -> text), `class` (cause), `culprit_rank`, `culprit_host`,
+what must be
+cited and what the remedy must name.  Paths, hosts and users become neutral ones before anything is
+kept.
 """
 
 from __future__ import annotations
@@ -107,7 +109,9 @@ def run(
     limit_s: float = 90,
     during: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> str:
-    """What the command printed on both of its outputs, in the order in which it came; its group is ended after `limit_s`."""
+    """What the command printed on both of its outputs, in the order in which it came; its group is
+    ended after `limit_s`.
+    """
     work.mkdir(parents=True, exist_ok=True)
     out = work / "stdout"
     with out.open("wb") as sink:

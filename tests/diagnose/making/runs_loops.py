@@ -1,4 +1,6 @@
-"""Cases from loops of one's own under accelerate, Lightning, DeepSpeed and Ray, on one node or several."""
+"""Cases from loops of one's own under accelerate, Lightning, DeepSpeed and Ray, on one node or
+several.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def play(
     cut: int = 0,
     hold: int = 0,
 ) -> Case:
-    """Play the parts and keep what they said; `only_file`: only this node's log is there; `cut`: without so many lines at the end."""
+    """Play the parts and keep what they said; `only_file`: only this node's log is there; `cut`:
+    without so many lines at the end.
+    """
     stage = Stage(name, base, size=size, loopback=loopback, bridge=bridge, limit_s=limit_s)
     made = parts(stage)
     if hold:
@@ -422,7 +426,9 @@ def second(parts: Callable[[Stage], list[Part]]) -> Callable[[Stage], list[Part]
 
 
 def pl(nodes: int = 1, devices: tuple[int, ...] = (2,), **env: str) -> Callable[[Stage], list[Part]]:
-    """Lightning starts the processes of a node itself; several nodes are told by the environment."""
+    """Lightning starts the processes of a node itself; several nodes are told by the
+    environment.
+    """
 
     def parts(stage: Stage) -> list[Part]:
         out = []

@@ -1,4 +1,6 @@
-"""Cases from single machines: joining, files, limits, the hub, signals, several runs in a file, cut files."""
+"""Cases from single machines: joining, files, limits, the hub, signals, several runs in a file, cut
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cases from the tools themselves, whole or broken from outside: LLaMA-Factory, ms-swift, torchtune, TRL."""
+"""Cases from the tools themselves, whole or broken from outside: LLaMA-Factory, ms-swift,
+torchtune, TRL.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ ROWS = [
     {"instruction": a, "input": "", "output": b}
     for a, b in (("Say hi", "hi there"), ("Count to three", "one two three"), ("Name a fruit", "an apple"))
 ] * 16
-HOLD = "import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('0.0.0.0', {port})); s.listen(); time.sleep({s})"
+HOLD = (
+    "import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('0.0.0.0', {port}));"
+    " s.listen(); time.sleep({s})"
+)
 
 
 def holder(port: int, seconds: int = 40) -> Part:
@@ -238,7 +243,10 @@ def lf_versions(base: Path, name: str, layout: str) -> Case:
     """By hand, a process a node; the second node has a torchvision of another build."""
     stage = Stage(name, base, "lf", size=2, limit_s=60)
     file = lf_config(stage)
-    launcher = "import sys; from llamafactory.launcher import *; from llamafactory.train.tuner import run_exp; run_exp()"
+    launcher = (
+        "import sys; from llamafactory.launcher import *; from llamafactory.train.tuner import run_exp;"
+        " run_exp()"
+    )
     parts = []
     for i, other in enumerate(({}, OTHER_VISION)):
         env = other | {
@@ -643,7 +651,9 @@ def tune(
     held: int = 0,
     **keys: object,
 ) -> Case:
-    """The recipe of one device, or a copy of the distributed one, changed so that it runs on CPUs."""
+    """The recipe of one device, or a copy of the distributed one, changed so that it runs on
+    CPUs.
+    """
     stage = Stage(name, base, limit_s=limit_s)
     file = tune_config(stage, **keys)
     if n > 1:

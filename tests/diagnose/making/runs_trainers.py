@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-SOURCE = "made: transformers 5.23, trl 1.16, accelerate 1.15, lightning 2.6, deepspeed 0.19, torch 2.13 CPU (gloo); paths and hosts rewritten"
+SOURCE = (
+    "made: transformers 5.23, trl 1.16, accelerate 1.15, lightning 2.6, deepspeed 0.19, torch 2.13 CPU"
+    " (gloo); paths and hosts rewritten"
+)
 ACCELERATE = [
     "accelerate",
     "launch",
@@ -68,9 +71,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_header("X-Error-Code", self.word)
         self.send_header(
             "X-Error-Message",
-            "Access to model acme/large-8b is restricted and you are not in the authorized list."
-            if self.word == "GatedRepo"
-            else "Repository not found",
+            (
+                "Access to model acme/large-8b is restricted and you are not in the authorized list."
+                if self.word == "GatedRepo"
+                else "Repository not found"
+            ),
         )
         self.send_header("Content-Length", "0")
         self.end_headers()

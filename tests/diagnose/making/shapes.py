@@ -1,4 +1,6 @@
-"""The same logs as other tools hand them on: prefixes, colours, cuts, pieces on one line; derived from real cases."""
+"""The same logs as other tools hand them on: prefixes, colours, cuts, pieces on one line; derived
+from real cases.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def kubectl(files: dict[str, str], r: random.Random) -> dict[str, str]:
     """Time stamps and streams as container runtimes write them."""
     return {
         n: "".join(
-            f"2025-09-14T07:{20 + i // 60 % 40:02d}:{i % 60:02d}.{r.randrange(10**9):09d}Z {'stderr' if 'rank' in x else 'stdout'} F {x}\n"
+            f"2025-09-14T07:{20 + i // 60 % 40:02d}:{i % 60:02d}.{r.randrange(10**9):09d}Z"
+            f" {'stderr' if 'rank' in x else 'stdout'} F {x}\n"
             for i, x in enumerate(t.splitlines())
         )
         for n, t in files.items()
@@ -49,10 +52,12 @@ def one_file(files: dict[str, str], r: random.Random) -> dict[str, str] | None:
     if len(files) < 2 or not all(m for m, _ in named):
         return None
     return {
-        "slurm-51233.out": "\n".join(
-            shuffled([[f"{int(m.group(1))}: {x}" for x in t.splitlines()] for m, t in named if m], r)
+        "slurm-51233.out": (
+            "\n".join(
+                shuffled([[f"{int(m.group(1))}: {x}" for x in t.splitlines()] for m, t in named if m], r)
+            )
+            + "\n"
         )
-        + "\n"
     }
 
 
@@ -62,12 +67,14 @@ def mpirun(files: dict[str, str], r: random.Random) -> dict[str, str] | None:
     if len(files) < 2 or not all(m for m, _ in named):
         return None
     return {
-        "mpi.log": "\n".join(
-            shuffled(
-                [[f"[1,{int(m.group(1))}]<stderr>:{x}" for x in t.splitlines()] for m, t in named if m], r
+        "mpi.log": (
+            "\n".join(
+                shuffled(
+                    [[f"[1,{int(m.group(1))}]<stderr>:{x}" for x in t.splitlines()] for m, t in named if m], r
+                )
             )
+            + "\n"
         )
-        + "\n"
     }
 
 
@@ -89,14 +96,29 @@ def tail(files: dict[str, str], r: random.Random) -> dict[str, str]:
 def warned(files: dict[str, str], r: random.Random) -> dict[str, str]:
     """With warnings that mean nothing, before and after."""
     noise = [
-        "/usr/lib/python3/dist-packages/requests/__init__.py:87: RequestsDependencyWarning: urllib3 (2.2.1) or chardet (4.0.0) doesn't match a supported version!",
-        "2025-09-14 07:20:11.118 E tensorflow: Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN when one has already been registered",
-        "[W socket.cpp:697] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99 - Cannot assign requested address).",
+        (
+            "/usr/lib/python3/dist-packages/requests/__init__.py:87: RequestsDependencyWarning: urllib3"
+            " (2.2.1) or chardet (4.0.0) doesn't match a supported version!"
+        ),
+        (
+            "2025-09-14 07:20:11.118 E tensorflow: Unable to register cuDNN factory: Attempting to register"
+            " factory for plugin cuDNN when one has already been registered"
+        ),
+        (
+            "[W socket.cpp:697] [c10d] The client socket has failed to connect to [localhost]:29500 (errno:"
+            " 99 - Cannot assign requested address)."
+        ),
         "wandb: ERROR Error while calling W&B API: project not found (<Response [404]>)",
-        "huggingface/tokenizers: The current process just got forked, after parallelism has already been used. Disabling parallelism to avoid deadlocks...",
+        (
+            "huggingface/tokenizers: The current process just got forked, after parallelism has already been"
+            " used. Disabling parallelism to avoid deadlocks..."
+        ),
         "WARNING: failed to remove /var/cache/tmp: retrying with error code 2",
         "sh: 1: nvidia-smi: not found",
-        "Could not load dynamic library 'libnvinfer.so.7'; dlerror: libnvinfer.so.7: cannot open shared object file: No such file or directory",
+        (
+            "Could not load dynamic library 'libnvinfer.so.7'; dlerror: libnvinfer.so.7: cannot open shared"
+            " object file: No such file or directory"
+        ),
     ]
     return {
         n: "\n".join(r.sample(noise, 5)) + "\n" + t + "\n".join(r.sample(noise[:1] + noise[3:6], 2)) + "\n"
@@ -110,7 +132,9 @@ CHANGES: dict[str, Change] = {
 
 
 def derived(case: Case, change: str) -> Case | None:
-    """The case in another shape, or None where the shape does not fit or hides what has to be found."""
+    """The case in another shape, or None where the shape does not fit or hides what has to be
+    found.
+    """
     r = random.Random(f"{case['id']}/{change}")
     files = CHANGES[change](dict(case["files"]), r)  # type: ignore[call-overload]
     word = str(case["evidence_substring"])

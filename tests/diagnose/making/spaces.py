@@ -30,7 +30,9 @@ def clear(n: int) -> None:
 def nodes(
     n: int, loopback: Sequence[int] = (), names: Sequence[str] = (), bridge: str = ""
 ) -> Iterator[list[list[str]]]:
-    """What to put before a command to run it on node i; `loopback`: nodes whose own name is 127.0.1.1; `bridge`: one more interface on each, which leads nowhere."""
+    """What to put before a command to run it on node i; `loopback`: nodes whose own name is
+    127.0.1.1; `bridge`: one more interface on each, which leads nowhere.
+    """
     clear(n)
     names = names or [f"node{i}" for i in range(n)]
     ip("link", "add", f"{PREFIX}br", "type", "bridge")

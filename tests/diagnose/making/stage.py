@@ -1,7 +1,8 @@
-"""Run what a person would start on one or several nodes with a tool's own virtual environment, and write it down as logs are found.
+"""Run what a person would start on one or several nodes with a tool's own virtual environment, and
+write it down as logs are found.
 
-DIAGNOSE_ENVS names a folder with the environments: `tools` (accelerate, TRL, Lightning, DeepSpeed, Ray, torchtune),
-`lf` (LLaMA-Factory), `swift` (ms-swift).
+DIAGNOSE_ENVS names a folder with the environments: `tools` (accelerate, TRL, Lightning, DeepSpeed,
+Ray, torchtune), `lf` (LLaMA-Factory), `swift` (ms-swift).
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ NAMES = [
     ["worker-0", "worker-1", "worker-2"],
 ]
 SOURCES = {
-    "tools": "made: accelerate 1.15, trl 1.16, lightning 2.6, deepspeed 0.19, ray 2.60, torchtune 0.6, torch 2.13 CPU (gloo); paths and hosts rewritten",
+    "tools": (
+        "made: accelerate 1.15, trl 1.16, lightning 2.6, deepspeed 0.19, ray 2.60, torchtune 0.6, torch 2.13"
+        " CPU (gloo); paths and hosts rewritten"
+    ),
     "lf": "made: LLaMA-Factory 0.9.5, torch 2.13 CPU (gloo); paths and hosts rewritten",
     "swift": "made: ms-swift 4.6, torch 2.13 CPU (gloo); paths and hosts rewritten",
 }
@@ -232,7 +236,9 @@ def kernel_lines() -> list[str]:
 
 @contextlib.contextmanager
 def limited_memory(size_mb: int) -> Iterator[list[str]]:
-    """What to put before a command so that all its processes together have no more memory (control groups, version 1)."""
+    """What to put before a command so that all its processes together have no more memory (control
+    groups, version 1).
+    """
     if not size_mb:
         yield []
         return
@@ -267,7 +273,9 @@ def shortened(text: str, most: int) -> str:
 
 
 def thin(text: str) -> str:
-    """The text without most of the states of a progress bar, and without most repetitions of a line."""
+    """The text without most of the states of a progress bar, and without most repetitions of a
+    line.
+    """
     out: list[str] = []
     last, times = "", 0
     for line in text.split("\n"):

@@ -1,4 +1,7 @@
-"""`unisono doctor` on recorded machines, and on this one. Run: pytest tests/doctor/devices/test_doctor.py"""
+"""`unisono doctor` on recorded machines, and on this one.
+
+Run: pytest tests/doctor/devices/test_doctor.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""What is said of machines that are not here, by recorded answers of NVML. Run: pytest tests/doctor/devices/test_machines.py"""
+"""What is said of machines that are not here, by recorded answers of NVML.
+
+Run: pytest tests/doctor/devices/test_machines.py
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +43,9 @@ def test_all_is_well_on_eight_h100_with_nvswitch() -> None:
 
 
 def test_all_is_well_on_the_one_h100_that_was_recorded() -> None:
-    """The only answers here that a driver gave; the kernel's log has lines of the driver that are no errors."""
+    """The only answers here that a driver gave; the kernel's log has lines of the driver that are
+    no errors.
+    """
     assert not recorded("h100_1")["composed"]
     machine = scene("h100_1", (0,), torch_cuda="13.0", torch="2.11.0")
     findings = judge_devices(machine)

@@ -1,4 +1,7 @@
-"""What NCCL's own lines say of the transports that it took. Run: pytest tests/doctor/devices/test_nccl_log.py"""
+"""What NCCL's own lines say of the transports that it took.
+
+Run: pytest tests/doctor/devices/test_nccl_log.py
+"""
 
 from unisono.doctor.ladder import TunedCollective, nccl_rows, read_nccl_log
 

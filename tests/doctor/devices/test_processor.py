@@ -1,4 +1,7 @@
-"""Processors: cores, memory nodes and bfloat16. Run: pytest tests/doctor/devices/test_processor.py"""
+"""Processors: cores, memory nodes and bfloat16.
+
+Run: pytest tests/doctor/devices/test_processor.py
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""How the ladder is climbed, over imagined networks. Run: pytest tests/doctor/ladder/test_ladder_order.py"""
+"""How the ladder is climbed, over imagined networks.
+
+Run: pytest tests/doctor/ladder/test_ladder_order.py
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""The ladder over real nodes whose network is broken in one way. Run, as root: pytest tests/doctor/ladder/test_nodes.py"""
+"""The ladder over real nodes whose network is broken in one way.
+
+Run, as root: pytest tests/doctor/ladder/test_nodes.py
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The ladder over real ranks of this machine. Run: pytest tests/doctor/ladder/test_one_machine.py"""
+"""The ladder over real ranks of this machine.
+
+Run: pytest tests/doctor/ladder/test_one_machine.py
+"""
 
 import os
 from pathlib import Path

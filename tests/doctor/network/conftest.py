@@ -51,7 +51,9 @@ class Inside:
         env: dict[str, str] | None = None,
         own: Own | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """The findings about the network by check, as a node of a job of so many nodes makes them."""
+        """The findings about the network by check, as a node of a job of so many nodes makes
+        them.
+        """
         request = (
             {"nodes": str(nodes), "node_rank": node, "head": head or f"{self.networks.address(0)}:29411"}
             if nodes > 1

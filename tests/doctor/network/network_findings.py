@@ -1,4 +1,6 @@
-"""`python network_findings.py REQUEST`: what doctor finds of this network alone, as JSON; no other node is called."""
+"""`python network_findings.py REQUEST`: what doctor finds of this network alone, as JSON; no other
+node is called.
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""What is said of networks, by plain facts. Run: pytest tests/doctor/network/test_network_rules.py"""
+"""What is said of networks, by plain facts.
+
+Run: pytest tests/doctor/network/test_network_rules.py
+"""
 
 from pathlib import Path
 

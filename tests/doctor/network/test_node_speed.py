@@ -1,4 +1,7 @@
-"""Speed between real nodes, and who is slow. Run, as root: pytest tests/doctor/network/test_node_speed.py"""
+"""Speed between real nodes, and who is slow.
+
+Run, as root: pytest tests/doctor/network/test_node_speed.py
+"""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""A real network that is broken in one way at a time, as one node finds it. Run, as root: pytest tests/doctor/network/test_one_node.py"""
+"""A real network that is broken in one way at a time, as one node finds it.
+
+Run, as root: pytest tests/doctor/network/test_one_node.py
+"""
 
 import os
 import socket
@@ -78,7 +81,10 @@ def test_a_port_that_a_different_program_has_is_named_with_the_program(tmp_path:
 
 def test_the_program_that_has_a_port_is_named_without_the_secrets_of_its_command_line(tmp_path: Path) -> None:
     secret = "plain-text-secret"
-    code = "import socket, sys; server = socket.create_server(('', 0)); print(server.getsockname()[1], flush=True); sys.stdin.read()"
+    code = (
+        "import socket, sys; server = socket.create_server(('', 0)); print(server.getsockname()[1],"
+        " flush=True); sys.stdin.read()"
+    )
     script = tmp_path / "serve.py"
     script.write_text(code)
     with subprocess.Popen(

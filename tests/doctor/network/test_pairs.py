@@ -1,4 +1,7 @@
-"""A slow node is told from a slow link, whatever the network. Run: pytest tests/doctor/network/test_pairs.py"""
+"""A slow node is told from a slow link, whatever the network.
+
+Run: pytest tests/doctor/network/test_pairs.py
+"""
 
 import random
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Writes the composed machines: `python tests/doctor/recorded/compose.py`. See README.md beside it."""
+"""Writes the composed machines: `python tests/doctor/recorded/compose.py`.
+
+See README.md beside it.
+"""
 
 import json
 from collections.abc import Callable, Sequence

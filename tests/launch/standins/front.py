@@ -1,7 +1,9 @@
-"""The front with other programs behind it: `python front.py FAULTS-JSON train CONFIG …`, as tests start it.
+"""The front with other programs behind it: `python front.py FAULTS-JSON train CONFIG …`, as tests
+start it.
 
-Two entries are no faults: `rhythm` hurries the reading of old checkpoints, `real` leaves worker and tasks as they are. The other programs
-are forked by the session's server where it can fork them, as real ranks are by their front's.
+Two entries are no faults: `rhythm` hurries the reading of old checkpoints, `real` leaves worker and
+tasks as they are. The other programs are forked by the session's server where it can fork them, as
+real ranks are by their front's.
 """
 
 import dataclasses

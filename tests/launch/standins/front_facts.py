@@ -1,4 +1,6 @@
-"""A front that prints what it is, and what it was given: python -m tests.launch.standins.front_facts [EXIT-CODE]"""
+"""A front that prints what it is, and what it was given: python -m
+tests.launch.standins.front_facts [EXIT-CODE]
+"""
 
 import json
 import os

@@ -1,6 +1,8 @@
-"""As front.py, but it is killed while it brings a run back from a storage: `python killed_download.py MOMENT FAULTS-JSON train CONFIG …`.
+"""As front.py, but it is killed while it brings a run back from a storage: `python
+killed_download.py MOMENT FAULTS-JSON train CONFIG …`.
 
-MOMENT: fetched (nothing is published), adopted (the checkpoint is there, the plan is not), placed (all is there).
+MOMENT: fetched (nothing is published), adopted (the checkpoint is there, the plan is not), placed
+(all is there).
 """
 
 import os

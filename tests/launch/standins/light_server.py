@@ -1,4 +1,6 @@
-"""The fork server with imports of tests in place of ours: python -m tests.launch.standins.light_server --control-fd N --front-pid N"""
+"""The fork server with imports of tests in place of ours: python -m
+tests.launch.standins.light_server --control-fd N --front-pid N
+"""
 
 import os
 import runpy

@@ -1,4 +1,6 @@
-"""The shared fork server with imports of tests in place of ours: python -m tests.launch.standins.light_shared_server SOCKET --front-pid N"""
+"""The shared fork server with imports of tests in place of ours: python -m
+tests.launch.standins.light_shared_server SOCKET --front-pid N
+"""
 
 import os
 import runpy

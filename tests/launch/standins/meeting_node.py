@@ -1,6 +1,8 @@
-"""One node's front up to the end of the meeting: `python -m tests.launch.standins.meeting_node SCRIPT-JSON`, as tests start it.
+"""One node's front up to the end of the meeting: `python -m tests.launch.standins.meeting_node
+SCRIPT-JSON`, as tests start it.
 
-It prints one JSON line for each thing that it shows, and at the end `done` or `error` with exit code and verdict.
+It prints one JSON line for each thing that it shows, and at the end `done` or `error` with exit
+code and verdict.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""A process that reports what it is, then ends as its input says: python -m tests.launch.standins.reported_facts --report-fd N --front-pid N"""
+"""A process that reports what it is, then ends as its input says: python -m
+tests.launch.standins.reported_facts --report-fd N --front-pid N
+"""
 
 import argparse
 import faulthandler

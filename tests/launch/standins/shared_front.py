@@ -1,4 +1,6 @@
-"""A front that has one process forked and one executed, and prints the facts of both: python -m tests.launch.standins.shared_front"""
+"""A front that has one process forked and one executed, and prints the facts of both: python -m
+tests.launch.standins.shared_front
+"""
 
 import json
 import os

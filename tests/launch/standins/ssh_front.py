@@ -1,4 +1,6 @@
-"""The front with another ssh: `python ssh_front.py SSH-JSON train CONFIG … --hosts …`, as tests start it."""
+"""The front with another ssh: `python ssh_front.py SSH-JSON train CONFIG … --hosts …`, as tests
+start it.
+"""
 
 import json
 import sys

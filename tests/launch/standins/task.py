@@ -1,4 +1,8 @@
-"""A preparation that knows the answer: 40 sequences of 10 tokens each; it may be told to refuse, die or wait. And an export."""
+"""A preparation that knows the answer: 40 sequences of 10 tokens each; it may be told to refuse,
+die or wait.
+
+And an export.
+"""
 
 import json
 import os

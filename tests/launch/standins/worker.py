@@ -1,9 +1,10 @@
-"""A rank without a model: counts steps, saves real checkpoints, and does at a step what plan.faults says.
+"""A rank without a model: counts steps, saves real checkpoints, and does at a step what plan.faults
+says.
 
-kill, raise, exit, segfault, oom: at this step, in the first start only unless `always`
-wait: before this step it waits for a signal, and says so with a phase
-deaf: ignores signals; unready: does not listen to them yet; refuse: refuses before step 1; weighs: bytes of a checkpoint; flood: prints this many kilobytes a step
-says: prints this line before step 2
+kill, raise, exit, segfault, oom: at this step, in the first start only unless `always` wait: before
+this step it waits for a signal, and says so with a phase deaf: ignores signals; unready: does not
+listen to them yet; refuse: refuses before step 1; weighs: bytes of a checkpoint; flood: prints this
+many kilobytes a step says: prints this line before step 2
 """
 
 import json

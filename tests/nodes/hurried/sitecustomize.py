@@ -1,4 +1,7 @@
-"""Makes the limits of a rank shorter: Python imports this file where PYTHONPATH names its folder. HURRIED is {"module.NAME": seconds}."""
+"""Makes the limits of a rank shorter: Python imports this file where PYTHONPATH names its folder.
+
+HURRIED is {"module.NAME": seconds}.
+"""
 
 import importlib
 import json

@@ -1,6 +1,8 @@
-"""Lets a test make a living rank fail: Python imports this file where PYTHONPATH names its folder.
+"""Lets a test make a living rank fail: Python imports this file where PYTHONPATH names its
+folder.
 
-Real-time signal +1 raises an exception wherever the rank is, +2 leaves with exit status 0, +3 refuses.
+Real-time signal +1 raises an exception wherever the rank is, +2 leaves with exit status 0, +3
+refuses.
 """
 
 import os
@@ -15,7 +17,9 @@ def _raise(*_: object) -> None:
 
 
 def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
-    """Where the rank was in a finalizer or a callback of the collector, Python has dropped the exception."""
+    """Where the rank was in a finalizer or a callback of the collector, Python has dropped the
+    exception.
+    """
     sys.__unraisablehook__(dropped)
     if isinstance(dropped.exc_value, ZeroDivisionError):
         signal.setitimer(signal.ITIMER_REAL, 0.01)  # not at once, which would be in here

@@ -1,6 +1,8 @@
-"""Puts the wall clock of every Python process of a node forward: Python imports this file where PYTHONPATH names its folder.
+"""Puts the wall clock of every Python process of a node forward: Python imports this file where
+PYTHONPATH names its folder.
 
-SKEW_S says by how many seconds. Clocks for waiting are left alone, as they are on a machine whose time of day is wrong.
+SKEW_S says by how many seconds. Clocks for waiting are left alone, as they are on a machine whose
+time of day is wrong.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""A small front for a guarded program: it reads what the program's processes leave at the border, answers what they bring, and judges."""
+"""A small front for a guarded program: it reads what the program's processes leave at the border,
+answers what they bring, and judges.
+"""
 
 import contextlib
 import os
@@ -193,7 +195,9 @@ def play(
     env: Mapping[str, str] | None = None,
     forked: bool = True,
 ) -> Played:
-    """Starts a program under guard, forked from a process that has imported torch unless that is not wanted; see `end`."""
+    """Starts a program under guard, forked from a process that has imported torch unless that is
+    not wanted; see `end`.
+    """
     guard = Guard(folder / "guard", "one", os.getpid(), host="here")
     environment = {
         **os.environ,

@@ -1,4 +1,7 @@
-"""torch.distributed under guard, in programs that know nothing of it. Run: pytest tests/run/inside/test_groups.py"""
+"""torch.distributed under guard, in programs that know nothing of it.
+
+Run: pytest tests/run/inside/test_groups.py
+"""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +21,9 @@ _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F")
 def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variables_report(
     guarded: Start,
 ) -> None:
-    """MASTER_ADDR and MASTER_PORT are missing, and the interface is another machine's: each of them ends such a program by itself."""
+    """MASTER_ADDR and MASTER_PORT are missing, and the interface is another machine's: each of them
+    ends such a program by itself.
+    """
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "ens34"}
     played = guarded(sys.executable, PROGRAMS / "alone.py", world_size=1, env=env)
     assert played.until_ended() == 0, played.printed
@@ -39,7 +44,9 @@ def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variab
 def test_a_program_that_ends_right_after_a_collective_ends_well_though_gloos_threads_come_late(
     guarded: Start, how: str
 ) -> None:
-    """Without the guard 15 of 16 of these abort: `terminate called without an active exception` (pytorch#190489)."""
+    """Without the guard 15 of 16 of these abort: `terminate called without an active exception`
+    (pytorch#190489).
+    """
     played = guarded(sys.executable, PROGRAMS / "launcher.py", 2, PROGRAMS / "ending.py", how, world_size=2)
     assert played.until_ended() == 0, played.printed
     assert played.events_of("result", 0)[0]["step"] == 3

@@ -1,4 +1,7 @@
-"""How a program's Pythons come to be guarded, and which cannot be. Run: pytest tests/run/inside/test_injection.py"""
+"""How a program's Pythons come to be guarded, and which cannot be.
+
+Run: pytest tests/run/inside/test_injection.py
+"""
 
 import json
 import os
@@ -62,8 +65,13 @@ def test_an_error_in_a_sitecustomize_that_is_there_is_reported_as_without_us(
 
 
 def test_a_python_that_loads_no_torch_pays_less_than_five_milliseconds(environment: dict[str, str]) -> None:
-    """Of a processor, the cheapest of some starts: what else the machine does is not what it costs."""
-    timed = "import sys, time; sys.path.insert(1, sys.argv[1]); t = time.process_time(); import sitecustomize; print(time.process_time() - t)"
+    """Of a processor, the cheapest of some starts: what else the machine does is not what it
+    costs.
+    """
+    timed = (
+        "import sys, time; sys.path.insert(1, sys.argv[1]); t = time.process_time(); import sitecustomize;"
+        " print(time.process_time() - t)"
+    )
     costs = [float(python(environment, "-S", "-c", timed, str(PATH)).stdout) * 1000 for _ in range(_TRIES)]
     assert min(costs) < _LIMIT_MS, costs
     show = "import sys; print(*sorted(sys.modules))"
@@ -88,7 +96,9 @@ def test_a_program_whose_front_is_gone_runs_as_without(tmp_path: Path) -> None:
 def test_what_cannot_be_hooked_is_reported_and_the_program_runs(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """As with a torch of which we do not know enough: here one in which nothing is where it should be."""
+    """As with a torch of which we do not know enough: here one in which nothing is where it should
+    be.
+    """
     package = tmp_path / "strange" / "torch"
     for folder in (package, package / "distributed"):
         folder.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""Where a step of a training loop begins, as it shows from outside. Run: pytest tests/run/inside/test_loop.py"""
+"""Where a step of a training loop begins, as it shows from outside.
+
+Run: pytest tests/run/inside/test_loop.py
+"""
 
 from unisono.integrations.inside import StepStarts
 
@@ -6,7 +9,9 @@ ALL_GATHER, BARRIER = (4, 512), (3, 0)
 
 
 def looped(steps: int, *, opening: tuple[int, int] = ALL_GATHER) -> tuple[StepStarts, list[bool]]:
-    """A loop that has made steps with two collectives each; and whether the first of each has begun it."""
+    """A loop that has made steps with two collectives each; and whether the first of each has begun
+    it.
+    """
     loop, begun = StepStarts(), []
     for _ in range(steps):
         begun.append(loop.collective(*opening))

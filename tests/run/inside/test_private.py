@@ -1,4 +1,6 @@
-"""What the hooks use of torch's and others' private names: each fails here when it changes. Run: pytest tests/run/inside/test_private.py
+"""What the hooks use of torch's and others' private names: each fails here when it changes.
+
+Run: pytest tests/run/inside/test_private.py
 
 docs/explanation/run.md has the table.
 """
@@ -92,7 +94,9 @@ def test_a_recorder_is_found_as_soon_as_torch_is_loaded() -> None:
 
 
 def ports_of_two_starts(kind: type[DynamicRendezvousHandler]) -> list[int | None]:
-    """Of the stores that a launcher of one node gives to the ranks of its first start and of its second."""
+    """Of the stores that a launcher of one node gives to the ranks of its first start and of its
+    second.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     handler = kind.from_backend(
         "starts", store, C10dRendezvousBackend(store, "starts"), 1, 1, local_addr="127.0.0.1"

@@ -1,4 +1,5 @@
-"""What a process uses: a download is work, heartbeats are not, and no connection of the program changes by being looked at.
+"""What a process uses: a download is work, heartbeats are not, and no connection of the program
+changes by being looked at.
 
 Run: .venv/bin/python -m pytest tests/run/inside/test_process_use.py
 """
@@ -36,7 +37,9 @@ def open_files() -> set[str]:
 
 
 def sent(pairs: list[Pair], size: int) -> tuple[_Totals, _Totals]:
-    """The totals before and after each pair has sent so many bytes, as of a process that does nothing else."""
+    """The totals before and after each pair has sent so many bytes, as of a process that does
+    nothing else.
+    """
     before = _Totals(0.0, 0, 0, _traffic(), None)
     for client, server in pairs:
         client.sendall(bytes(size))

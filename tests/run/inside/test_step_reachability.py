@@ -1,4 +1,7 @@
-"""Whether a rank can come back to where it made a step. Run: pytest tests/run/inside/test_step_reachability.py"""
+"""Whether a rank can come back to where it made a step.
+
+Run: pytest tests/run/inside/test_step_reachability.py
+"""
 
 import sys
 import threading
@@ -122,7 +125,9 @@ def test_a_place_from_which_bytecode_leads_to_the_step_is_distinguished_from_one
 
 
 def test_a_different_loop_that_has_just_begun_is_not_mixed_up_with_the_one_before() -> None:
-    """The place is noted once a second: until then nothing leads to the first one, and nobody is told to be ahead."""
+    """The place is noted once a second: until then nothing leads to the first one, and nobody is
+    told to be ahead.
+    """
 
     def both(rank: Rank) -> None:
         plain(rank)

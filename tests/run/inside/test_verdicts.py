@@ -1,4 +1,7 @@
-"""Somebody else's program stands still: who is named, for what. Run: pytest tests/run/inside/test_verdicts.py"""
+"""Somebody else's program stands still: who is named, for what.
+
+Run: pytest tests/run/inside/test_verdicts.py
+"""
 
 import os
 import signal
@@ -50,7 +53,9 @@ def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line_while_the_run_co
 
 
 def test_a_rank_that_makes_fewer_steps_is_named_also_under_torchrun(guarded: Start) -> None:
-    """The last gradients of one rank meet the other's barrier: both have made as many steps, and one has begun another."""
+    """The last gradients of one rank meet the other's barrier: both have made as many steps, and
+    one has begun another.
+    """
     words = ["--nproc-per-node", "2", "--standalone", DDP, "unequal"]
     assert until_named(guarded(*TORCHRUN, *words)) == ("unequal_steps", (1,))
 
@@ -95,7 +100,9 @@ def test_ranks_that_split_their_rows_without_a_seed_are_refused_before_the_first
 
 
 def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(guarded: Start) -> None:
-    """It computes, and so do processes that it starts; then a long look at files; nothing of it is a fault."""
+    """It computes, and so do processes that it starts; then a long look at files; nothing of it is
+    a fault.
+    """
     played = launched(guarded, DDP, "evaluate", 14)
     assert played.until_ended() == 0, played.printed
     assert (played.named, played.verdict) == ([], None)
@@ -105,7 +112,9 @@ def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(g
 def test_a_rank_whose_interpreter_stands_at_the_very_end_is_named_though_nobody_waits_for_it(
     guarded: Start,
 ) -> None:
-    """As with gloo in torch 2.13, where a process group that dies waits for its own thread, and that for Python's lock."""
+    """As with gloo in torch 2.13, where a process group that dies waits for its own thread, and
+    that for Python's lock.
+    """
     played = launched(guarded, DDP, "stands", 9)
     assert until_named(played) == ("gil_held", (1,))
     assert "rank 0 is done" in played.printed

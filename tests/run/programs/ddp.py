@@ -1,4 +1,6 @@
-"""Distributed data parallel as in torch's own tutorial: a linear model, a distributed sampler, one all-reduce a step."""
+"""Distributed data parallel as in torch's own tutorial: a linear model, a distributed sampler, one
+all-reduce a step.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""Starts torchrun as LLaMA-Factory 0.9.5 does (src/llamafactory/launcher.py): statically, with the number of ranks that this node counts by itself."""
+"""Starts torchrun as LLaMA-Factory 0.9.5 does (src/llamafactory/launcher.py): statically, with the
+number of ranks that this node counts by itself.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""What the programs of this folder can be asked for. They are the programs of other people: nothing of unisono but --callback."""
+"""What the programs of this folder can be asked for.
+
+They are the programs of other people: nothing of unisono but --callback.
+"""
 
 import argparse
 import gc
@@ -8,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Imports make a million objects that stay, and the collector would look at all of them again and again.
+# Imports make a million objects that stay, and the collector would look at all of them again and
+# again.
 gc.disable()
 FAULTS = ("unseeded", "steps", "destroy")
 
@@ -38,7 +42,9 @@ def own_rank() -> int:
 
 
 class Losses:
-    """Writes each step's loss, to the last bit, and the process's id: who breaks this program reads when and whom."""
+    """Writes each step's loss, to the last bit, and the process's id: who breaks this program reads
+    when and whom.
+    """
 
     def __init__(self, options: argparse.Namespace, rank: int | None = None) -> None:
         gc.freeze()

@@ -1,4 +1,6 @@
-"""Ray Train's TorchTrainer, the second: as many workers as --ranks, each a rank of one gloo group."""
+"""Ray Train's TorchTrainer, the second: as many workers as --ranks, each a rank of one gloo
+group.
+"""
 
 import argparse
 import os

@@ -1,4 +1,6 @@
-"""Distributed data parallel with a step of 50 ms, in which rank 0 or all ranks hang in one of the ways that people know."""
+"""Distributed data parallel with a step of 50 ms, in which rank 0 or all ranks hang in one of the
+ways that people know.
+"""
 
 import argparse
 import concurrent.futures

@@ -1,4 +1,6 @@
-"""A causal language model and rows of tokens, both made here: small enough for a second, real enough for any trainer."""
+"""A causal language model and rows of tokens, both made here: small enough for a second, real
+enough for any trainer.
+"""
 
 import random
 import sys
@@ -6,7 +8,8 @@ from typing import Any
 
 import program_options  # noqa: F401 - before what takes long to import
 
-# As where they are not installed: peft would import bitsandbytes, and that torch's compiler, for two CPU seconds of each rank.
+# As where they are not installed: peft would import bitsandbytes, and that torch's compiler, for
+# two CPU seconds of each rank.
 for _optional in ("bitsandbytes", "peft"):
     sys.modules.setdefault(_optional, None)  # type: ignore[arg-type]
 

@@ -1,4 +1,7 @@
-"""A rank that does nothing but beat: `python beating_rank.py RECORD_FD [--with-front]`. Every number of a record follows from its step."""
+"""A rank that does nothing but beat: `python beating_rank.py RECORD_FD [--with-front]`.
+
+Every number of a record follows from its step.
+"""
 
 import os
 import sys

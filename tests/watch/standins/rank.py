@@ -1,4 +1,7 @@
-"""A rank that does one deed and no training. Started as a worker; its plan is `{"deeds": {"0": "sleep"}, "folder": …}`."""
+"""A rank that does one deed and no training.
+
+Started as a worker; its plan is `{"deeds": {"0": "sleep"}, "folder": …}`.
+"""
 
 import ctypes
 import json

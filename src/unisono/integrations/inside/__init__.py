@@ -1,12 +1,17 @@
-"""Code that runs inside the ranks of a foreign program under `unisono run`. The program is unchanged; only Python's start differs.
+"""Code that runs inside the ranks of a foreign program under `unisono run`.
 
-`path/sitecustomize.py` is found because its folder is first in PYTHONPATH. It hooks the import of some modules of torch: once one is
-loaded, it is passed to the function of this package that `HOOKS` there names. Nothing here imports torch: the program does.
+The program is unchanged; only Python's start differs.
 
-Here is how the code gets in, and, pure: where a step of a foreign training loop begins, and whether a rank can still reach the place where it
-makes its steps. The latter is read from the bytecode of the functions that the rank is in, if none raises anything: a rank that evaluates,
-saves or waits between two steps can make another one; a rank whose loop is over cannot. So a rank that has left its loop is distinguished
-from one in it without the program's help, and where nothing shows that a step begins.
+`path/sitecustomize.py` is found because its folder is first in PYTHONPATH. It hooks the import of
+some modules of torch: once one is loaded, it is passed to the function of this package that `HOOKS`
+there names. Nothing here imports torch: the program does.
+
+Here is how the code gets in, and, pure: where a step of a foreign training loop begins, and whether
+a rank can still reach the place where it makes its steps. The latter is read from the bytecode of
+the functions that the rank is in, if none raises anything: a rank that evaluates, saves or waits
+between two steps can make another one; a rank whose loop is over cannot. So a rank that has left
+its loop is distinguished from one in it without the program's help, and where nothing shows that a
+step begins.
 """
 
 import os
@@ -29,7 +34,8 @@ _UNGUARDABLE = {
 
 
 def injected(environment: Mapping[str, str], guard_file: Path) -> dict[str, str]:
-    """An environment in which every Python process is guarded, unless its options disable sitecustomize.
+    """An environment in which every Python process is guarded, unless its options disable
+    sitecustomize.
 
     Args:
         guard_file: the border's guard.json.
@@ -81,14 +87,18 @@ class StepReachability:
         self._noted = -_EVERY_S
 
     def note(self, frame: FrameType) -> None:
-        """Records that a step is made here, at most once per second, since a loop makes steps at the same place."""
+        """Records that a step is made here, at most once per second, since a loop makes steps at
+        the same place.
+        """
         now = time.monotonic()
         if now - self._noted >= _EVERY_S:
             self._noted = now
             self._calls = _calls_of(frame)
 
     def is_open(self, frame: FrameType | None) -> bool | None:
-        """Whether the main thread can reach that place again; None if no step was made, or its position is unknown."""
+        """Whether the main thread can reach that place again; None if no step was made, or its
+        position is unknown.
+        """
         if frame is None or not self._calls:
             return None
         for (made, at_step), (code, now) in zip(self._calls, _calls_of(frame), strict=False):
@@ -111,7 +121,9 @@ def _calls_of(frame: FrameType) -> _Calls:
 
 
 def leads(code: CodeType, start: int, end: int) -> bool:
-    """Whether a function may reach one offset from another, or the same again, if nothing is raised."""
+    """Whether a function may reach one offset from another, or the same again, if nothing is
+    raised.
+    """
     follow = _followers(code)
     offsets = sorted(follow)
     first, last = (max((at for at in offsets if at <= place), default=0) for place in (start, end))
@@ -146,10 +158,12 @@ _ALIKE = 3
 
 
 class StepStarts:
-    """Detects the start of a step: a batch of the training loader, or without torch loaders, the collective that starts every step.
+    """Detects the start of a step: a batch of the training loader, or without torch loaders, the
+    collective that starts every step.
 
-    A batch for an evaluation, or the barrier after the loop, does not start a step. The training loader is the one that was read last
-    before a step. Not thread-safe: only the main thread calls it.
+    A batch for an evaluation, or the barrier after the loop, does not start a step. The training
+    loader is the one that was read last before a step. Not thread-safe: only the main thread calls
+    it.
     """
 
     def __init__(self) -> None:
@@ -162,12 +176,18 @@ class StepStarts:
         self._alike = 0
 
     def batch(self, rows: object) -> bool:
-        """A batch of these rows was read; returns whether it belongs to a step. None: a batch that the program itself reports."""
+        """A batch of these rows was read; returns whether it belongs to a step.
+
+        None: a batch that the program itself reports.
+        """
         self._read, self._reads = id(rows), True
         return self._trained_on in (None, self._read)
 
     def collective(self, kind: int, elements: int) -> bool:
-        """A collective is called; returns whether it starts a step. Only the first after a step may, unless batches are read."""
+        """A collective is called; returns whether it starts a step.
+
+        Only the first after a step may, unless batches are read.
+        """
         if self._has_begun or self._reads or self._by_batches:
             return False
         self._has_begun = True

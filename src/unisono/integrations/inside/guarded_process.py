@@ -1,4 +1,5 @@
-"""This process under guard: whether it is a rank, its heartbeat and stacks, what it reports at its end; and the thread that samples its collectives.
+"""This process under guard: whether it is a rank, its heartbeat and stacks, what it reports at its
+end; and the thread that samples its collectives.
 
 `unisono.guarded()` is three lines with which a custom loop reports its steps and its loss:
 
@@ -7,11 +8,13 @@
             ...
             guard.step(loss)
 
-Under `unisono run` the watch then knows phase, step and loss. Elsewhere it does nothing, and costs nothing.
+Under `unisono run` the watch then knows phase, step and loss. Elsewhere it does nothing, and costs
+nothing.
 
-torch's own count of collectives shows what nobody calls from Python: the reducer of DDP, the all-gathers of FSDP. A look at the counts
-takes 4 µs. torch's count of completed ones is not used: gloo lets it fall behind, and even back. Which of the recorded collectives are
-done, their `retired` shows it.
+torch's own count of collectives shows what nobody calls from Python: the reducer of DDP, the
+all-gathers of FSDP. A look at the counts takes 4 µs. torch's count of completed ones is not used:
+gloo lets it fall behind, and even back. Which of the recorded collectives are done, their `retired`
+shows it.
 """
 
 import atexit
@@ -56,9 +59,11 @@ class GuardedProcess:
         registration: its identity; None while it is not a rank.
         step_starts: where its steps begin.
         reachability: whether it can still reach the place where it makes them.
-        main: the number of the main thread, or of the thread that trains if that is a different one.
+        main: the number of the main thread, or of the thread that trains if that is a different
+            one.
         inside: whether the main thread is in a hooked function, which may call others.
-        counts_steps: whether optimizer steps are counted; False once the program reports its steps itself.
+        counts_steps: whether optimizer steps are counted; False once the program reports its steps
+            itself.
     """
 
     def __init__(self, presence: Presence) -> None:
@@ -86,7 +91,9 @@ class GuardedProcess:
         return threading.get_ident() == self.main
 
     def become(self, registration: Registration | None) -> None:
-        """Registers as a rank, or updates the registration; does nothing if it is None, or a different living process is that rank."""
+        """Registers as a rank, or updates the registration; does nothing if it is None, or a
+        different living process is that rank.
+        """
         if registration is None:
             return
         if self.registration is None:
@@ -104,7 +111,9 @@ class GuardedProcess:
         self.presence.register(registration)
 
     def note(self, text: str) -> None:
-        """Reports to the front what was changed for the program, or other information for a person."""
+        """Reports to the front what was changed for the program, or other information for a
+        person.
+        """
         self.presence.emit("note", text=text)
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -118,7 +127,10 @@ class GuardedProcess:
             self.beats.enter(name)
 
     def _follow(self) -> None:
-        """Follows the thread that makes the first step, since Ray trains in its own thread. Threads of autograd do not count."""
+        """Follows the thread that makes the first step, since Ray trains in its own thread.
+
+        Threads of autograd do not count.
+        """
         if (
             not self.beats.step
             and not self.is_main_thread()
@@ -152,7 +164,9 @@ class GuardedProcess:
             self.beats.enter("program")
 
     def _begin(self) -> int:
-        """Starts the heartbeat in the front's memory; returns the signal that requests stacks, 0 for none."""
+        """Starts the heartbeat in the front's memory; returns the signal that requests stacks, 0
+        for none.
+        """
         record, stacks, answers = self.presence.make_memory()
         step = self.beats.step
         self.beats = Beats(record)
@@ -173,7 +187,10 @@ class GuardedProcess:
         return number
 
     def _where(self) -> dict[str, Any]:
-        """Which thread trains, and whether it can still make a step, if known. Any thread may call it."""
+        """Which thread trains, and whether it can still make a step, if known.
+
+        Any thread may call it.
+        """
         may_step = self.reachability.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
         return {"thread": self.main, "may_step": may_step}
 
@@ -216,7 +233,9 @@ class GuardedProcess:
             self.presence.emit("crashed", step=step, **describe_crash(error))
 
     def show_stacks(self) -> None:
-        """Shows the stacks of a process that is not a rank, or not yet, at a signal: a rank may have started it, e.g. for its loader."""
+        """Shows the stacks of a process that is not a rank, or not yet, at a signal: a rank may
+        have started it, e.g. for its loader.
+        """
         before, self._stacks = self._stacks, None
         with suppress(OSError):  # no free descriptor, or no /proc: then it shows none
             self._signal = self._signal or _free_signal()
@@ -225,7 +244,9 @@ class GuardedProcess:
                 os.close(before)
 
     def _forked(self) -> None:
-        """A forked child is not a rank, and must not write to its parent's record, nor its stacks."""
+        """A forked child is not a rank, and must not write to its parent's record, nor its
+        stacks.
+        """
         self.presence = Presence(self.presence.guard)
         self.registration = None
         self.beats, self.step_starts, self.reachability = Beats(), StepStarts(), StepReachability()
@@ -235,7 +256,9 @@ class GuardedProcess:
 
 
 def _is_taken(presence: Presence, registration: Registration) -> bool:
-    """Whether a living process is already that rank: then this one is a loader or other child that inherited its environment."""
+    """Whether a living process is already that rank: then this one is a loader or other child that
+    inherited its environment.
+    """
     return any(
         other.pid != presence.pid
         and (other.rank, other.attempt) == (registration.rank, registration.attempt)
@@ -261,8 +284,13 @@ _this_process: GuardedProcess | None = None
 """This process; None if it is not guarded, or before the first hook."""
 
 
-def this_process(environment: Mapping[str, str] = os.environ) -> GuardedProcess | None:  # noqa: TID251 - of a foreign program
-    """This guarded process; None if it is not guarded. It registers as a rank if its environment has one."""
+def this_process(
+    environment: Mapping[str, str] = os.environ,  # noqa: TID251 - of a foreign program
+) -> GuardedProcess | None:
+    """This guarded process; None if it is not guarded.
+
+    It registers as a rank if its environment has one.
+    """
     global _this_process
     if _this_process is None:
         guard = find_guard(environment)
@@ -287,7 +315,9 @@ def count_begun() -> int:
 
 
 def dump_of_interest() -> bytes:
-    """The dump of one recorder: the one with pending collectives, or else the one with the newest entry."""
+    """The dump of one recorder: the one with pending collectives, or else the one with the newest
+    entry.
+    """
     return flight_record(rank_by=pending_of)
 
 
@@ -311,7 +341,9 @@ class Sampling(threading.Thread):
         self._use = Use()
 
     def run(self) -> None:
-        """Samples four times per second, half as often while the main thread beats; once per second in detail while it is silent and no collective begins."""
+        """Samples four times per second, half as often while the main thread beats; once per second
+        in detail while it is silent and no collective begins.
+        """
         self._beats.note_groups(begun=0, pending=0, still_ns=0)
         seen, since, looked = (-1, -1), time.monotonic(), 0.0
         checked = since
@@ -410,8 +442,9 @@ class Guarded:
         """An optimizer step has been made.
 
         Args:
-            loss: of the step, as a number. A tensor is read only if it is on the CPU, since a read would synchronize the device; it is
-                reported once per second, and immediately if it is not finite.
+            loss: of the step, as a number. A tensor is read only if it is on the CPU, since a read
+                would synchronize the device; it is reported once per second, and immediately if it
+                is not finite.
         """
         self.done += 1
         if self._at is None:

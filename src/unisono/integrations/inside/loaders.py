@@ -1,7 +1,9 @@
-"""Batches and steps of a foreign loop: each rank's rows are compared before the first batch where all must have the same, and optimizer steps are counted.
+"""Batches and steps of a foreign loop: each rank's rows are compared before the first batch where
+all must have the same, and optimizer steps are counted.
 
-They must where the program has a sampler that shards one dataset over all ranks: then each rank must hold all of it, in one order. An
-unseeded split gives each rank different rows without an error. If ranks read different files, nothing is compared.
+They must where the program has a sampler that shards one dataset over all ranks: then each rank
+must hold all of it, in one order. An unseeded split gives each rank different rows without an
+error. If ranks read different files, nothing is compared.
 """
 
 import functools
@@ -40,7 +42,8 @@ class ShardedRows:
 
 
 def sharded_rows_of(loader: Any) -> ShardedRows | None:
-    """The rows that a torch DataLoader shards; None if no sampler of it shards, or the length is unknown.
+    """The rows that a torch DataLoader shards; None if no sampler of it shards, or the length is
+    unknown.
 
     Args:
         loader: a DataLoader, of torch or made from one.
@@ -92,8 +95,8 @@ def _length(value: Any) -> int | None:
 def digest_of(data: Any) -> str | None:
     """A digest of the rows of a dataset and their order; None if unknown.
 
-    Supported are torch's Subset, ConcatDataset and TensorDataset, datasets of the library datasets, and lists. Only the indices of a
-    selection, or three rows of a table, are read from disk.
+    Supported are torch's Subset, ConcatDataset and TensorDataset, datasets of the library datasets,
+    and lists. Only the indices of a selection, or three rows of a table, are read from disk.
     """
     parts = [repr(part) for part in _row_identity(data, _DEEP)]
     return f"{zlib.crc32(json.dumps(parts).encode()):08x}" if parts else None
@@ -117,7 +120,8 @@ def _row_identity(data: Any, deep: int) -> Iterator[Any]:
         table = data._indices  # noqa: SLF001 - of the library datasets; a test notices if it goes
         if table is not None:
             yield table.column(0).slice(0, _MOST_INDICES).to_pylist()
-        # `map` after a split leaves no indices, and `filter` makes new ones, the same on all ranks: rows tell.
+        # `map` after a split leaves no indices, and `filter` makes new ones, the same on all ranks:
+        # rows tell.
         if rows := _length(data):
             yield data.with_format("arrow")[[0, rows // 2, rows - 1]].to_pylist()
     elif isinstance(data, list | tuple):
@@ -237,7 +241,8 @@ def hook_optimizers(module: ModuleType) -> None:
 class StepCounter:
     """Counts the steps of the first optimizer that makes one.
 
-    A process without a rank is the only one of its program once it trains: launchers import torch, too, but never make a step.
+    A process without a rank is the only one of its program once it trains: launchers import torch,
+    too, but never make a step.
     """
 
     def __init__(self, at: GuardedProcess) -> None:
@@ -257,6 +262,8 @@ class StepCounter:
 
 
 def framework_in(modules: Container[str]) -> str:
-    """The framework of the loop, with the names of diagnose.gather; empty for the program's own loop, or if unknown."""
+    """The framework of the loop, with the names of diagnose.gather; empty for the program's own
+    loop, or if unknown.
+    """
     found = next((name for name, module in _FRAMEWORKS.items() if module in modules), "")
     return "lightning" if found == "pytorch_lightning" else found

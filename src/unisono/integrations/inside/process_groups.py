@@ -1,4 +1,6 @@
-"""torch.distributed under guard: a device before the group, a heartbeat at each collective, stores that restarts do not share, no port in a world of one."""
+"""torch.distributed under guard: a device before the group, a heartbeat at each collective, stores
+that restarts do not share, no port in a world of one.
+"""
 
 import atexit
 import functools
@@ -35,12 +37,16 @@ _NAMES = {
     "other": ("new_group", "split_group"),
 }
 # fmt: on
-"""Functions of torch.distributed.distributed_c10d by kind; those that a version of torch lacks are skipped."""
+"""Functions of torch.distributed.distributed_c10d by kind; those that a version of torch lacks are
+skipped.
+"""
 _PLAIN = ("Tensor", "Parameter")  # the size of others, e.g. traced tensors, may not be a number
 
 
 def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
-    """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that exist."""
+    """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that
+    exist.
+    """
     found = []
     for kind, names in _NAMES.items():
         for name in names:
@@ -52,9 +58,11 @@ def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
 
 
 def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) -> Callable[..., Any]:
-    """The function with a heartbeat before and after it, if the main thread calls it, and not inside another collective.
+    """The function with a heartbeat before and after it, if the main thread calls it, and not
+    inside another collective.
 
-    A failing one leaves the record unchanged: a rank usually exits there, and its last heartbeat shows which one it was.
+    A failing one leaves the record unchanged: a rank usually exits there, and its last heartbeat
+    shows which one it was.
     """
 
     @functools.wraps(function)
@@ -104,7 +112,9 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def bind_device(at: GuardedProcess, environment: Mapping[str, str]) -> int | None:
-    """Binds the device of LOCAL_RANK and reports it; returns the index of the bound device, None without a GPU or if it is unknown."""
+    """Binds the device of LOCAL_RANK and reports it; returns the index of the bound device, None
+    without a GPU or if it is unknown.
+    """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_available():
         return None
@@ -143,11 +153,15 @@ def device_uuid() -> str:
 
 
 _KEPT = ("_bootstrap_store_info", "_shared_tcp_store_server")
-"""Attributes that DynamicRendezvousHandler keeps from the first start; a test fails if they are removed."""
+"""Attributes that DynamicRendezvousHandler keeps from the first start; a test fails if they are
+removed.
+"""
 
 
 def hook_rendezvous(module: ModuleType) -> None:
-    """Hooks torch.distributed.elastic.rendezvous.dynamic_rendezvous, so that each start has its own store."""
+    """Hooks torch.distributed.elastic.rendezvous.dynamic_rendezvous, so that each start has its own
+    store.
+    """
     handler = module.DynamicRendezvousHandler
     handler.next_rendezvous = _forgetting(handler.next_rendezvous)
 
@@ -181,7 +195,8 @@ def with_own_names(original: Callable[..., Any], module: ModuleType) -> Callable
 def _start_in(store: Any, environment: Mapping[str, str], module: ModuleType) -> int:
     """The number of this start, from 0, if ranks share the store with earlier ones; else 0.
 
-    On several nodes the number is equal only with a static rendezvous. Then the launchers' own keys are in the same store.
+    On several nodes the number is equal only with a static rendezvous. Then the launchers' own keys
+    are in the same store.
     """
     text = environment.get("TORCHELASTIC_RESTART_COUNT", "")
     if not text.isdigit() or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -279,7 +294,9 @@ def _world_size(given: Mapping[str, Any], environment: Mapping[str, str]) -> int
 
 
 def _joining_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> Registration | None:
-    """The registration known before joining, so that a rank that waits for the others is already visible."""
+    """The registration known before joining, so that a rank that waits for the others is already
+    visible.
+    """
     known = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
     settings = {name: str(value) for name, value in known.items() if value != -1}
     return own_registration({**environment, **settings})
@@ -295,16 +312,20 @@ def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:
 
 
 def _is_nccl(backend: Any) -> bool:
-    """Whether GPUs use NCCL alone. Without a backend, a device_id would disable gloo for CPU tensors."""
+    """Whether GPUs use NCCL alone.
+
+    Without a backend, a device_id would disable gloo for CPU tensors.
+    """
     return str(backend or "").lower() in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl")
 
 
 @contextmanager
 def _alone(at: GuardedProcess, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arguments of init_process_group in a world of one: a store in memory instead of one that listens on a port.
+    """Arguments of init_process_group in a world of one: a store in memory instead of one that
+    listens on a port.
 
-    gloo uses the loopback interface meanwhile, and variables that name no interface of this machine are removed: they are leftovers of a
-    different start, and NCCL would fail with them.
+    gloo uses the loopback interface meanwhile, and variables that name no interface of this machine
+    are removed: they are leftovers of a different start, and NCCL would fail with them.
     """
     environment = os.environ  # noqa: TID251 - of this process alone, and as it was afterwards
     names = {name for _, name in socket.if_nameindex()}

@@ -1,4 +1,7 @@
-"""What this process and its children use: CPU time, files, connections. A rank of a foreign program that uses almost nothing is still."""
+"""What this process and its children use: CPU time, files, connections.
+
+A rank of a foreign program that uses almost nothing is still.
+"""
 
 import os
 import socket
@@ -20,7 +23,8 @@ _MUCH_TRAFFIC = (
     1 << 11
 )  # of a connection, in a second: heartbeats of a store have less, and the slowest downloads more
 _MOST_CONNECTIONS = 256
-# Of struct tcp_info in linux/tcp.h, from Linux 4.1 on: tcpi_bytes_acked and tcpi_bytes_received, and where they end.
+# Of struct tcp_info in linux/tcp.h, from Linux 4.1 on: tcpi_bytes_acked and tcpi_bytes_received,
+# and where they end.
 _BYTES, _BYTES_AT, _TCP_INFO_BYTES = struct.Struct("=QQ"), 120, 136
 
 
@@ -36,7 +40,8 @@ class Use:
 
         Args:
             thread: that trains, by Python's number.
-            is_examined: whether the front has requested stacks or a dump since the last call, which take CPU time and write.
+            is_examined: whether the front has requested stacks or a dump since the last call, which
+                take CPU time and write.
         """
         now = time.monotonic_ns()
         last, self._last = self._last, _Totals.now(thread)
@@ -136,10 +141,11 @@ def _io_bytes() -> int:
 
 
 def _traffic() -> dict[str, int]:
-    """Bytes that each TCP connection of this process has sent and received, by the kernel's name of its socket.
+    """Bytes that each TCP connection of this process has sent and received, by the kernel's name of
+    its socket.
 
-    Read by getsockopt(2) itself: a socket object of Python would make a connection of the program non-blocking, if the program has set a
-    default timeout.
+    Read by getsockopt(2) itself: a socket object of Python would make a connection of the program
+    non-blocking, if the program has set a default timeout.
     """
     import ctypes  # imported only when needed
 

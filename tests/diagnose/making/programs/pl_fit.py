@@ -1,6 +1,8 @@
 # ruff: noqa: ICN001, ANN001, ANN201, N812, PLW1508
 # mypy: ignore-errors
-"""Lightning with a data module, validation and checkpoints; FAULT is what goes wrong, on rank BAD."""
+"""Lightning with a data module, validation and checkpoints; FAULT is what goes wrong, on rank
+BAD.
+"""
 
 import datetime
 import os

@@ -1,6 +1,8 @@
 # ruff: noqa: ANN001, ANN201, C901, DTZ005, ICN001, LOG015, PLW1508, PTH123, SIM300, SIM401
 # mypy: ignore-errors
-"""A small DDP loop on gloo into which one fault can be put: FAULT, FAULT_RANK, FAULT_STEP; STYLE is how it talks."""
+"""A small DDP loop on gloo into which one fault can be put: FAULT, FAULT_RANK, FAULT_STEP; STYLE is
+how it talks.
+"""
 
 import datetime
 import json
@@ -73,7 +75,8 @@ def notify(text, step=None, loss=None):
     elif STYLE == "ansi":
         now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         print(
-            f"\033[32m{now}\033[0m | \033[1mINFO    \033[0m | \033[36m__main__\033[0m:\033[36msay\033[0m - \033[1m{text}\033[0m",
+            f"\033[32m{now}\033[0m | \033[1mINFO    \033[0m | \033[36m__main__\033[0m:\033[36msay\033[0m -"
+            f" \033[1m{text}\033[0m",
             file=sys.stderr,
             flush=True,
         )
@@ -85,7 +88,8 @@ def notify(text, step=None, loss=None):
     elif STYLE == "bar" and step is not None:
         done = int(10 * step / STEPS)
         print(
-            f"\r{100 * step // STEPS:3d}%|{'█' * done}{' ' * (10 - done)}| {step}/{STEPS} [00:0{step % 10}<00:04,  3.1it/s, loss={loss:.3f}]",
+            f"\r{100 * step // STEPS:3d}%|{'█' * done}{' ' * (10 - done)}| {step}/{STEPS}"
+            f" [00:0{step % 10}<00:04,  3.1it/s, loss={loss:.3f}]",
             end="",
             file=sys.stderr,
             flush=True,
@@ -166,7 +170,8 @@ def tokenize_again():
     """Be busy with the data while the others wait."""
     for i in range(600):
         print(
-            f"\rRunning tokenizer on dataset: {i:3d}%|{'#' * (i // 10)}| {i * 1000}/100000 [00:{i:02d}<01:40, 998.2 examples/s]",
+            f"\rRunning tokenizer on dataset: {i:3d}%|{'#' * (i // 10)}| {i * 1000}/100000 [00:{i:02d}<01:40,"
+            " 998.2 examples/s]",
             end="",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,6 @@
-"""DDP over gloo, and rows that are no loader's: nothing shows where a step begins. Rank 1 has fewer of them, or sums up alone in its loop.
+"""DDP over gloo, and rows that are no loader's: nothing shows where a step begins.
+
+Rank 1 has fewer of them, or sums up alone in its loop.
 
 With a second word the loop is in a thread of its own, as Ray has it.
 """

@@ -1,4 +1,6 @@
-"""A program that makes its ranks by itself, with the start method that is named, and has a loader with processes in each of them."""
+"""A program that makes its ranks by itself, with the start method that is named, and has a loader
+with processes in each of them.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""A program that knows nothing of unisono: DDP over gloo on the CPU. What goes wrong in it is named on its command line."""
+"""A program that knows nothing of unisono: DDP over gloo on the CPU.
+
+What goes wrong in it is named on its command line.
+"""
 
 import ctypes
 import subprocess
@@ -64,7 +67,9 @@ def strike(rank: int, world: int) -> None:
 
 
 def evaluate() -> None:
-    """Eight seconds: in this process, in another one, and once more in this one, but in small pieces."""
+    """Eight seconds: in this process, in another one, and once more in this one, but in small
+    pieces.
+    """
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
         torch.ones(64, 64).sum()

@@ -1,4 +1,6 @@
-"""A program that knows nothing of unisono: its last act is a collective, and gloo's threads come late, as on a busy machine."""
+"""A program that knows nothing of unisono: its last act is a collective, and gloo's threads come
+late, as on a busy machine.
+"""
 
 import os
 import sys
@@ -26,7 +28,9 @@ def main(how: str) -> None:
 
 
 def come_late() -> None:
-    """One processor; gloo's threads run where nobody else wants it, and Python's lock is taken from nobody."""
+    """One processor; gloo's threads run where nobody else wants it, and Python's lock is taken from
+    nobody.
+    """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[dist.get_rank() % len(cores)]])
     sys.setswitchinterval(30)

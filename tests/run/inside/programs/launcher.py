@@ -1,4 +1,5 @@
-"""A launcher of the plainest kind, which loads no torch: launcher.py NPROC SCRIPT ...; ends with the highest exit code of its ranks.
+"""A launcher of the plainest kind, which loads no torch: launcher.py NPROC SCRIPT ...; ends with
+the highest exit code of its ranks.
 
 Where a test has forked it from a process with torch (tests/front_server.py), it forks its ranks.
 """

@@ -1,4 +1,6 @@
-"""A loop of one's own with the three lines, and no loader of torch: rank 1 has fewer batches, and waits at the end."""
+"""A loop of one's own with the three lines, and no loader of torch: rank 1 has fewer batches, and
+waits at the end.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,8 @@
 """Python loads this at its start, because its folder is first in PYTHONPATH under `unisono run`.
 
-It hooks some modules of torch, so that they are changed if the program imports them; then it runs the sitecustomize that it hides.
-Every Python process of the program runs this file, so it imports only what is already loaded, and never fails.
+It hooks some modules of torch, so that they are changed if the program imports them; then it runs
+the sitecustomize that it hides. Every Python process of the program runs this file, so it imports
+only what is already loaded, and never fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ HOOKS = {
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes ten times as long as all of this
 _HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # noqa: PTH100, PTH118
-_RECORDED = "200"  # collectives that torch's flight recorder keeps; it reads this when it is loaded, and keeps one without it
+# collectives that torch's flight recorder keeps; it reads this when it is loaded, and keeps one
+# without it
+_RECORDED = "200"
 
 
 class _Home:
@@ -78,13 +81,17 @@ def _nothing(*_: Any) -> None:
 
 
 def _change(module: ModuleType) -> None:
-    """Calls the module's hook. Errors are reported only to the front: the program continues, unguarded."""
+    """Calls the module's hook.
+
+    Errors are reported only to the front: the program continues, unguarded.
+    """
     try:
         part, _, function = HOOKS[module.__name__].partition(".")
         getattr(__import__(f"unisono.integrations.inside.{part}", fromlist=[function]), function)(module)
     except Exception as error:  # noqa: BLE001 - also of a Python or a torch that is not known here
         _print_line(
-            f"this process is not guarded: {module.__name__} could not be hooked: {type(error).__name__}: {error}"
+            f"this process is not guarded: {module.__name__} could not be hooked: {type(error).__name__}:"
+            f" {error}"
         )
 
 
