@@ -28,15 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.agree.compare import compare_nodes
-from unisono.agree.membership import missing_nodes
-from unisono.agree.reports import Device, FileDigest, Interface, NodeReport, OutputFacts
-from unisono.control.channel_ends import HeadServer, NodeLink
-from unisono.control.connection import Joined, NodeMessage
-from unisono.facts.limits import SystemLimits
+from unisono.guard.agree.compare import compare_nodes
+from unisono.guard.agree.membership import missing_nodes
+from unisono.guard.agree.reports import Device, FileDigest, Interface, NodeReport, OutputFacts
+from unisono.guard.control.channel_ends import HeadServer, NodeLink
+from unisono.guard.control.connection import Joined, NodeMessage
+from unisono.guard.facts.limits import SystemLimits
 
 if TYPE_CHECKING:
-    from unisono.causes import Verdict
+    from unisono.base.causes import Verdict
 
 TOKEN = b"agree_scale's own token, 32 bytes"
 ODD = 7

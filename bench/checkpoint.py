@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import MODELS  # type: ignore[import-not-found]  # beside this script
 
-from unisono.checkpoint.state import optimizer_tensors
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.writer import (
+from unisono.trainer.checkpoint.state import optimizer_tensors
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.writer import (
     STATE,
     TensorFile,
     group_file,
@@ -36,7 +36,7 @@ from unisono.checkpoint.writer import (
     write_files,
     write_tensor_file,
 )
-from unisono.train.saver import Files, Part, Save, Saver, Staging, in_place
+from unisono.trainer.training.saver import Files, Part, Save, Saver, Staging, in_place
 
 ROWS, LENGTH = 2, 128
 PAIRS = 9  # of writes; a disk that others use, too, is seldom as quick twice

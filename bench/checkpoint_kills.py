@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from unisono.checkpoint.store import CheckpointStore, IntactCheckpoint
+from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 
 KEY = b"k" * 32
 KEEP = 3

@@ -21,9 +21,9 @@ RESULTS = Path(__file__).parent / "results" / "data.json"
 CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from unisono.config.schema import RunConfig
-from unisono.data.prepare import prepare_data
-from unisono.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data.prepare import prepare_data
+from unisono.base.events import Reporter
 config = RunConfig.model_validate(json.loads(sys.argv[1]))
 if sys.argv[4] == "first":
     from transformers import AutoTokenizer  # its import is not the data path's

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from unisono.facts.machine import read_machine
+from unisono.guard.facts.machine import read_machine
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)

@@ -65,8 +65,8 @@ def engines() -> dict[str, float]:
     """How fast each engine finds all hints in the same bytes, without any of them being left out as
     frequent.
     """
-    from unisono.diagnose.lines import _finder
-    from unisono.diagnose.scan import STRONG, WEAK
+    from unisono.guard.diagnosis.lines import _finder
+    from unisono.guard.diagnosis.scan import STRONG, WEAK
 
     words = sorted({word.encode() for word in (*STRONG, *WEAK)})
     data = b"".join(blocks(ENGINE_BYTES))[:ENGINE_BYTES]

@@ -92,9 +92,9 @@ def fuzz(cases: list[dict[str, bytes]], seed: int, seconds: float) -> dict[str, 
 
 def diagnosed(folder: str) -> tuple[str, str]:
     """All that the command would print, and the cause."""
-    from unisono.diagnose.lines import redacted, redacted_json
-    from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
-    from unisono.diagnose.timeline import draw
+    from unisono.guard.diagnosis.lines import redacted, redacted_json
+    from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
+    from unisono.guard.diagnosis.timeline import draw
 
     read = read_all(find_sources([folder]))
     found = diagnose_logs(read.scanned, read.recordings)

@@ -231,8 +231,8 @@ def ours(studio: Any, *, cache: bool, buckets: bool, dtype: str) -> dict[str, fl
     run.
     """
     from tests.ranks.conftest import _Kept
-    from unisono.train.front_io import StopRequest
-    from unisono.train.rank_run import run_plan
+    from unisono.trainer.training.front_io import StopRequest
+    from unisono.trainer.training.rank_run import run_plan
 
     class Clocked(_Kept):
         times: dict[int, float] = {}  # noqa: RUF012 - one instance
@@ -311,7 +311,7 @@ more = sections(cache=True, steps=2, batch=int(batch), dtype=dtype) | {{"memory"
 if folder.endswith("filled"):
     import diffusers, peft, transformers.models.clip.modeling_clip
     from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-    from unisono.train import rank_run
+    from unisono.trainer.training import rank_run
 studio = studio_of(Path(model), Path(pictures), Path(folder))
 plan = studio.plan("diffusion", **more)
 if not folder.endswith("filled"):

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from unisono.model.directory import locate_model
-from unisono.train.training_checks import arithmetic, weights_digest
+from unisono.trainer.model.directory import locate_model
+from unisono.trainer.training.training_checks import arithmetic, weights_digest
 
 EVERY = 100
 RANK = 16

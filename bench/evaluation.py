@@ -26,12 +26,12 @@ from peers import machine, trl_row  # type: ignore[import-not-found]  # beside t
 from transformers import AutoModelForCausalLM
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-from unisono.data.token_table import TokenTable
-from unisono.events import Reporter
-from unisono.model.engine import answer_prompts
-from unisono.model.generate import generate
-from unisono.task import evaluate
-from unisono.task.inference import InferenceModel, open_requested
+from unisono.base.events import Reporter
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model.engine import answer_prompts
+from unisono.trainer.model.generate import generate
+from unisono.trainer.task import evaluate
+from unisono.trainer.task.inference import InferenceModel, open_requested
 
 QUESTIONS = 32
 ANSWER_TOKENS = 64

@@ -74,8 +74,8 @@ def hooks_main() -> None:
     """
     import torch  # it is what is hooked
 
-    from unisono.integrations.inside.guarded_process import this_process
-    from unisono.integrations.inside.process_groups import beating
+    from unisono.guard.integrations.inside.guarded_process import this_process
+    from unisono.guard.integrations.inside.process_groups import beating
 
     at = this_process()
     assert at is not None
@@ -132,8 +132,8 @@ def least_ns(call: Callable[[], object]) -> float:
 
 def environment(folder: Path, *, guarded: bool) -> dict[str, str]:
     """Of the ranks; with the guard this process is their front."""
-    from unisono.integrations.border import Guard
-    from unisono.integrations.inside import injected
+    from unisono.guard.integrations.border import Guard
+    from unisono.guard.integrations.inside import injected
 
     plain = {
         **os.environ,

@@ -23,11 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _PROGRAM = """
 import contextlib, time
-from unisono.child import loading_modules
-from unisono.facts.environment import read_environment
+from unisono.base.child import loading_modules
+from unisono.guard.facts.environment import read_environment
 with {how}:
     begun = time.process_time()
-    import unisono.train.rank_run
+    import unisono.trainer.training.rank_run
     print(time.process_time() - begun)
 """
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from unisono.plan.run_plan import permutation
+from unisono.trainer.plan.run_plan import permutation
 
 TESTS = Path(__file__).parent.parent / "tests"
 EXAMPLE = TESTS / "llamafactory" / "examples" / "train_lora" / "qwen3_lora_sft.yaml"

@@ -235,7 +235,7 @@ def draw_jobs(seed: int, count: int) -> list[dict[str, Any]]:
     """`count` jobs of each template: three rows, settings, and the entry of a dataset_info.json for
     them.
     """
-    from unisono.config.lf_template import template_names
+    from unisono.trainer.config.lf_template import template_names
 
     draw = Draw(seed)
     return [_draw_job(draw, name) for name in template_names() for _ in range(count)]
@@ -332,12 +332,12 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     """Our rows as tokens and loss, and whether a row is bad or the settings are refused."""
     from transformers import AutoTokenizer
 
-    from unisono.config.lf_template import find_lf_template
-    from unisono.data import RowError
-    from unisono.data.lf_encoder import LfEncoder
-    from unisono.data.preference_rows import read_exchange
-    from unisono.data.token_table import EncodedUnit
-    from unisono.errors import DataError
+    from unisono.base.errors import DataError
+    from unisono.trainer.config.lf_template import find_lf_template
+    from unisono.trainer.data import RowError
+    from unisono.trainer.data.lf_encoder import LfEncoder
+    from unisono.trainer.data.preference_rows import read_exchange
+    from unisono.trainer.data.token_table import EncodedUnit
 
     options, kind = job["options"], job["kind"]
     loss_on: Any = "all" if options.get("train_on_prompt") else "last-answer" if options.get("mask_history") else "answers"  # fmt: skip

@@ -123,11 +123,11 @@ def build(
     embeddings: bool = False,
 ) -> Built:
     """The model as unisono trains it."""
-    from unisono.config import RunConfig
-    from unisono.model.directory import locate_model
-    from unisono.model.forward import Rows, choose_forward
-    from unisono.model.load import load_for_training
-    from unisono.model.quantization import quantized_layers, scales_of, weight_bytes
+    from unisono.trainer.config import RunConfig
+    from unisono.trainer.model.directory import locate_model
+    from unisono.trainer.model.forward import Rows, choose_forward
+    from unisono.trainer.model.load import load_for_training
+    from unisono.trainer.model.quantization import quantized_layers, scales_of, weight_bytes
 
     config = RunConfig.model_validate(
         {"model": {"path": str(model), "quantize": kind, "quantize_embeddings": embeddings}, "adapter": {"rank": 16}, "data": {"train": "-"}, "output_dir": "-"}

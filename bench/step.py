@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-from unisono.config.schema import RunConfig
-from unisono.model import forward as forwards
-from unisono.model.decoder import slow_down_layers, speed_up_layers
-from unisono.model.load import load_for_training
-from unisono.train.gradient_sync import NoSync
-from unisono.train.optim import build_optimizers, clipping_factor, total_norm
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.model import forward as forwards
+from unisono.trainer.model.decoder import slow_down_layers, speed_up_layers
+from unisono.trainer.model.load import load_for_training
+from unisono.trainer.training.gradient_sync import NoSync
+from unisono.trainer.training.optim import build_optimizers, clipping_factor, total_norm
 
 _PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_", "aten::addbmm", "aten::baddbmm"}
 _FUNCTIONS = ("SelfAttention", "GatedMlp", "Norm", "TrainedNorm", "Product", "ChunkedCrossEntropy")

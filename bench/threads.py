@@ -1,5 +1,5 @@
 """Seconds a step with one thread and with two, for models of several widths: the figures behind
-`_SMALL` in unisono/plan/resolve.py.
+`_SMALL` in unisono/trainer/plan/resolve.py.
 
     python bench/threads.py [--widths 128 192 256] [--steps 16] [--rounds 2]       about five minutes; writes bench/results/threads.json
     python bench/threads.py --models m15 m135      instead of widths the models of bench/workload.py, in bfloat16; writes threads-models.json

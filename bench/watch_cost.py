@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 if TYPE_CHECKING:
-    from unisono.plan import NodePlace, RankPlace
-    from unisono.watch import Beats
+    from unisono.guard.watch import Beats
+    from unisono.trainer.plan import NodePlace, RankPlace
 
 ROOT = Path(__file__).parents[1]
 HERE = str(Path(__file__).resolve())
@@ -56,8 +56,8 @@ def beat_costs_ns() -> dict[str, dict[str, float]]:
     """CPU nanoseconds of one call of each kind, in memory that is shared as a run's is: the least
     and the median of some rounds.
     """
-    from unisono.watch import Beats
-    from unisono.watch.views import BeatMemory
+    from unisono.guard.watch import Beats
+    from unisono.guard.watch.views import BeatMemory
 
     memory = BeatMemory(0)
     beats = Beats.inherited(memory.record_fd)
@@ -90,8 +90,8 @@ def second_thread_s_per_s() -> float:
     """CPU seconds a second that a process has used beside its main thread, which computes and
     beats; the kernel's part is in it.
     """
-    from unisono.watch import Beats
-    from unisono.watch.views import BeatMemory
+    from unisono.guard.watch import Beats
+    from unisono.guard.watch.views import BeatMemory
 
     beats = Beats.inherited(BeatMemory(0).record_fd)
     beats.pulse().start()
@@ -141,7 +141,7 @@ def front_s_per_s() -> float:
     as a run calls it.
     """
     from tests.watch.conftest import watch_deeds
-    from unisono.supervise.rank_monitor import StallMonitor
+    from unisono.guard.supervise.rank_monitor import StallMonitor
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -291,14 +291,14 @@ def computed(
 
 def be_front(mode: Mode, words: list[str]) -> None:
     """`unisono WORDS`, with this file's ranks, and in mode off without the watch."""
-    import unisono.launch.train_request
-    import unisono.supervise.local_ranks
-    import unisono.supervise.rank_supervisor
-    from unisono.cli import app
-    from unisono.supervise.child_process import Programs, worker_command
-    from unisono.watch.views import RunView
+    import unisono.guard.supervise.local_ranks
+    import unisono.guard.supervise.rank_supervisor
+    import unisono.jobs.runs.train_request
+    from unisono.front.cli import app
+    from unisono.guard.supervise.child_process import Programs, worker_command
+    from unisono.guard.watch.views import RunView
 
-    class Request(unisono.launch.train_request.TrainRequest):
+    class Request(unisono.jobs.runs.train_request.TrainRequest):
         def __init__(self, *arguments: object, **named: object) -> None:
             super().__init__(*arguments, **named)  # type: ignore[arg-type]
             programs = dataclasses.replace(Programs(), worker=(sys.executable, HERE, "rank", mode))
@@ -318,10 +318,10 @@ def be_front(mode: Mode, words: list[str]) -> None:
     def without_beats(*arguments: Any, **named: Any) -> list[str]:
         return worker_command(*arguments, **(named | {"beat_fds": ()}))
 
-    unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
+    unisono.jobs.runs.train_request.TrainRequest = Request  # type: ignore[misc]
     if mode == "off":
-        mock.patch.object(unisono.supervise.rank_supervisor, "StallMonitor", LooksAway).start()
-        mock.patch.object(unisono.supervise.local_ranks, "worker_command", without_beats).start()
+        mock.patch.object(unisono.guard.supervise.rank_supervisor, "StallMonitor", LooksAway).start()
+        mock.patch.object(unisono.guard.supervise.local_ranks, "worker_command", without_beats).start()
     app.main(words)
 
 
@@ -329,7 +329,7 @@ def be_rank(mode: Mode, words: list[str]) -> int:
     """A rank; in mode off it does not beat, in mode counting it leaves the number of its calls
     beside its plan.
     """
-    import unisono.worker.__main__ as worker
+    import unisono.trainer.worker.__main__ as worker
 
     if mode == "on":
         return worker.main(words)
@@ -346,7 +346,7 @@ def be_rank(mode: Mode, words: list[str]) -> int:
 
 
 def _silent() -> type:
-    from unisono.watch import Beats
+    from unisono.guard.watch import Beats
 
     class NoBeats(Beats):
         def _write(self, now: int) -> None:
@@ -363,7 +363,7 @@ def _silent() -> type:
 
 def _counting(seen: list[tuple[int, Counter[str]]]) -> type:
     """Beats that leave at each step how often each of their methods has been called."""
-    from unisono.watch import Beats
+    from unisono.guard.watch import Beats
 
     counts: Counter[str] = Counter()
 

@@ -12,19 +12,19 @@ from pathlib import Path
 
 from babel.messages.pofile import read_po
 
-from unisono.causes import ALL_CAUSES, CATALOGUE
-from unisono.causes.signatures import SEEN_WITH, SIGNATURES, Signature
-from unisono.causes.variables import VARIABLES
-from unisono.causes.verdict import Cause, OwnRunOnly
-from unisono.diagnose.hypotheses import rank
-from unisono.diagnose.remedy import remedy
-from unisono.diagnose.report_terms import find_features
-from unisono.diagnose.report_text import sentences_of
-from unisono.diagnose.run_facts import Hypothesis, RunFacts
-from unisono.drill.drills import DRILLS
+from unisono.base.causes import ALL_CAUSES, CATALOGUE
+from unisono.base.causes.signatures import SEEN_WITH, SIGNATURES, Signature
+from unisono.base.causes.variables import VARIABLES
+from unisono.base.causes.verdict import Cause, OwnRunOnly
+from unisono.front.drill.drills import DRILLS
+from unisono.guard.diagnosis.hypotheses import rank
+from unisono.guard.diagnosis.remedy import remedy
+from unisono.guard.diagnosis.report_terms import find_features
+from unisono.guard.diagnosis.report_text import sentences_of
+from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts
 
 ROOT = Path(__file__).resolve().parent.parent
-_TABLE = tomllib.loads((ROOT / "src/unisono/diagnose/table.toml").read_text("utf-8"))["cause"]
+_TABLE = tomllib.loads((ROOT / "src/unisono/guard/diagnosis/table.toml").read_text("utf-8"))["cause"]
 _PROGRAMS = {
     "llamafactory": "LLaMA-Factory", "trl": "TRL, Hugging Face Trainer", "torchrun": "torchrun", "ray": "Ray Train", "lightning": "Lightning",
 }  # fmt: skip

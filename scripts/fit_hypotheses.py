@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from unisono.causes.signatures import match_line
-from unisono.diagnose.hypotheses import DENIED_SHARE, NO_FAILURE, Table, make_table
-from unisono.diagnose.judge import CERTAIN, Diagnosis
-from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
+from unisono.base.causes.signatures import match_line
+from unisono.guard.diagnosis.hypotheses import DENIED_SHARE, NO_FAILURE, Table, make_table
+from unisono.guard.diagnosis.judge import CERTAIN, Diagnosis
+from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
 
 FOLDS = 5
 PENALTY, PRIOR_PENALTY = 0.5, 2.0

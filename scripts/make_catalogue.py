@@ -1,4 +1,4 @@
-"""The catalogue of texts in Chinese, src/unisono/locale/zh/LC_MESSAGES/unisono.po: its English
+"""The catalogue of texts in Chinese, src/unisono/base/locale/zh/LC_MESSAGES/unisono.po: its English
 side, extracted from the source.
 
 python scripts/make_catalogue.py           adds the texts that are new, without a translation, and removes those that are gone
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cause_pages import cause_pages
-from unisono.locale import LABELS, PLACEHOLDER, escaped, read_entries
+from unisono.base.locale import LABELS, PLACEHOLDER, escaped, read_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unisono"
@@ -59,7 +59,7 @@ WORDS = (
 SHORT_TEXTS = ("cli/terminal.py", "cli/screen.py", "doctor/examination.py")
 """Files of which a text of one word counts, too."""
 
-_HEAD = """# Texts in Chinese, by the English text: causes, and what the program shows. One line for each text; unisono.locale reads this file.
+_HEAD = """# Texts in Chinese, by the English text: causes, and what the program shows. One line for each text; unisono.base.locale reads this file.
 # scripts/make_catalogue.py adds new texts and removes old ones; a test names what has no translation.
 msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\\nLanguage: zh_CN\\n"

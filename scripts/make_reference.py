@@ -17,21 +17,28 @@ from typing import Any
 from cause_pages import Chinese, cause_pages
 from memory_page import memory_page
 from python_page import python_page
-from unisono.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
-from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES, Rule
-from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES
-from unisono.causes.variables import GROUP_MEANING, VARIABLES, Variable
-from unisono.causes.verdict import EXIT_CODES
-from unisono.cli.app import build_app
-from unisono.config.llamafactory import SWITCHES, V1_KEYS
-from unisono.config.llamafactory_keys import KEYS, Key
-from unisono.config.schema import RunConfig
-from unisono.config.sd_keys import KEYS as SD_SCRIPTS_KEYS
-from unisono.config.sections import Section
-from unisono.config.yaml_file import describe_field, section_in
-from unisono.doctor.check import AREAS, Check
-from unisono.doctor.examination import CATALOGUE as CHECKS
-from unisono.rundir import RunDir
+from unisono.base.causes.variables import GROUP_MEANING, VARIABLES, Variable
+from unisono.base.causes.verdict import EXIT_CODES
+from unisono.front.checks.check import AREAS, Check
+from unisono.front.checks.examination import CATALOGUE as CHECKS
+from unisono.front.cli.app import build_app
+from unisono.guard.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
+from unisono.guard.agree.rules import (
+    NEED_MEANING,
+    NETWORK_RULES,
+    NODE_RULES,
+    PREPARED_RULES,
+    RANK_RULES,
+    Rule,
+)
+from unisono.guard.agree.version_rules import KNOWN_BAD, VERSION_RULES
+from unisono.guard.rundir import RunDir
+from unisono.trainer.config.llamafactory import SWITCHES, V1_KEYS
+from unisono.trainer.config.llamafactory_keys import KEYS, Key
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sd_keys import KEYS as SD_SCRIPTS_KEYS
+from unisono.trainer.config.sections import Section
+from unisono.trainer.config.yaml_file import describe_field, section_in
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 CHINESE = "../zh/reference"

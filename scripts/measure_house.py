@@ -110,7 +110,7 @@ class Module:
     """One file of the package.
 
     Attributes:
-        name: dotted, e.g. `unisono.plan.resolve`.
+        name: dotted, e.g. `unisono.trainer.plan.resolve`.
         path: relative to the package.
         text: its source.
     """

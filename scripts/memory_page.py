@@ -5,9 +5,9 @@ devices, from the code that makes plans.
 import inspect
 from typing import Any
 
-from unisono.model.directory import facts_of_shape
-from unisono.plan import MemoryEstimate, ModelFacts, estimate_memory
-from unisono.plan.run_plan import packed_bytes
+from unisono.trainer.model.directory import facts_of_shape
+from unisono.trainer.plan import MemoryEstimate, ModelFacts, estimate_memory
+from unisono.trainer.plan.run_plan import packed_bytes
 
 TOKENS = 2048
 RANK = 16

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import all_keys
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.yaml_file import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, is_typeddict
 
 import unisono
-from unisono.api.calls import DoctorOptions, Keys, TrainOptions
+from unisono.front.api.calls import DoctorOptions, Keys, TrainOptions
 
 _PARTS = re.compile(r"^(Args|Attributes|Raises):$", re.MULTILINE)
 _ENTRY = re.compile(r"^(\w+): (.*)$")

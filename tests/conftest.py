@@ -25,9 +25,9 @@ from tests.session_server import (
     pytest_unconfigure,
 )
 from tests.sharing import Sharing, announce_bytecode, is_long, pytest_configure_node, wait_for_bytecode
-from unisono.child import loading_modules
-from unisono.config import RunConfig
-from unisono.events import Reporter
+from unisono.base.child import loading_modules
+from unisono.base.events import Reporter
+from unisono.trainer.config import RunConfig
 
 with loading_modules():
     import torch
@@ -36,8 +36,8 @@ with loading_modules():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from unisono.launch.train_request import read_objective
-    from unisono.plan import (
+    from unisono.jobs.runs.train_request import read_objective
+    from unisono.trainer.plan import (
         DataSummary,
         DeviceChoice,
         ModelFacts,
@@ -46,9 +46,9 @@ with loading_modules():
         RunPlan,
         resolve_plan,
     )
-    from unisono.task import data_tasks
-    from unisono.train.front_io import StopRequest
-    from unisono.train.rank_run import run_plan
+    from unisono.trainer.task import data_tasks
+    from unisono.trainer.training.front_io import StopRequest
+    from unisono.trainer.training.rank_run import run_plan
 
 __all__ = [  # hooks of files beside this one
     "pytest_addoption",

@@ -4,7 +4,7 @@ more CPU than most tests of it.
 `start` does what subprocess.Popen does, and `run` what subprocess.run does. Each process of a test
 session has one server, which ends with it. A front that needs an interpreter of its own (another
 environment variable that is read at start, options of the interpreter) gets one. `start_program`
-does the same for programs of others under guard (unisono.integrations.inside), from a process in
+does the same for programs of others under guard (unisono.guard.integrations.inside), from a process in
 which torch was imported and hooked. See docs/decisions/0018-fork-server.md;
 tests/test_front_server.py compares both.
 """
@@ -34,23 +34,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import unisono.child
-import unisono.cli
-import unisono.cli.app
-from unisono.facts import package_versions
-from unisono.integrations.border import Guard, Presence, find_guard, own_registration
-from unisono.integrations.inside import injected
-from unisono.supervise.child_process import _Executed, child_environment
-from unisono.supervise.fork_server import SHARED, ForkServer
-from unisono.worker import fork_server
+import unisono.base.child
+import unisono.front.cli
+import unisono.front.cli.app
+from unisono.guard.facts import package_versions
+from unisono.guard.integrations.border import Guard, Presence, find_guard, own_registration
+from unisono.guard.integrations.inside import injected
+from unisono.guard.supervise.child_process import _Executed, child_environment
+from unisono.guard.supervise.fork_server import SHARED, ForkServer
+from unisono.trainer.worker import fork_server
 
 _MODULES = (
-    "unisono.launch.train_request",
-    "unisono.launch.session",
-    "unisono.doctor.check",
-    "unisono.cluster.launchers",
+    "unisono.jobs.runs.train_request",
+    "unisono.jobs.runs.session",
+    "unisono.front.checks.check",
+    "unisono.jobs.launchers.launchers",
 )
-"""What fronts import, beside the modules of unisono.cli."""
+"""What fronts import, beside the modules of unisono.front.cli."""
 _GUARDED_MODULES = (
     "torch.distributed",
     "torch._dynamo",
@@ -137,7 +137,7 @@ def start(
 
 def start_child(command: Sequence[str], **options: Any) -> "_Forked | _Executed":
     """Starts what a ChildProcess of this process starts, forked if it can be: the front of a
-    program that uses unisono.api.
+    program that uses unisono.front.api.
 
     Args:
         command: this interpreter with `-m MODULE`, and the arguments.
@@ -388,21 +388,21 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request | None:
     """Imports, and serves until the tests are gone; gives the request in each forked process."""
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    unisono.child.end_with_front(tests)
+    unisono.base.child.end_with_front(tests)
     environment = dict(os.environ)
-    commands = [f"unisono.cli.{one.name}" for one in pkgutil.iter_modules(unisono.cli.__path__)]
+    commands = [f"unisono.front.cli.{one.name}" for one in pkgutil.iter_modules(unisono.front.cli.__path__)]
     modules = (*_MODULES, *commands) if kind == "fronts" else _GUARDED_MODULES
-    with unisono.child.loading_modules():
+    with unisono.base.child.loading_modules():
         for name in modules:
             importlib.import_module(name)
         if kind == "fronts":
-            compile_options(unisono.cli.app.parser())
+            compile_options(unisono.front.cli.app.parser())
             package_versions()
     control.send(b'{"ready": true}')
     request = fork_server.Server(control, environment, find_difference=lambda *_: "").serve(refusal="")
     if request is not None:
         fork_server.become(request, printed=2, initial_environment=environment)
-        unisono.child.forked_by = None
+        unisono.base.child.forked_by = None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)  # a front does not end with who started it
         _open_streams()
         if place := os.environ.pop(_PLACE, ""):
@@ -427,7 +427,7 @@ def _move_to_border() -> None:
     """This process was guarded when it imported torch, by the border of the server; its own is the
     one that its environment names.
     """
-    from unisono.integrations.inside.guarded_process import this_process
+    from unisono.guard.integrations.inside.guarded_process import this_process
 
     process, guard = this_process({}), find_guard(os.environ)
     assert process is not None, "torch is hooked"

@@ -6,11 +6,11 @@ from typing import Any
 import peft
 import torch
 
-from unisono.data.token_table import TokenTable
-from unisono.model.forward import Rows
-from unisono.model.load import LoadedModel, load_for_training
-from unisono.plan import Stream
-from unisono.train.run import load_micro, seed_torch
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model.forward import Rows
+from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.plan import Stream
+from unisono.trainer.training.run import load_micro, seed_torch
 
 
 def loaded_again(run: Any) -> LoadedModel:

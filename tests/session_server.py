@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.supervise.child_process import child_environment
-from unisono.supervise.fork_server import SHARED
+from unisono.guard.supervise.child_process import child_environment
+from unisono.guard.supervise.fork_server import SHARED
 
 _THREADS = 1
 
@@ -30,7 +30,7 @@ def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subproc
         environment: all of it.
     """
     socket = folder / "socket"
-    command = [sys.executable, "-m", "unisono.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())]  # fmt: skip
+    command = [sys.executable, "-m", "unisono.trainer.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())]  # fmt: skip
     with (folder / "printed").open("w+b") as printed:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True

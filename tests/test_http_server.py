@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from unisono.errors import UnfitError
-from unisono.facts.network import bind_listener
-from unisono.http_server import Connection, host_name, origin_host, running_server
+from unisono.base.errors import UnfitError
+from unisono.front.http_server import Connection, host_name, origin_host, running_server
+from unisono.guard.facts.network import bind_listener
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -21,15 +21,15 @@ from measure_house import (
 FILES = {
     "__init__.py": '"""A package."""\n',
     "cli/__init__.py": "",
-    "cli/train.py": "def run():\n    from unisono.train.loop import steps\n\n    return steps()\n",
+    "cli/train.py": "def run():\n    from unisono.trainer.training.loop import steps\n\n    return steps()\n",
     "train/__init__.py": "",
     "train/loop.py": (
-        '"""The loop."""\n\nfrom unisono.train import rows\n\n\ndef steps():\n    """Of a run."""\n    #'
+        '"""The loop."""\n\nfrom unisono.trainer.training import rows\n\n\ndef steps():\n    """Of a run."""\n    #'
         " counted\n    return rows.COUNT\n"
     ),
     "train/rows.py": "TABLE = [1, 2]  # fmt: skip\nCOUNT = len(TABLE)\n",
     "plan/rows.py": "",
-    "data/rows.py": "import unisono.train.rows\n",
+    "data/rows.py": "import unisono.trainer.training.rows\n",
     "data/train.py": "",
 }
 
@@ -46,14 +46,14 @@ def package(tmp_path: Path) -> Path:
 
 def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(package: Path) -> None:
     modules = {module.name: module for module in read_modules(package)}
-    assert code_lines(modules["unisono.train.loop"]) == {3, 6, 9}
+    assert code_lines(modules["unisono.trainer.training.loop"]) == {3, 6, 9}
 
 
 def test_an_import_is_of_the_module_that_holds_the_name_also_within_a_function(package: Path) -> None:
     imports = imports_between(read_modules(package))
-    assert imports["unisono.cli.train"] == {"unisono.train.loop"}
-    assert imports["unisono.train.loop"] == {"unisono.train.rows"}
-    assert imports["unisono.data.rows"] == {"unisono.train.rows"}
+    assert imports["unisono.front.cli.train"] == {"unisono.trainer.training.loop"}
+    assert imports["unisono.trainer.training.loop"] == {"unisono.train.rows"}
+    assert imports["unisono.trainer.data.rows"] == {"unisono.train.rows"}
 
 
 def test_a_file_name_may_occur_twice_and_a_command_may_have_its_rooms_name(package: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.launch.conftest import Front
 from tests.needs import need_namespaces, what_was_skipped
 from tests.processes import starts_processes
-from unisono.supervise.task_process import run_task
-from unisono.text import one_line
+from unisono.base.text import one_line
+from unisono.guard.supervise.task_process import run_task
 
 
 def itself() -> None:

@@ -16,9 +16,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.api import Result
-    from unisono.api.calls import Config, Diagnosis, Report, diagnose, doctor, stream, train
-    from unisono.api.front import (
+    from unisono.base.causes.verdict import Verdict
+    from unisono.base.errors import (
+        ConfigError,
+        DataError,
+        Disagreed,
+        EndedByVerdict,
+        IntegrityError,
+        ModelError,
+        Problem,
+        RankDied,
+        UnfitError,
+        UnisonoError,
+        UsageError,
+    )
+    from unisono.front.api import Result
+    from unisono.front.api.calls import Config, Diagnosis, Report, diagnose, doctor, stream, train
+    from unisono.front.api.front import (
         Checkpoint,
         Ended,
         Evaluation,
@@ -32,43 +46,29 @@ if TYPE_CHECKING:
         Step,
         Stream,
     )
-    from unisono.api.loading import load
-    from unisono.causes.verdict import Verdict
-    from unisono.errors import (
-        ConfigError,
-        DataError,
-        Disagreed,
-        EndedByVerdict,
-        IntegrityError,
-        ModelError,
-        Problem,
-        RankDied,
-        UnfitError,
-        UnisonoError,
-        UsageError,
-    )
-    from unisono.integrations.inside.guarded_process import guarded
-    from unisono.model.forward import Forward
-    from unisono.objectives.objective import Counts, Micro, Objective, Part
+    from unisono.front.api.loading import load
+    from unisono.guard.integrations.inside.guarded_process import guarded
+    from unisono.trainer.model.forward import Forward
+    from unisono.trainer.objectives.objective import Counts, Micro, Objective, Part
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "unisono.api.calls": ("Config", "Diagnosis", "Report", "diagnose", "doctor", "stream", "train"),
-    "unisono.api.front": (
+    "unisono.front.api.calls": ("Config", "Diagnosis", "Report", "diagnose", "doctor", "stream", "train"),
+    "unisono.front.api.front": (
         *("Checkpoint", "Ended", "Evaluation", "Event", "Failed", "Notice", "Phase", "Planned"),
         *("Sample", "Started", "Step", "Stream"),
     ),
-    "unisono.api.loading": ("load",),
-    "unisono.api": ("Result",),
-    "unisono.causes.verdict": ("Verdict",),
-    "unisono.errors": (
+    "unisono.front.api.loading": ("load",),
+    "unisono.front.api": ("Result",),
+    "unisono.base.causes.verdict": ("Verdict",),
+    "unisono.base.errors": (
         *("ConfigError", "DataError", "Disagreed", "EndedByVerdict", "IntegrityError", "ModelError"),
         *("Problem", "RankDied", "UnfitError", "UnisonoError", "UsageError"),
     ),
-    "unisono.integrations.inside.guarded_process": ("guarded",),
-    "unisono.model.forward": ("Forward",),
-    "unisono.objectives.objective": ("Counts", "Micro", "Objective", "Part"),
+    "unisono.guard.integrations.inside.guarded_process": ("guarded",),
+    "unisono.trainer.model.forward": ("Forward",),
+    "unisono.trainer.objectives.objective": ("Counts", "Micro", "Objective", "Part"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 

@@ -1,6 +1,6 @@
 """`python -m unisono` is the command line."""
 
-from unisono.cli.app import main
+from unisono.front.cli.app import main
 
 if __name__ == "__main__":
     main()

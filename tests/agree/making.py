@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from unisono.agree.reports import (
+from unisono.guard.agree.reports import (
     Device,
     DialReport,
     FileDigest,
@@ -11,7 +11,7 @@ from unisono.agree.reports import (
     OutputFacts,
     RankReport,
 )
-from unisono.facts.limits import SystemLimits
+from unisono.guard.facts.limits import SystemLimits
 
 GIB = 2**30
 
@@ -62,7 +62,7 @@ def node(rank: int, host: str | None = None, **changes: Any) -> NodeReport:
         },
         "environment_digest": "e" * 16,
         "packages": {"numpy": "2.1.0", "torch": "2.13.0+cpu"},
-        "code": {"unisono/train/loop.py": "c" * 32},
+        "code": {"unisono/trainer/training/loop.py": "c" * 32},
         "config": {"optim.lr": 2e-4, "batch.global": 16, "deterministic": False, "objective": "sft"},
         "data_files": [FileDigest(label="train[0]: rows.jsonl", bytes=1204, digest="d" * 32)],
         "tokenizer_files": [FileDigest(label="tokenizer.json", bytes=700, digest="t" * 32)],

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agree.making import changed, device, gpu_node, interfaces, node, nodes
-from unisono.agree.agreement import Agreement
-from unisono.agree.compare import compare_nodes
-from unisono.agree.reports import FileDigest, NodeReport, OutputFacts
-from unisono.agree.rules import NODE_RULES
-from unisono.causes import CATALOGUE, Verdict
-from unisono.facts.limits import SystemLimits
+from unisono.base.causes import CATALOGUE, Verdict
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.compare import compare_nodes
+from unisono.guard.agree.reports import FileDigest, NodeReport, OutputFacts
+from unisono.guard.agree.rules import NODE_RULES
+from unisono.guard.facts.limits import SystemLimits
 
 # What one node may have otherwise, one thing at a time.
 CHANGES: dict[str, Any] = {
@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "nccl_files": {"NCCL_IB_DISABLE": "1"},
     "versions": {"torch": "2.12.1", "python": "3.11.2"},
     "environment_digest": "other",
-    "code": {"unisono/train/loop.py": "x"},
+    "code": {"unisono/trainer/training/loop.py": "x"},
     "data_files": [FileDigest(label="train[0]: rows.jsonl", bytes=1204, digest="x")],
     "tokenizer_files": [],
     "model_files": [FileDigest(label="model.safetensors", bytes=1, digest="y")],
@@ -208,7 +208,7 @@ def test_a_debugging_variable_on_one_node_is_named() -> None:
 def test_the_first_verdict_is_the_reason_and_the_rest_are_kept() -> None:
     reports = changed(
         nodes(), 2, nproc=1, variables={"NCCL_ALGO": "Ring"}, versions={**node(0).versions, "torch": "2.12.0"},
-        code={"unisono/train/loop.py": "x"}, config={"optim.lr": 1e-5},
+        code={"unisono/trainer/training/loop.py": "x"}, config={"optim.lr": 1e-5},
     )  # fmt: skip
     assert [verdict.cause for verdict in compare_nodes(reports).fatal] == [
         "nproc_mismatch", "env_mismatch", "version_mismatch", "code_mismatch", "config_mismatch",

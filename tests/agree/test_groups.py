@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.agree.agreement import differing, odd_out, partition
-from unisono.agree.reports import Member, freeze, name_all, number_list, show, show_bytes, show_setting
+from unisono.guard.agree.agreement import differing, odd_out, partition
+from unisono.guard.agree.reports import Member, freeze, name_all, number_list, show, show_bytes, show_setting
 
 
 def node(rank: int) -> Member:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.agree.making import nodes
-from unisono.agree import membership
-from unisono.agree.training import PreparedFacts, compare_prepared
-from unisono.causes import CATALOGUE, Evidence, Verdict
-from unisono.control.connection import Rejected
+from unisono.base.causes import CATALOGUE, Evidence, Verdict
+from unisono.guard.agree import membership
+from unisono.guard.agree.training import PreparedFacts, compare_prepared
+from unisono.guard.control.connection import Rejected
 
 TOKEN = Rejected("10.0.0.9:41000", "its proof does not fit", "token", 2)
 NOISE = Rejected("10.0.0.7:5", "not our protocol", "malformed")

@@ -7,13 +7,13 @@ Run: pytest tests/agree/test_lint.py
 import pytest
 
 from tests.agree.making import changed, device, gpu_node, node, nodes
-from unisono.agree.compare import compare_nodes
-from unisono.agree.environment_rules import LINTS, compared, need_of, unknown_names
-from unisono.agree.reports import Interface
-from unisono.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
-from unisono.agree.version_rules import KNOWN_BAD, VERSION_RULES, essential, release_of
-from unisono.causes import CATALOGUE
-from unisono.causes.variables import VARIABLES, find_variable
+from unisono.base.causes import CATALOGUE
+from unisono.base.causes.variables import VARIABLES, find_variable
+from unisono.guard.agree.compare import compare_nodes
+from unisono.guard.agree.environment_rules import LINTS, compared, need_of, unknown_names
+from unisono.guard.agree.reports import Interface
+from unisono.guard.agree.rules import NEED_MEANING, NETWORK_RULES, NODE_RULES, PREPARED_RULES, RANK_RULES
+from unisono.guard.agree.version_rules import KNOWN_BAD, VERSION_RULES, essential, release_of
 
 TABLES = [*NODE_RULES.values(), *RANK_RULES.values(), *NETWORK_RULES.values(), *PREPARED_RULES.values()]
 

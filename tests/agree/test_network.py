@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agree.making import interfaces, node, nodes, reached
-from unisono.agree.agreement import Agreement
-from unisono.agree.dial_matrix import compare_network
-from unisono.agree.reports import DialReport
-from unisono.causes import CATALOGUE, Verdict
+from unisono.base.causes import CATALOGUE, Verdict
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.dial_matrix import compare_network
+from unisono.guard.agree.reports import DialReport
 
 
 def matrix(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.agree.making import GIB, changed, device, gpu_node, interfaces, node, nodes
-from unisono.agree.agreement import Agreement
-from unisono.agree.compare import compare_nodes
-from unisono.agree.reports import Check, FileDigest, Interface, NodeReport, OutputFacts
-from unisono.causes import Verdict
-from unisono.facts.limits import SystemLimits
+from unisono.base.causes import Verdict
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.compare import compare_nodes
+from unisono.guard.agree.reports import Check, FileDigest, Interface, NodeReport, OutputFacts
+from unisono.guard.facts.limits import SystemLimits
 
 
 def only(reports: list[NodeReport]) -> Verdict:
@@ -259,10 +259,12 @@ def test_packages_that_differ_are_listed_as_a_warning() -> None:
 
 
 def test_source_files_that_differ_are_named() -> None:
-    verdict = only(changed(nodes(), 1, code={"unisono/train/loop.py": "abc", "unisono/extra.py": "d"}))
+    verdict = only(
+        changed(nodes(), 1, code={"unisono/trainer/training/loop.py": "abc", "unisono/extra.py": "d"})
+    )
     assert (verdict.cause, verdict.hosts) == ("code_mismatch", ("b",))
     assert "unisono/extra.py" in verdict.summary
-    assert any("unisono/train/loop.py: digest abc" in item.text for item in verdict.evidence)
+    assert any("unisono/trainer/training/loop.py: digest abc" in item.text for item in verdict.evidence)
 
 
 def test_a_tie_in_the_config_shows_both_and_lets_one_choose() -> None:

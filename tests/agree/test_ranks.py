@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agree.making import rank, ranks
-from unisono.agree.reports import RankReport
-from unisono.agree.rules import RANK_RULES
-from unisono.agree.training import COMPARED, compare_ranks
-from unisono.causes import CATALOGUE, Verdict
+from unisono.base.causes import CATALOGUE, Verdict
+from unisono.guard.agree.reports import RankReport
+from unisono.guard.agree.rules import RANK_RULES
+from unisono.guard.agree.training import COMPARED, compare_ranks
 
 CHANGES: dict[str, Any] = {
     "rows": 890, "sequences": 899, "rows_digest": "x", "order_digest": "y", "total_steps": 169, "tokens": 1, "loss_tokens": 2,

@@ -20,11 +20,11 @@ from peft import PeftModel
 import unisono
 from tests import front_server
 from tests.session_server import cache_with_kernels
-from unisono.api.calls import Keys, TrainOptions
-from unisono.api.front import Stream
-from unisono.cli.train import train as train_command
-from unisono.config import RunConfig
-from unisono.launch.train_request import TrainRequest
+from unisono.front.api.calls import Keys, TrainOptions
+from unisono.front.api.front import Stream
+from unisono.front.cli.train import train as train_command
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import RunConfig
 
 LIMIT_S = 240.0  # of a loaded machine
 
@@ -322,7 +322,7 @@ def test_importing_it_costs_little_and_imports_no_torch() -> None:
 
 
 def test_every_public_name_is_there_whatever_was_imported_before() -> None:
-    import unisono.train.loop  # a room with the name of a function
+    import unisono.trainer.training.loop  # a room with the name of a function
 
     assert unisono.__all__ == list(dict.fromkeys(unisono.__all__))
     for name in unisono.__all__:
@@ -333,7 +333,7 @@ def test_every_public_name_is_there_whatever_was_imported_before() -> None:
     assert "nproc" in str(inspect.signature(unisono.train)) or "options" in str(
         inspect.signature(unisono.train)
     )
-    assert unisono.train.loop.__name__ == "unisono.train.loop"  # type: ignore[attr-defined]
+    assert unisono.trainer.training.loop.__name__ == "unisono.trainer.training.loop"  # type: ignore[attr-defined]
     assert {*unisono.__all__} <= {*dir(unisono)}
 
 

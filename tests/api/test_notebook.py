@@ -8,7 +8,7 @@ import pytest
 
 from tests import front_server
 from tests.needs import package
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
 
 if TYPE_CHECKING:
     import subprocess

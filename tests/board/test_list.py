@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.board.made_runs import HOSTILE, SECRET, VERDICT, append, make_run, write
-from unisono.cli.app import main
+from unisono.front.cli.app import main
 
 ROW = {"name", "path", "state", "step", "total_steps", "loss", "eval_loss", "exit_code", "age_s", "verdict", "problems"}  # fmt: skip
 

@@ -24,10 +24,10 @@ from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
 from tests.board.made_runs import append, make_hostile, make_run, write
 from tests.needs import lacking
 from tests.nodes.harness import ENTRY, PACED
-from unisono.board.page import runs_file
-from unisono.board.regions import REGIONS
-from unisono.rundir import RunDir
-from unisono.rundir.start_decision import set_aside
+from unisono.front.board.page import runs_file
+from unisono.front.board.regions import REGIONS
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs.start_decision import set_aside
 
 pytestmark = [
     pytest.mark.slow,

@@ -25,14 +25,14 @@ from tests.board.made_runs import (
     plan_of,
     write,
 )
-from unisono.board.curves import Curves, thin
-from unisono.board.follow import FollowedRun, find_runs
-from unisono.board.page import STATIC, runs_file, words
-from unisono.board.regions import REGIONS, show_region
-from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock
-from unisono.rundir.records import STOPPED_WITHOUT_A_STALL
-from unisono.rundir.start_decision import set_aside
+from unisono.front.board.curves import Curves, thin
+from unisono.front.board.follow import FollowedRun, find_runs
+from unisono.front.board.page import STATIC, runs_file, words
+from unisono.front.board.regions import REGIONS, show_region
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
+from unisono.guard.rundir.records import STOPPED_WITHOUT_A_STALL
+from unisono.jobs.runs.start_decision import set_aside
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=False, width=32)
 

@@ -26,8 +26,8 @@ from tests.front_server import run as run_front
 from tests.needs import need, need_namespaces
 from tests.ports import free_port
 from tests.sshd import ssh_server
-from unisono.board.page import NO_ICON
-from unisono.board.regions import REGIONS
+from unisono.front.board.page import NO_ICON
+from unisono.front.board.regions import REGIONS
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_a_port_that_is_taken_is_refused_with_its_holder(tmp_path: Path) -> None
 def test_the_file_is_reported_as_json_and_needs_no_extra(tmp_path: Path) -> None:
     root, out = make_run(tmp_path / "run", steps=3), tmp_path / "out.html"
     program = (
-        "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None; from unisono.cli.app import"
+        "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None; from unisono.front.cli.app import"
         " main; main(sys.argv[1:])"
     )
     ended = subprocess.run(
@@ -364,9 +364,7 @@ def test_the_file_is_reported_as_json_and_needs_no_extra(tmp_path: Path) -> None
 
 def test_without_the_extra_the_server_is_refused_with_the_command_that_installs_it(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=3)
-    program = (
-        "import sys; sys.modules['uvicorn'] = None; from unisono.cli.app import main; main(sys.argv[1:])"
-    )
+    program = "import sys; sys.modules['uvicorn'] = None; from unisono.front.cli.app import main; main(sys.argv[1:])"
     words = [sys.executable, "-c", program, "board", str(root)]
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from unisono.causes import ALL_CAUSES, CATALOGUE, find_cause
-from unisono.causes.variables import GROUP_MEANING, VARIABLES, find_variable
-from unisono.causes.verdict import Cause
+from unisono.base.causes import ALL_CAUSES, CATALOGUE, find_cause
+from unisono.base.causes.variables import GROUP_MEANING, VARIABLES, find_variable
+from unisono.base.causes.verdict import Cause
 
 # Codes that a cause can end a run with; 1 is a defect, 130 the keyboard, and neither is a cause.
 LEGAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75}

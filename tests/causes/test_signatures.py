@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.causes import find_cause
-from unisono.causes.signatures import ALL_SIGNATURES, LINE_LIMIT, SIGNATURES, Signature, compiled, match_line
+from unisono.base.causes import find_cause
+from unisono.base.causes.signatures import (
+    ALL_SIGNATURES,
+    LINE_LIMIT,
+    SIGNATURES,
+    Signature,
+    compiled,
+    match_line,
+)
 
 LONGEST_S = 0.5
 """For a line of 100 kB through all signatures, on a busy machine; the slowest that is known takes a

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from unisono.agree.environment_rules import unknown_names
-from unisono.causes.variables import VALUES
+from unisono.base.causes.variables import VALUES
+from unisono.guard.agree.environment_rules import unknown_names
 
 
 def takes(name: str, value: str) -> bool:

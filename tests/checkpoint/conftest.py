@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 Save = Callable[..., Path]
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
 EVENTS = (

@@ -16,13 +16,13 @@ import pytest
 import xxhash
 
 from tests import front_server
-from unisono.checkpoint.manifest import FileEntry, user_key
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.verify import write_model_manifest
-from unisono.checkpoint.writer import TensorPart, write_tensor_file
-from unisono.cli.checkpoint import table
-from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock
+from unisono.front.cli.checkpoint import table
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
+from unisono.trainer.checkpoint.manifest import FileEntry, user_key
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.verify import write_model_manifest
+from unisono.trainer.checkpoint.writer import TensorPart, write_tensor_file
 
 Save = Callable[..., Path]
 

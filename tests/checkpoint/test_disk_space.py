@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checkpoint.retention import Candidate, Rules, decide, max_on_disk, measure_disk_space
-from unisono.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.retention import Candidate, Rules, decide, max_on_disk, measure_disk_space
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from unisono.checkpoint.manifest import KEY_FILE, user_key
-from unisono.errors import UnfitError
+from unisono.base.errors import UnfitError
+from unisono.trainer.checkpoint.manifest import KEY_FILE, user_key
 
 ASK = (
-    "import sys; from pathlib import Path; from unisono.checkpoint.manifest import user_key;"
+    "import sys; from pathlib import Path; from unisono.trainer.checkpoint.manifest import user_key;"
     " print(user_key(Path(sys.argv[1])).hex())"
 )
 

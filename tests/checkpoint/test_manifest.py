@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.manifest import FileEntry, Manifest, ManifestError
+from unisono.trainer.checkpoint.manifest import FileEntry, Manifest, ManifestError
 
 KEY = b"k" * 32
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True).filter(

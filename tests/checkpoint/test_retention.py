@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.retention import Candidate, Decision, Rules, decide, record_verified, recorded_state
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.verify import inspect, read_through
+from unisono.trainer.checkpoint.retention import (
+    Candidate,
+    Decision,
+    Rules,
+    decide,
+    record_verified,
+    recorded_state,
+)
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.verify import inspect, read_through
 
 Save = Callable[..., Path]
 KEY = b"k" * 32

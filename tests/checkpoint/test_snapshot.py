@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.snapshot import (
+from unisono.trainer.checkpoint.snapshot import (
     Entry,
     Layout,
     Slots,
@@ -15,7 +15,7 @@ from unisono.checkpoint.snapshot import (
     read_slots,
     slot_text,
 )
-from unisono.checkpoint.writer import ITEM_BYTES
+from unisono.trainer.checkpoint.writer import ITEM_BYTES
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

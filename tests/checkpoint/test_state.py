@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
-from unisono.checkpoint.writer import StorageFull, decode_values, encode_values
-from unisono.errors import IntegrityError
+from unisono.base.errors import IntegrityError
+from unisono.trainer.checkpoint.state import load_optimizer, load_state, optimizer_tensors, save_state
+from unisono.trainer.checkpoint.writer import StorageFull, decode_values, encode_values
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import fuse, needs
-from unisono.checkpoint import verify
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.writer import StorageFailed, StorageFull
-from unisono.errors import IntegrityError
-from unisono.launch.preparation import require_intact, resume_point
-from unisono.rundir.start_decision import StartDecision
+from unisono.base.errors import IntegrityError
+from unisono.jobs.runs.preparation import require_intact, resume_point
+from unisono.jobs.runs.start_decision import StartDecision
+from unisono.trainer.checkpoint import verify
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.writer import StorageFailed, StorageFull
 
 if TYPE_CHECKING:
-    from unisono.checkpoint.verify import Damage
+    from unisono.trainer.checkpoint.verify import Damage
 
 Save = Callable[..., Path]
 WRITING = {"run_id": "run-a", "config_digest": "c", "world_size": 1, "threads": 1, "holder": "host-a"}

@@ -13,9 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from unisono.checkpoint.state import CheckpointReader, bytes_of, dtype_name, part_of
-from unisono.checkpoint.writer import STATE, TensorPart, file_bytes, group_file, state_text, write_tensor_file
-from unisono.errors import IntegrityError
+from unisono.base.errors import IntegrityError
+from unisono.trainer.checkpoint.state import CheckpointReader, bytes_of, dtype_name, part_of
+from unisono.trainer.checkpoint.writer import (
+    STATE,
+    TensorPart,
+    file_bytes,
+    group_file,
+    state_text,
+    write_tensor_file,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

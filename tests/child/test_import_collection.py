@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.child import Names, kept_names, loading_modules
+from unisono.base.child import Names, kept_names, loading_modules
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +55,10 @@ def test_a_rank_and_a_task_collect_nothing_while_they_load() -> None:
     program = (
         "import gc\n"
         "seen = []\n"
-        "from unisono.child import loading_modules\n"
+        "from unisono.base.child import loading_modules\n"
         "gc.callbacks.append(lambda moment, facts: seen.append(moment))\n"
         "with loading_modules():\n"
-        "    import unisono.task.evaluate\n"
+        "    import unisono.trainer.task.evaluate\n"
         "print(len(seen))"
     )
     reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -73,7 +73,7 @@ def test_transformers_reads_its_models_once_and_finds_in_them_what_it_does_alone
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from unisono.child import loading_modules\n"
+        "from unisono.base.child import loading_modules\n"
         "with loading_modules(Path(sys.argv[1])), loading_modules():\n"
         "    import transformers\n"
         "    from transformers.utils import import_utils as utils\n"

@@ -5,7 +5,7 @@ Run: pytest tests/child/test_peer_loss.py
 
 import pytest
 
-from unisono.events import is_peer_loss
+from unisono.base.events import is_peer_loss
 
 _SEEN = [
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1742",

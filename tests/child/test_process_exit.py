@@ -10,7 +10,7 @@ import pytest
 # As torch has: something that aborts the process where the interpreter is taken apart.
 _ABORTS = """
 import atexit, os, sys
-from unisono.child import leave
+from unisono.base.child import leave
 
 class Aborts:
     def __del__(self, abort=os.abort):

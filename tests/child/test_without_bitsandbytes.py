@@ -16,10 +16,10 @@ pytestmark = [
 
 _PROGRAM = """
 import sys
-from unisono.child import loading_modules, without_bitsandbytes
+from unisono.base.child import loading_modules, without_bitsandbytes
 with loading_modules():
     import peft
-    import unisono.train.rank_run
+    import unisono.trainer.training.rank_run
     from transformers import LlamaConfig, LlamaForCausalLM
 small = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 with without_bitsandbytes():

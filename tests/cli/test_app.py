@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from unisono import __version__
-from unisono.cli.app import command_names, main
-from unisono.cli.output import GLOBAL_FLAGS, Output, split_globals
+from unisono.front.cli.app import command_names, main
+from unisono.front.cli.output import GLOBAL_FLAGS, Output, split_globals
 
 UNISONO = [sys.executable, "-m", "unisono"]
 
@@ -86,8 +86,8 @@ def test_with_json_a_different_commands_refusal_is_one_object() -> None:
 def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
     script = (
         "def broken(run, on_skip):\n    raise ZeroDivisionError('ours')\n"
-        "import unisono.rundir.merged_logs\nunisono.rundir.merged_logs.merged_logs = broken\n"
-        "from unisono.cli.app import main\nmain(['logs', '.'])"
+        "import unisono.guard.rundir.merged_logs\nunisono.rundir.merged_logs.merged_logs = broken\n"
+        "from unisono.front.cli.app import main\nmain(['logs', '.'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -185,7 +185,7 @@ def test_every_help_lists_the_flags_of_all_commands(
 
 
 def test_the_first_checkpoint_can_be_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.cluster import launchers
+    from unisono.jobs.launchers import launchers
 
     requests: list[Any] = []
 

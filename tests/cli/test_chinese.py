@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.front_server import run as run_front
-from unisono.causes import ALL_CAUSES, Evidence, Verdict
-from unisono.cli.app import command_names, main
-from unisono.cli.output import choose_language
-from unisono.errors import Problem
-from unisono.locale import PLACEHOLDER, chinese, read_entries
-from unisono.text import columns, wrapped
+from unisono.base.causes import ALL_CAUSES, Evidence, Verdict
+from unisono.base.errors import Problem
+from unisono.base.locale import PLACEHOLDER, chinese, read_entries
+from unisono.base.text import columns, wrapped
+from unisono.front.cli.app import command_names, main
+from unisono.front.cli.output import choose_language
 
 UNISONO = [sys.executable, "-m", "unisono"]
 ENTRIES = read_entries()
@@ -109,7 +109,7 @@ def test_a_verdict_is_one_chinese_block_whose_columns_are_aligned() -> None:
 
 
 def test_every_cause_is_explained_in_chinese() -> None:
-    from unisono.cli.diagnose import cause_lines
+    from unisono.front.cli.diagnose import cause_lines
 
     for cause in ALL_CAUSES:
         for line in cause_lines(cause):
@@ -272,8 +272,8 @@ def test_diagnose_and_doctor_speak_chinese(tmp_path: Path) -> None:
 def test_english_is_unchanged_and_does_not_read_the_catalogue() -> None:
     assert Problem("a", "b").lines() == ["error: a", "  where: b"]
     code = (
-        "import sys; from unisono.cli.app import main\ntry: main(['explain', 'nan_loss'])\nexcept SystemExit:"
-        " pass\nassert 'unisono.locale' not in sys.modules"
+        "import sys; from unisono.front.cli.app import main\ntry: main(['explain', 'nan_loss'])\nexcept SystemExit:"
+        " pass\nassert 'unisono.base.locale' not in sys.modules"
     )
     variables = {
         name: value for name, value in os.environ.items() if not re.match(r"UNISONO_LANG|LC_|LANG", name)

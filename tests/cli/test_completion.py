@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import need
-from unisono.cli.completion import shown, split, words_for
+from unisono.front.cli.completion import shown, split, words_for
 
 SHELLS = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source <(unisono completion bash)"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.cli.terminal import ReadingLine
+from unisono.front.cli.terminal import ReadingLine
 
 
 def test_where_there_is_no_terminal_a_line_now_and_then_reports_how_far_it_is(

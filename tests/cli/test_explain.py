@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from unisono.causes import ALL_CAUSES
-from unisono.causes.variables import VARIABLES
-from unisono.cli.app import main
-from unisono.cli.diagnose import cause_lines, variable_lines
+from unisono.base.causes import ALL_CAUSES
+from unisono.base.causes.variables import VARIABLES
+from unisono.front.cli.app import main
+from unisono.front.cli.diagnose import cause_lines, variable_lines
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -29,16 +29,16 @@ HELP_CPU_S = 0.3 * 5
 
 IMPORT_THE_FRONT = """
 import importlib, json, pkgutil, sys
-import unisono, unisono.cli.app
+import unisono, unisono.front.cli.app
 rooms = ["cli", "doctor", "drill", "serve", "launch", "plan", "config", "facts", "rundir", "causes"]
 names = ["unisono." + name for name in ("errors", "events", "child", "files", "text")]
-names += ["unisono.checkpoint.manifest", "unisono.checkpoint.store", "unisono.launch.preparation", "unisono.launch.curve_drawing"]
+names += ["unisono.trainer.checkpoint.manifest", "unisono.trainer.checkpoint.store", "unisono.jobs.runs.preparation", "unisono.jobs.runs.curve_drawing"]
 for room in rooms:
     package = importlib.import_module("unisono." + room)
     names += [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
     importlib.import_module(name)
-unisono.cli.app.build_app()
+unisono.front.cli.app.build_app()
 print(json.dumps([sorted(sys.modules), len(names)]))
 """
 
@@ -53,7 +53,9 @@ def test_no_module_of_the_front_imports_what_is_heavy() -> None:
 
 
 def test_help_needs_neither_a_schema_nor_a_terminal_library() -> None:
-    script = "import sys\nfrom unisono.cli.app import build_app\nbuild_app()\nprint(' '.join(sys.modules))"
+    script = (
+        "import sys\nfrom unisono.front.cli.app import build_app\nbuild_app()\nprint(' '.join(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert [name for name in NOT_FOR_HELP if name in done.stdout.split()] == []
 
@@ -70,7 +72,7 @@ def test_help_is_quick() -> None:
 
 
 def commands() -> list[tuple[str, ...]]:
-    from unisono.cli.app import command_names
+    from unisono.front.cli.app import command_names
 
     return command_names()
 

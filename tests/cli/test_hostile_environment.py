@@ -42,8 +42,8 @@ DEEP = "[" * 2000 + "]" * 2000
 FORKS = """
 import gc, importlib, json, os, pkgutil, signal, sys, time, traceback
 from tests.front_server import compile_options
-from unisono.cli.app import main, parser
-from unisono.facts import package_versions
+from unisono.front.cli.app import main, parser
+from unisono.guard.facts import package_versions
 for room in ("cli", "launch", "cluster", "diagnose", "rundir", "checkpoint.store"):
     found = importlib.import_module("unisono." + room)
     for one in pkgutil.iter_modules(getattr(found, "__path__", [])):

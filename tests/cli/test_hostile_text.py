@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from tests.board.made_runs import make_hostile
 from tests.cli.test_screen import in_terminal
-from unisono.cli.app import main
-from unisono.cli.output import Output
+from unisono.front.cli.app import main
+from unisono.front.cli.output import Output
 
 EVIL = "\x1b]52;c;ZXZpbA==\x07\x1b[31m\x9b32m\u202e\x7f\r\u2066"
 STEERS = frozenset("\x1b\x07\x9b\u202e\u2066\x7f\r\x00\x08")
@@ -115,7 +115,7 @@ def test_only_our_own_colours_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 _LIBRARY = """
 import logging, sys, warnings
-from unisono.cli.output import open_streams
+from unisono.front.cli.output import open_streams
 open_streams()
 logging.warning("a server says %s", EVIL)
 warnings.warn(EVIL)
@@ -135,8 +135,8 @@ def test_what_libraries_print_in_the_front_is_made_plain_too() -> None:
 
 
 _ANSWER = """
-from unisono.cli.generate import AnswerWriter
-from unisono.cli.output import Output, open_streams
+from unisono.front.cli.generate import AnswerWriter
+from unisono.front.cli.output import Output, open_streams
 open_streams()
 answer = AnswerWriter()
 for piece in TEXT:
@@ -159,8 +159,8 @@ def test_an_answer_comes_through_a_pipe_as_it_is_and_is_escaped_on_a_terminal() 
 
 _LINE = """
 import sys
-from unisono.cli.output import Output, open_streams
-from unisono.cli.terminal import LiveLine
+from unisono.front.cli.output import Output, open_streams
+from unisono.front.cli.terminal import LiveLine
 open_streams()
 line = LiveLine()
 line.show("loading " + EVIL, share=0.5)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from unisono.cli.app import main
-from unisono.cli.init import job_names, template_names, template_text
-from unisono.config import RunConfig, load_config
-from unisono.config.yaml_file import all_keys, describe_field, section_in
+from unisono.front.cli.app import main
+from unisono.front.cli.init import job_names, template_names, template_text
+from unisono.trainer.config import RunConfig, load_config
+from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unisono.cli.app import main
-from unisono.config import load_config
+from unisono.front.cli.app import main
+from unisono.trainer.config import load_config
 
 TEXT = """\
 model_name_or_path: builtin:tiny

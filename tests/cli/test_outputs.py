@@ -13,7 +13,7 @@ import pytest
 
 from tests import front_server
 from tests.needs import small_disk
-from unisono.errors import storage_failure, storage_reason, storage_remedy
+from unisono.base.errors import storage_failure, storage_reason, storage_remedy
 
 CONFIG = (
     "model: builtin:tiny\ndata: {train: rows.jsonl}\nadapter: {rank: 4}\nduration: 1 steps\ndevice: cpu\n"

@@ -20,17 +20,17 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.front_server import start
-from unisono.cli.app import parser
-from unisono.config.llamafactory import translate
-from unisono.config.llamafactory_keys import KEYS as LF_KEYS
-from unisono.config.llamafactory_keys import Key
-from unisono.config.schema import RunConfig
-from unisono.config.sd_keys import KEYS as SD_KEYS
-from unisono.config.sd_scripts import read_sd_scripts
-from unisono.config.sections import DiffusionSection, Section
-from unisono.diffusion.picture_folders import read_folder
-from unisono.errors import DataError, UnisonoError
-from unisono.facts.limits import memory_limited
+from unisono.base.errors import DataError, UnisonoError
+from unisono.front.cli.app import parser
+from unisono.guard.facts.limits import memory_limited
+from unisono.trainer.config.llamafactory import translate
+from unisono.trainer.config.llamafactory_keys import KEYS as LF_KEYS
+from unisono.trainer.config.llamafactory_keys import Key
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sd_keys import KEYS as SD_KEYS
+from unisono.trainer.config.sd_scripts import read_sd_scripts
+from unisono.trainer.config.sections import DiffusionSection, Section
+from unisono.trainer.diffusion.picture_folders import read_folder
 
 LIMIT_S = 60.0  # of a command on a busy machine; one that waits for a writer would never end
 TOGETHER = 4

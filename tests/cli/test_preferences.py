@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cli.app import main
+from unisono.front.cli.app import main
 
 PAIR = {"prompt": "count to two", "chosen": "one two", "rejected": "two one"}
 RATED = {"prompt": "count to two", "completion": "one two", "label": True}

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cli.output import Output
-from unisono.cli.screen import Pace, PlainLine, Screen, ending
-from unisono.cli.terminal import first_screen
-from unisono.config import RunConfig
-from unisono.plan import (
+from unisono.front.cli.output import Output
+from unisono.front.cli.screen import Pace, PlainLine, Screen, ending
+from unisono.front.cli.terminal import first_screen
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import (
     DataSummary,
     DeviceChoice,
     ModelFacts,
@@ -327,7 +327,7 @@ def test_where_the_directory_was_taken_away_the_end_does_not_report_that_nothing
 
 def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
     script = (
-        "from unisono.cli.terminal import LiveLine\n"
+        "from unisono.front.cli.terminal import LiveLine\n"
         "line = LiveLine()\n"
         "for n in range(1, 101): line.show(f'[bold]step {n}', share=n / 100)\n"
         "line.above('a line [red]that stays')\n"
@@ -364,7 +364,7 @@ def in_terminal(command: list[str], *, width: int = 80) -> str:
 
 
 def test_json_lines_are_strict_json(capsys: pytest.CaptureFixture[str]) -> None:
-    from unisono.cli.screen import JsonLines
+    from unisono.front.cli.screen import JsonLines
 
     screen = JsonLines(Output(json=True))
     screen.show({"kind": "step", "step": 1, "loss": float("nan")})

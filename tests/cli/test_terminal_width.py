@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.test_screen import in_terminal
-from unisono.text import columns, fitting, shortened, wrapped
+from unisono.base.text import columns, fitting, shortened, wrapped
 
 CASES = Path(__file__).parents[1] / "diagnose" / "cases" / "written.jsonl"
 ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -61,7 +61,7 @@ def test_parts_in_the_middle_give_way_from_the_right() -> None:
 @pytest.mark.parametrize("width", [60, 80, 110, 200])
 def test_the_live_line_keeps_its_time_left(width: int) -> None:
     script = (
-        "from unisono.cli.output import Output\nfrom unisono.cli.screen import Screen\nimport"
+        "from unisono.front.cli.output import Output\nfrom unisono.front.cli.screen import Screen\nimport"
         " itertools\nscreen = Screen(Output(), clock=itertools.count(step=7).__next__)\nscreen.show({'kind':"
         " 'eval', 'step': 0, 'eval_loss': 8.4821})\nfor n in (1, 2): screen.show({'kind': 'step', 'step': n,"
         " 'loss': 1.2345, 'tokens_per_second': 123456.0})\nscreen._line.show('step 12,345/123,456 · loss"
@@ -77,7 +77,7 @@ def test_the_live_line_keeps_its_time_left(width: int) -> None:
 
 def test_a_sample_is_cut_between_words_to_one_line() -> None:
     script = (
-        "from unisono.cli.output import Output\nfrom unisono.cli.screen import Screen\nscreen ="
+        "from unisono.front.cli.output import Output\nfrom unisono.front.cli.screen import Screen\nscreen ="
         " Screen(Output())\nscreen.show({'kind': 'sample', 'step': 1, 'prompt': 'wonderful ' * 20, 'text':"
         " 'marvellous ' * 20})\n"
     )
@@ -89,7 +89,7 @@ def test_a_sample_is_cut_between_words_to_one_line() -> None:
 def test_an_answer_breaks_between_words() -> None:
     words = [f"word{n}" for n in range(40)]
     script = (
-        "from unisono.cli.generate import AnswerWriter\n"
+        "from unisono.front.cli.generate import AnswerWriter\n"
         "answer = AnswerWriter()\n"
         f"for piece in {' '.join(words)!r}: answer.write(piece)\n"
         "answer.end()\n"
@@ -114,7 +114,7 @@ def test_a_preview_breaks_rows_between_words() -> None:
         "rows": [row], "lengths": [{"first": 1, "last": 64, "rows": 1}], "ledger": {"sources": []}, "notes": [],
         "data": {"formats": ["text"], "template": "none", "train": split, "eval": None, "cache_hit": True, "cache_reason": "", "ledger": ledger},
     }  # fmt: skip
-    script = f"from unisono.cli.init import _show\n_show({found!r})\n"
+    script = f"from unisono.front.cli.init import _show\n_show({found!r})\n"
     text = ESCAPE.sub("", in_terminal([sys.executable, "-c", script], width=60))
     assert set(words.split()) <= set(text.split())
     assert all(columns(line) <= 60 for line in text.split("\r\n"))

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.dataset_info import key_lines, read_datasets
-from unisono.config.schema import SourceSection, TagsSection
-from unisono.errors import ConfigError, Problem
+from unisono.base.errors import ConfigError, Problem
+from unisono.trainer.config.dataset_info import key_lines, read_datasets
+from unisono.trainer.config.schema import SourceSection, TagsSection
 
 OFF = {"history": None, "system": None, "tools": None}
 TAGS = {
@@ -138,8 +138,8 @@ def test_online_names_are_hub_ids() -> None:
 
 
 REMOTE = """
-from unisono.config.dataset_info import read_datasets
-from unisono.errors import ConfigError
+from unisono.trainer.config.dataset_info import read_datasets
+from unisono.base.errors import ConfigError
 try:
     print(read_datasets(["d"], "REMOTE:org/repo", where="x:1", file_where="x:2", stage="sft", max_samples=None)[0]["path"])
 except ConfigError as error:

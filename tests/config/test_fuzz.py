@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config import build_config
-from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import all_keys, parse_yaml
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import build_config
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.yaml_file import all_keys, parse_yaml
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
 KEYS = all_keys(RunConfig)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from unisono.config import RunConfig, config_of, load_config
-from unisono.config.llamafactory import Translation, Verb, llamafactory_version, translate
-from unisono.config.llamafactory_keys import KEYS, Key
-from unisono.config.yaml_file import parse_yaml
-from unisono.errors import ConfigError, Problem
+from unisono.base.errors import ConfigError, Problem
+from unisono.trainer.config import RunConfig, config_of, load_config
+from unisono.trainer.config.llamafactory import Translation, Verb, llamafactory_version, translate
+from unisono.trainer.config.llamafactory_keys import KEYS, Key
+from unisono.trainer.config.yaml_file import parse_yaml
 
 TEXT = """\
 model_name_or_path: models/tiny

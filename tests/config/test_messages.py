@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import RunConfig, load_config
-from unisono.errors import ConfigError, Problem
+from unisono.base.errors import ConfigError, Problem
+from unisono.trainer.config import RunConfig, load_config
 
 GOOD = "model: m\ndata: {train: d}\noutput_dir: o\n"
 

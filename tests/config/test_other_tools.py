@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import load_config, read_llamafactory
-from unisono.config.other_tools import TOOLS, Tool, refuse_other_tools
-from unisono.config.yaml_file import read_yaml
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import load_config, read_llamafactory
+from unisono.trainer.config.other_tools import TOOLS, Tool, refuse_other_tools
+from unisono.trainer.config.yaml_file import read_yaml
 
 AXOLOTL = """
 base_model: Qwen/Qwen3-0.6B

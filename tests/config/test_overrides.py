@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import LoadedConfig, load_config
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import LoadedConfig, load_config
 
 TEXT = (
     "model: {path: m, dtype: float32}\ndata:\n  train: [a, {path: b}]\noptim: {lr: 1.0e-3, warmup:"

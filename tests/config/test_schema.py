@@ -13,9 +13,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from unisono.cli.init import template_names, template_text
-from unisono.config import RunConfig, config_digest
-from unisono.config.yaml_file import all_keys, describe_field, section_in
+from unisono.front.cli.init import template_names, template_text
+from unisono.trainer.config import RunConfig, config_digest
+from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import RunConfig, load_config
-from unisono.config.sd_command import read_script
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import RunConfig, load_config
+from unisono.trainer.config.sd_command import read_script
 
 TRAIN_SH = """#!/bin/bash
 # Train data path

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from unisono.config import LoadedConfig, load_config
-from unisono.config.schema import SourceSection
-from unisono.errors import ConfigError
-from unisono.launch.train_request import with_absolute_paths
+from unisono.base.errors import ConfigError
+from unisono.jobs.runs.train_request import with_absolute_paths
+from unisono.trainer.config import LoadedConfig, load_config
+from unisono.trainer.config.schema import SourceSection
 
 MAIN = """
 pretrained_model_name_or_path = "pipe"

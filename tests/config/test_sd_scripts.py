@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from unisono.config import load_config
-from unisono.config.llamafactory_keys import Key
-from unisono.config.sd_keys import KEYS
-from unisono.config.sd_scripts import read_sd_scripts
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import load_config
+from unisono.trainer.config.llamafactory_keys import Key
+from unisono.trainer.config.sd_keys import KEYS
+from unisono.trainer.config.sd_scripts import read_sd_scripts
 
 FILE = """
 model_train_type = "sd-lora"
@@ -176,7 +176,7 @@ def test_refused_and_unknown_keys_are_named_with_their_line(tmp_path: Path) -> N
 
 
 def test_every_key_has_one_fate_and_those_of_the_schema_exist() -> None:
-    from unisono.config.schema import RunConfig
+    from unisono.trainer.config.schema import RunConfig
 
     schema = RunConfig.model_json_schema()
     assert {key.fate for key in KEYS.values()} == {"carried", "translated", "ignored", "refused"}

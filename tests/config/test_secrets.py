@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import load_config
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import load_config
 
 GOOD = "model: m\ndata: {train: d}\noutput_dir: o\n"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config.yaml_file import parse_value, parse_yaml, read_config_text, read_yaml
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config.yaml_file import parse_value, parse_yaml, read_config_text, read_yaml
 
 
 def problem_of(text: str) -> tuple[str, str]:

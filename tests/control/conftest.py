@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pytest
 
 from tests import front_server
-from unisono.control.channel_ends import HeadServer, NodeLink
+from unisono.guard.control.channel_ends import HeadServer, NodeLink
 
 if TYPE_CHECKING:
-    from unisono.control.connection import Event
+    from unisono.guard.control.connection import Event
 
 TOKEN = b"the secret of this job, 32 bytes"
 LIMIT_S = 20.0

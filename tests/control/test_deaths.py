@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.connection import SILENCE_S, SUSPECT_S, Connection, Heartbeats, Left, NodeMessage
-from unisono.control.protocol import FrameParser
+from unisono.guard.control.connection import SILENCE_S, SUSPECT_S, Connection, Heartbeats, Left, NodeMessage
+from unisono.guard.control.protocol import FrameParser
 
 if TYPE_CHECKING:
     from subprocess import Popen

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
-from unisono.control.channel_ends import NodeLink
-from unisono.control.protocol import ANSWERS, Greeting, fresh_nonce, preamble
-from unisono.errors import Disagreed, UsageError
+from unisono.base.errors import Disagreed, UsageError
+from unisono.guard.control.channel_ends import NodeLink
+from unisono.guard.control.protocol import ANSWERS, Greeting, fresh_nonce, preamble
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -152,7 +152,7 @@ def test_a_head_that_stops_in_the_middle_of_the_handshake_is_called_again(
     room: "Room", listener: Listener
 ) -> None:
     def answer(sock: socket.socket) -> None:
-        from unisono.control.protocol import Seal, encode
+        from unisono.guard.control.protocol import Seal, encode
 
         greeting = Greeting(fresh_nonce(), "run1", 0)
         sock.sendall(preamble(ANSWERS) + Seal(b"", sends=b"<").close(encode(greeting.to_body())))
@@ -210,4 +210,4 @@ def test_ctrl_c_while_calling_leaves_nothing_behind() -> None:
         NodeLink.connect(
             host="127.0.0.1", port=free_port(), token=b"t", node_rank=1, node_host="b", timeout_s=20, on_wait=interrupt
         )  # fmt: skip
-    assert not [thread for thread in threading.enumerate() if thread.name == "unisono.control"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "unisono.guard.control"]

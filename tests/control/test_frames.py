@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.control.protocol import (
+from unisono.guard.control.protocol import (
     ANSWERS,
     CALLS,
     PROVEN_BYTES,

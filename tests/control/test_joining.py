@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from unisono.control.channel_ends import NodeLink
-from unisono.control.connection import Joined, Left, NodeMessage, Rejected
-from unisono.control.dial import DialRequest, dial_head
-from unisono.errors import Disagreed, UsageError
+from unisono.base.errors import Disagreed, UsageError
+from unisono.guard.control.channel_ends import NodeLink
+from unisono.guard.control.connection import Joined, Left, NodeMessage, Rejected
+from unisono.guard.control.dial import DialRequest, dial_head
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -257,7 +257,7 @@ def test_sending_to_who_is_gone_is_not_an_error(room: "Room") -> None:
     head.broadcast({"kind": "late"})
     head.send_last({"kind": "late"})
     head.close(patience_s=1)
-    assert not [t for t in threading.enumerate() if t.name == "unisono.control"]
+    assert not [t for t in threading.enumerate() if t.name == "unisono.guard.control"]
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a\x1b[2J", "", "a" * 256, "ü"])

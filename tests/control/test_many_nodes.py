@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.control.connection import Joined, Left, NodeMessage
+from unisono.guard.control.connection import Joined, Left, NodeMessage
 
 if TYPE_CHECKING:
     from subprocess import Popen

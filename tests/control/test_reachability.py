@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.needs import need, need_namespaces
-from unisono.control import reachability
-from unisono.control.reachability import (
+from unisono.guard.control import reachability
+from unisono.guard.control.reachability import (
     CALLS,
     SIZES,
     DialLimits,
@@ -277,7 +277,7 @@ def test_an_address_of_a_different_machine_cannot_be_listened_on() -> None:
 
 LISTEN = """
 import sys
-from unisono.control.reachability import EchoListener
+from unisono.guard.control.reachability import EchoListener
 with EchoListener("{address}", bytes.fromhex("{key}")) as listener:
     print(*listener.ports, flush=True)
     sys.stdin.read()
@@ -285,7 +285,7 @@ with EchoListener("{address}", bytes.fromhex("{key}")) as listener:
 DIAL = """
 import json, sys
 from dataclasses import asdict
-from unisono.control.reachability import Peer, dial_all
+from unisono.guard.control.reachability import Peer, dial_all
 peer = Peer(1, "b", "{address}", tuple({ports}))
 print(json.dumps([asdict(one) for one in dial_all([peer], bytes.fromhex("{key}"), source=0)]))
 """

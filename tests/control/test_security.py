@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.control.channel_ends import HeadServer, allow_open_files
-from unisono.control.connection import Joined, Left, NodeMessage, Rejected
-from unisono.control.head import PROOF_S, SPARE_CONNECTIONS
-from unisono.control.protocol import (
+from unisono.base.errors import Disagreed, UnfitError
+from unisono.guard.control.channel_ends import HeadServer, allow_open_files
+from unisono.guard.control.connection import Joined, Left, NodeMessage, Rejected
+from unisono.guard.control.head import PROOF_S, SPARE_CONNECTIONS
+from unisono.guard.control.protocol import (
     CALLS,
     PREAMBLE_BYTES,
     TO_HEAD,
@@ -38,7 +39,6 @@ from unisono.control.protocol import (
     preamble,
     session_seal,
 )
-from unisono.errors import Disagreed, UnfitError
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -145,7 +145,7 @@ def test_connections_before_proof_are_bounded_and_nodes_join_all_the_same(room: 
 def test_rejections_of_one_address_do_not_fill_the_memory(
     room: "Room", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.control.head._SAME_REJECTION_S", 600.0)  # for as long as this may take
+    monkeypatch.setattr("unisono.guard.control.head._SAME_REJECTION_S", 600.0)  # for as long as this may take
     head = room.head()
     for _ in range(200):
         with dial(head) as sock:
@@ -159,7 +159,7 @@ def test_rejections_of_one_address_do_not_fill_the_memory(
 def test_whatever_rank_a_liar_claims_the_memory_is_bounded(
     room: "Room", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unisono.control.head._SAME_REJECTION_S", 600.0)
+    monkeypatch.setattr("unisono.guard.control.head._SAME_REJECTION_S", 600.0)
     head = room.head(nodes=3)
     for rank in range(300):
         with dial(head) as sock:
@@ -265,7 +265,7 @@ def test_no_value_in_a_hello_raises_anything_but_malformed(changed: dict[str, An
 
 
 def test_words_of_a_head_lose_control_characters(room: "Room") -> None:
-    from unisono.control.dial import refusal_error
+    from unisono.guard.control.dial import refusal_error
 
     error = refusal_error("node 1 (b)", "b", "a:1", kind="stale", text="is \x1b[2Jold\u202e\nand more")
     assert error.lines()[0] == "error: node 1 (b) is old and more"

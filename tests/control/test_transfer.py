@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from tests import needs
 from tests.control.test_security import dial, greeted, hello, rest
 from tests.nproc.disks import on_a_device
-from unisono.control.channel_ends import HeadServer
-from unisono.control.connection import FileReceived, Left, NodeMessage
-from unisono.control.file_transfer import (
+from unisono.guard.control.channel_ends import HeadServer
+from unisono.guard.control.connection import FileReceived, Left, NodeMessage
+from unisono.guard.control.file_transfer import (
     AT_ONCE,
     MAX_OPEN,
     PER_NODE,
@@ -36,7 +36,7 @@ from unisono.control.file_transfer import (
     OfferRefused,
     TransferOutcome,
 )
-from unisono.control.protocol import (
+from unisono.guard.control.protocol import (
     PIECE_BYTES,
     PROVEN_BYTES,
     TO_HEAD,
@@ -51,7 +51,7 @@ from unisono.control.protocol import (
     hello_seal,
     session_seal,
 )
-from unisono.facts.processes import stuck_threads
+from unisono.guard.facts.processes import stuck_threads
 
 if TYPE_CHECKING:
     from tests.control.conftest import Room
@@ -516,7 +516,7 @@ def test_nobody_sends_a_piece_before_proof_or_from_the_head(room: "Room", desk: 
             sock.sendall(hello_seal(room.token, greeting, sends=TO_HEAD).close(piece))
             rest(sock)
         node = room.node(head)
-        from unisono.control.connection import CHANNEL_THREAD
+        from unisono.guard.control.connection import CHANNEL_THREAD
 
         CHANNEL_THREAD.post(head._head.send, 1, piece)
         [left] = room.hears(node, Left)

@@ -13,9 +13,9 @@ from typing import Literal
 
 from safetensors import safe_open
 
-from unisono.checkpoint.manifest import MANIFEST, Manifest
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.verify import HEADER, Damage
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.verify import HEADER, Damage
 
 How = Literal[
     "flipped bit", "zeroed page", "truncation", "missing file", "file of another step", "file of another run",

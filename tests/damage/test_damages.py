@@ -24,7 +24,7 @@ from tests.damage.damages import (
     look,
     names_its_tensors,
 )
-from unisono.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

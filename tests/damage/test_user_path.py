@@ -19,7 +19,7 @@ from tests.damage.damages import OF_A_DIRECTORY, OF_A_FILE, How, Injected, damag
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Loopback
-from unisono.errors import IntegrityError
+from unisono.base.errors import IntegrityError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from unisono.data import Conversation, RowError
-from unisono.data.answer_spans import _by_marks, _by_prefixes
-from unisono.data.encode import Encoder
-from unisono.data.token_table import Encoded
-from unisono.data.tokenizer import load_tokenizer
-from unisono.errors import DataError
+from unisono.base.errors import DataError
+from unisono.trainer.data import Conversation, RowError
+from unisono.trainer.data.answer_spans import _by_marks, _by_prefixes
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.token_table import Encoded
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 # Template, its end of a turn, whether it strips contents.

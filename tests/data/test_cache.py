@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from unisono.config.schema import RunConfig
-from unisono.data.prepare import prepare_data, writing_table
-from unisono.data.token_table import TokenTable
-from unisono.data.tokenizer import RunTokenizer
-from unisono.errors import DataError, UnfitError
-from unisono.events import Reporter
-from unisono.plan import DataSummary
+from unisono.base.errors import DataError, UnfitError
+from unisono.base.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data.prepare import prepare_data, writing_table
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.data.tokenizer import RunTokenizer
+from unisono.trainer.plan import DataSummary
 
 TokenizerDir = Callable[..., Path]
 
 PREPARE = """
 import json, sys
 from pathlib import Path
-from unisono.config.schema import RunConfig
-from unisono.data.prepare import prepare_data
-from unisono.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data.prepare import prepare_data
+from unisono.base.events import Reporter
 config = RunConfig.model_validate(json.loads(sys.argv[1]))
 summary = prepare_data(config, tokenizer=Path(sys.argv[2]), vocab_size=10000, cache_dir=Path(sys.argv[3]), report=Reporter(None))
 heavy = sorted({"torch", "transformers", "datasets", "tokenizers"} & set(sys.modules))
@@ -279,8 +279,8 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 import pyarrow as pa
-from unisono.data.prepare import writing_table
-from unisono.errors import UnfitError
+from unisono.trainer.data.prepare import writing_table
+from unisono.base.errors import UnfitError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
     with writing_table(Path(sys.argv[1]) / "tables" / "x") as folder:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.config.lf_template import lf_template_of
-from unisono.config.schema import SourceSection
-from unisono.data import Completion, Conversation, RowError, Text
-from unisono.data.control_tokens import ControlTokens
-from unisono.data.encode import Encoder
-from unisono.data.lf_encoder import LfEncoder
-from unisono.data.token_table import Encoded
-from unisono.data.tokenizer import load_tokenizer
+from unisono.trainer.config.lf_template import lf_template_of
+from unisono.trainer.config.schema import SourceSection
+from unisono.trainer.data import Completion, Conversation, RowError, Text
+from unisono.trainer.data.control_tokens import ControlTokens
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.lf_encoder import LfEncoder
+from unisono.trainer.data.token_table import Encoded
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 END = "<|im_end|>"

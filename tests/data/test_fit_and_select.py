@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.schema import MixSection, SourceSection
-from unisono.data import RowError
-from unisono.data.build import eval_rows, mixed_counts, picked_rows, row_repeats
-from unisono.data.ingest import explain_fit, fit, fit_unit
-from unisono.data.token_table import Encoded, EncodedUnit
+from unisono.trainer.config.schema import MixSection, SourceSection
+from unisono.trainer.data import RowError
+from unisono.trainer.data.build import eval_rows, mixed_counts, picked_rows, row_repeats
+from unisono.trainer.data.ingest import explain_fit, fit, fit_unit
+from unisono.trainer.data.token_table import Encoded, EncodedUnit
 
 ROWS = st.lists(st.booleans(), min_size=1, max_size=300)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from unisono.config.schema import TagsSection
-from unisono.data import Completion, Conversation, RowError, Text
-from unisono.data.formats import FormatName, detect, to_example
+from unisono.trainer.config.schema import TagsSection
+from unisono.trainer.data import Completion, Conversation, RowError, Text
+from unisono.trainer.data.formats import FormatName, detect, to_example
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

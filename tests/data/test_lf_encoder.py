@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from unisono.config.lf_template import find_lf_template, lf_template_of, template_names
-from unisono.data import Exchange, RowError
-from unisono.data.ingest import balance, fit
-from unisono.data.lf_encoder import LfEncoder
-from unisono.data.lf_pieces import NO_TOKEN, PieceTokens
-from unisono.data.preference_rows import read_exchange
-from unisono.data.token_table import Encoded, EncodedUnit
-from unisono.errors import DataError
+from unisono.base.errors import DataError
+from unisono.trainer.config.lf_template import find_lf_template, lf_template_of, template_names
+from unisono.trainer.data import Exchange, RowError
+from unisono.trainer.data.ingest import balance, fit
+from unisono.trainer.data.lf_encoder import LfEncoder
+from unisono.trainer.data.lf_pieces import NO_TOKEN, PieceTokens
+from unisono.trainer.data.preference_rows import read_exchange
+from unisono.trainer.data.token_table import Encoded, EncodedUnit
 
 if TYPE_CHECKING:
-    from unisono.data.encode import LossOn
+    from unisono.trainer.data.encode import LossOn
 
 HERE = Path(__file__).parent / "llamafactory"
 GOLDEN = json.loads(gzip.decompress((HERE / "golden.json.gz").read_bytes()))

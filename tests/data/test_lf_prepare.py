@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests import front_server
-from unisono.config.schema import RunConfig
-from unisono.data.prepare import prepare_data
-from unisono.data.token_table import TokenTable, collate
-from unisono.errors import DataError, ModelError
-from unisono.events import Reporter
-from unisono.plan import DataSummary
+from unisono.base.errors import DataError, ModelError
+from unisono.base.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data.prepare import prepare_data
+from unisono.trainer.data.token_table import TokenTable, collate
+from unisono.trainer.plan import DataSummary
 
 TOKENIZER = Path(__file__).parent / "llamafactory" / "tokenizer"
 TALK = [

@@ -15,10 +15,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from unisono.data import Conversation
-from unisono.data.encode import Encoder
-from unisono.data.token_table import Encoded
-from unisono.data.tokenizer import load_tokenizer
+from unisono.trainer.data import Conversation
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.token_table import Encoded
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 _TRL = Path(transformers.__file__).parent.with_name("trl") / "chat_templates"  # importing TRL takes seconds
 _HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data import grouped
-from unisono.data.build import pack
+from unisono.trainer.data import grouped
+from unisono.trainer.data.build import pack
 
 LENGTHS = st.integers(1, 200).flatmap(
     lambda limit: st.tuples(st.just(limit), st.lists(st.integers(1, limit), max_size=200))

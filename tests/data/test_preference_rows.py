@@ -15,16 +15,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from unisono.config.schema import RunConfig
-from unisono.data import ingest
-from unisono.data.encode import Encoder
-from unisono.data.preference_rows import read_preference, turns_of_transcript
-from unisono.data.prepare import prepare_data
-from unisono.data.token_table import EncodedUnit, TokenTable, collate
-from unisono.data.tokenizer import load_tokenizer
-from unisono.errors import DataError
-from unisono.events import Reporter
-from unisono.plan import DataSummary
+from unisono.base.errors import DataError
+from unisono.base.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data import ingest
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.preference_rows import read_preference, turns_of_transcript
+from unisono.trainer.data.prepare import prepare_data
+from unisono.trainer.data.token_table import EncodedUnit, TokenTable, collate
+from unisono.trainer.data.tokenizer import load_tokenizer
+from unisono.trainer.plan import DataSummary
 
 TokenizerDir = Callable[..., Path]
 

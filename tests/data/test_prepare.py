@@ -18,15 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.config.schema import RunConfig
-from unisono.data import RowError, Text, encode
-from unisono.data.encode import Encoder
-from unisono.data.prepare import prepare_data
-from unisono.data.token_table import Encoded, TokenTable, collate
-from unisono.data.tokenizer import load_tokenizer
-from unisono.errors import DataError, ModelError
-from unisono.events import Reporter
-from unisono.plan import DataSummary, steps_for_tokens
+from unisono.base.errors import DataError, ModelError
+from unisono.base.events import Reporter
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data import RowError, Text, encode
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.prepare import prepare_data
+from unisono.trainer.data.token_table import Encoded, TokenTable, collate
+from unisono.trainer.data.tokenizer import load_tokenizer
+from unisono.trainer.plan import DataSummary, steps_for_tokens
 
 TokenizerDir = Callable[..., Path]
 

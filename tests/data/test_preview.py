@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests import front_server
-from unisono.task.data_tasks import histogram, runs
+from unisono.trainer.task.data_tasks import histogram, runs
 
 TokenizerDir = Callable[..., Path]
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.data import BadRow, RawRow, RowError, RowFile, readers
-from unisono.data.formats import COLUMNS, FormatName, detect, to_example
-from unisono.data.readers import READERS, kind_of, read_rows
-from unisono.errors import DataError, Problem
+from unisono.base.errors import DataError, Problem
+from unisono.trainer.data import BadRow, RawRow, RowError, RowFile, readers
+from unisono.trainer.data.formats import COLUMNS, FormatName, detect, to_example
+from unisono.trainer.data.readers import READERS, kind_of, read_rows
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a,\"b\"\nc", "completion": "d"}, {"prompt": "日本", "completion": "\u2028 e"}, {"prompt": "x", "completion": " y "},
@@ -404,8 +404,8 @@ def test_a_value_that_unfolds_beyond_the_limit_is_a_bad_row_with_its_size(
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from unisono.data import RowFile, readers
-from unisono.errors import DataError
+from unisono.trainer.data import RowFile, readers
+from unisono.base.errors import DataError
 
 readers._ARROW_BYTES = 100 << 20
 path = Path(sys.argv[1])

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from unisono.data import Conversation, Ledger, Place, Preference, RowError, unrendered_parts
-from unisono.data.encode import Encoder
-from unisono.data.rendered_parts import RenderedParts
-from unisono.data.token_table import Encoded, EncodedUnit
-from unisono.data.tokenizer import load_tokenizer
+from unisono.trainer.data import Conversation, Ledger, Place, Preference, RowError, unrendered_parts
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.rendered_parts import RenderedParts
+from unisono.trainer.data.token_table import Encoded, EncodedUnit
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 USER = {"role": "user", "content": "2+2?"}

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import front_server
-from unisono.data import Conversation, RowError, template
-from unisono.data.encode import Encoder
-from unisono.data.template import ChatTemplate, choose_template
-from unisono.data.tokenizer import load_tokenizer
-from unisono.errors import DataError, Problem
+from unisono.base.errors import DataError, Problem
+from unisono.trainer.data import Conversation, RowError, template
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.template import ChatTemplate, choose_template
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
 DOUBLING = (

@@ -13,14 +13,14 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from unisono.config.schema import COLUMN_NAMES, RunConfig
-from unisono.data.formats import COLUMNS, FormatName
-from unisono.data.prepare import prepare_data
-from unisono.data.row_names import MEDIA, READABLE
-from unisono.data.token_table import TokenTable, collate
-from unisono.errors import DataError, Problem
-from unisono.events import Reporter
-from unisono.plan import DataSummary
+from unisono.base.errors import DataError, Problem
+from unisono.base.events import Reporter
+from unisono.trainer.config.schema import COLUMN_NAMES, RunConfig
+from unisono.trainer.data.formats import COLUMNS, FormatName
+from unisono.trainer.data.prepare import prepare_data
+from unisono.trainer.data.row_names import MEDIA, READABLE
+from unisono.trainer.data.token_table import TokenTable, collate
+from unisono.trainer.plan import DataSummary
 
 TokenizerDir = Callable[..., Path]
 LF_TOKENIZER = Path(__file__).parent / "llamafactory" / "tokenizer"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from unisono.config.schema import COLUMN_NAMES, SourceSection
-from unisono.data import Completion, Conversation, Place, Preference, RawRow
-from unisono.data.formats import to_example
-from unisono.data.preference_rows import read_preference
-from unisono.data.source_format import USUAL_NAMES, propose, settle_format
-from unisono.errors import DataError, Problem
+from unisono.base.errors import DataError, Problem
+from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
+from unisono.trainer.data import Completion, Conversation, Place, Preference, RawRow
+from unisono.trainer.data.formats import to_example
+from unisono.trainer.data.preference_rows import read_preference
+from unisono.trainer.data.source_format import USUAL_NAMES, propose, settle_format
 
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config.schema import DataSection
-from unisono.data.sources import find_sources
-from unisono.data.survey import Survey, estimated_tokens, fitting_length, survey
-from unisono.plan.extent import FEW_STEPS, propose_extent
+from unisono.trainer.config.schema import DataSection
+from unisono.trainer.data.sources import find_sources
+from unisono.trainer.data.survey import Survey, estimated_tokens, fitting_length, survey
+from unisono.trainer.plan.extent import FEW_STEPS, propose_extent
 
 
 def surveyed(path: Path) -> Survey:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
 from tests import front_server
-from unisono.data import Conversation, text_encoder
-from unisono.data.encode import Encoder
-from unisono.data.text_encoder import TextEncoder, _FastTokens
-from unisono.data.token_table import Encoded
-from unisono.data.tokenizer import load_tokenizer
-from unisono.errors import DataError
+from unisono.base.errors import DataError
+from unisono.trainer.data import Conversation, text_encoder
+from unisono.trainer.data.encode import Encoder
+from unisono.trainer.data.text_encoder import TextEncoder, _FastTokens
+from unisono.trainer.data.token_table import Encoded
+from unisono.trainer.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
 _text = st.text(st.sampled_from("ab 12\n\té日🙂<|>"), min_size=1, max_size=30)
@@ -165,7 +165,7 @@ def test_neither_cut_nor_padded_whatever_the_tokenizer_was_set_to(
 PROGRAM = """import sys
 import numpy as np
 from pathlib import Path
-from unisono.data.token_table import Encoded, TokenTable, TokenWriter, write_meta, write_split
+from unisono.trainer.data.token_table import Encoded, TokenTable, TokenWriter, write_meta, write_split
 
 folder = Path(sys.argv[1])
 with TokenWriter(folder / "tokens.arrow") as writer:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
+from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
 
 COMMAND = [sys.executable, "-m", "unisono", "--json", "diagnose"]
 LIMIT_S = 60

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.reading import LimitedStream, LogContents, diagnose_logs, find_sources, read_all
-from unisono.diagnose.scan import scan
-from unisono.diagnose.timeline import draw
+from unisono.guard.diagnosis.reading import LimitedStream, LogContents, diagnose_logs, find_sources, read_all
+from unisono.guard.diagnosis.scan import scan
+from unisono.guard.diagnosis.timeline import draw
 
 WORDS = (
     b"Traceback (most recent call last):\n", b'  File "train.py", line 3, in f\n', b"RuntimeError: CUDA out of memory", b"[rank3]: ", b"\r", b"\n", b"\x1b[2K", b" 3/10 [00:01<00:02, 1.0it/s]", b"\xff\xfe", b"\x00",
@@ -96,7 +96,7 @@ def test_of_a_gz_that_is_cut_short_what_is_there_counts_and_it_is_reported(tmp_p
 
 
 def test_a_gz_bomb_is_read_to_a_limit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unisono.diagnose.reading.LEAST_UNPACKED_BYTES", 8 << 20)
+    monkeypatch.setattr("unisono.guard.diagnosis.reading.LEAST_UNPACKED_BYTES", 8 << 20)
     bomb = tmp_path / "bomb.log.gz"
     bomb.write_bytes(gzip.compress(bytes(64 << 20)))
     found = read(bomb)

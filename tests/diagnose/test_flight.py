@@ -14,9 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.flight_recording import NotARecordingError, is_recording, rank_of_name, read_recording
-from unisono.diagnose.flight_rules import judge_recordings
-from unisono.diagnose.run_facts import Hypothesis
+from unisono.guard.diagnosis.flight_recording import (
+    NotARecordingError,
+    is_recording,
+    rank_of_name,
+    read_recording,
+)
+from unisono.guard.diagnosis.flight_rules import judge_recordings
+from unisono.guard.diagnosis.run_facts import Hypothesis
 
 RECORDED = Path(__file__).parent / "recorded"
 JSON, PICKLE = "flight-rank-*.json", "nccl_trace_rank_*"

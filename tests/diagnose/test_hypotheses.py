@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.test_explain import run
-from unisono.causes import CATALOGUE
-from unisono.cli.app import main
-from unisono.diagnose.hypotheses import DENIED_SHARE, NO_FAILURE, default_table, rank, scores
-from unisono.diagnose.report_terms import Feature, feature_names, find_features, pattern_of
-from unisono.diagnose.report_text import sentences_of
+from unisono.base.causes import CATALOGUE
+from unisono.front.cli.app import main
+from unisono.guard.diagnosis.hypotheses import DENIED_SHARE, NO_FAILURE, default_table, rank, scores
+from unisono.guard.diagnosis.report_terms import Feature, feature_names, find_features, pattern_of
+from unisono.guard.diagnosis.report_text import sentences_of
 
 TABLE = default_table()
 FOLDER = files("unisono.diagnose")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import scan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.causes.signatures import ALL_SIGNATURES, match_hints, match_line
-from unisono.diagnose.lines import OFTEN_STRONG, Hints
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import _HINTS, Scanned, scan
+from unisono.base.causes.signatures import ALL_SIGNATURES, match_hints, match_line
+from unisono.guard.diagnosis.lines import OFTEN_STRONG, Hints
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import _HINTS, Scanned, scan
 
 TRACEBACK = """\
 Traceback (most recent call last):

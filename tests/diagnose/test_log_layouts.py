@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import scan
 
 if TYPE_CHECKING:
     import random
@@ -136,7 +136,7 @@ def test_cases_that_were_written_are_reported_right() -> None:
 
 
 def test_every_cause_that_logs_show_is_reached() -> None:
-    from unisono.causes import ALL_CAUSES
+    from unisono.base.causes import ALL_CAUSES
 
     reported = {known(place)[0] for place in range(len(EVERY))}
     of_logs = {case["class"] for case in EVERY}

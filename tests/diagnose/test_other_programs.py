@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import scan
 
 if TYPE_CHECKING:
-    from unisono.causes.verdict import Verdict
+    from unisono.base.causes.verdict import Verdict
 
 STEPS = "".join(f"step {number} loss 2.{number}\n" for number in range(9))
 

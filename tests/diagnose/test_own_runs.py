@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.causes.verdict import Verdict
-from unisono.diagnose.own_runs import diagnose_run, is_run
+from unisono.base.causes.verdict import Verdict
+from unisono.guard.diagnosis.own_runs import diagnose_run, is_run
 
 
 @pytest.fixture

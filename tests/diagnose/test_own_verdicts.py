@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import scan
 
 STALL = (
     "unisono: warning: rank 2, node 0 (a) sleeps or waits, and does not return; it has been in step 7 for"

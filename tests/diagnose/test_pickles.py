@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from unisono.diagnose.flight_recording import RefusedPickleError, read_pickle
+from unisono.guard.diagnosis.flight_recording import RefusedPickleError, read_pickle
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose import lines
-from unisono.diagnose.lines import EDGE_KEPT, OFTEN, OFTEN_STRONG, Prefilter
+from unisono.guard.diagnosis import lines
+from unisono.guard.diagnosis.lines import EDGE_KEPT, OFTEN, OFTEN_STRONG, Prefilter
 
 STRONG, WEAK = ("CUDA out of memory", "Error: ", "Traceback (most"), ("it/s]", "step", "steps/s")
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose.lines import SHOWN_CHARS, redacted, shown
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.lines import SHOWN_CHARS, redacted, shown
+from unisono.guard.diagnosis.scan import scan
 
 # Put together here, so that nobody's scanner takes this file for a leak.
 BODY = "Zq7Rw2Xk9Lm4Tn8Vb3Yc6Hd1"

@@ -25,10 +25,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.cli.app import main
-from unisono.diagnose.judge import Diagnosis
-from unisono.diagnose.reading import diagnose_logs, find_sources, read_all
-from unisono.diagnose.report_text import MOST_BYTES, language_of, read_report
+from unisono.front.cli.app import main
+from unisono.guard.diagnosis.judge import Diagnosis
+from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
+from unisono.guard.diagnosis.report_text import MOST_BYTES, language_of, read_report
 
 REPORTS = Path(__file__).parent / "reports"
 

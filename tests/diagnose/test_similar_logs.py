@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from unisono.diagnose.reading import diagnose_logs
-from unisono.diagnose.scan import scan
+from unisono.guard.diagnosis.reading import diagnose_logs
+from unisono.guard.diagnosis.scan import scan
 
 TRACE = """Traceback (most recent call last):
   File "/home/u/train.py", line 8, in main

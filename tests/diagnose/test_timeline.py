@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.diagnose.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
-from unisono.diagnose.timeline import LEAST_WIDTH, MOST_ROWS, draw
+from unisono.guard.diagnosis.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
+from unisono.guard.diagnosis.timeline import LEAST_WIDTH, MOST_ROWS, draw
 
 SIGNS = set(" -+w~FEX#")
 

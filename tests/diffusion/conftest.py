@@ -8,9 +8,9 @@ import pytest
 from tests import needs
 from tests.diffusion.making import write_pictures, write_pipeline
 from tests.ranks.conftest import Done, Workshop
-from unisono.config import RunConfig
-from unisono.files import write_json
-from unisono.plan import RunPlan
+from unisono.base.files import write_json
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import RunPlan
 
 SIZES = ((32, 32), (48, 24), (24, 48), (40, 32))
 

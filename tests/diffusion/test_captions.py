@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.sections import DiffusionSection
-from unisono.diffusion.captions import (
+from unisono.trainer.config.sections import DiffusionSection
+from unisono.trainer.diffusion.captions import (
     captions_vary,
     longest_caption,
     plain_caption,

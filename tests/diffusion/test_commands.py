@@ -19,8 +19,8 @@ import pytest
 from tests import front_server, needs
 from tests.diffusion.conftest import SIZES
 from tests.diffusion.making import write_pictures
-from unisono.drill.drills import DRILLS, choose
-from unisono.drill.execution import run_drills
+from unisono.front.drill.drills import DRILLS, choose
+from unisono.front.drill.execution import run_drills
 
 needs.package("diffusers")
 

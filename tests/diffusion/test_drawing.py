@@ -13,8 +13,8 @@ import torch
 from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.ranks.conftest import Done
-from unisono.events import Reporter
-from unisono.task.picture_tasks import run_generate
+from unisono.base.events import Reporter
+from unisono.trainer.task.picture_tasks import run_generate
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")
@@ -23,7 +23,7 @@ Image = needs.package("PIL.Image")
 def test_a_picture_equals_that_of_plain_diffusers(done: Done, pipeline_dir: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
-    from unisono.diffusion.pipeline import quiet
+    from unisono.trainer.diffusion.pipeline import quiet
 
     request = {
         "target": str(done.directory),

@@ -17,12 +17,12 @@ from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures, write_pipeline
 from tests.ranks.conftest import Done
-from unisono.diffusion.latents import PictureLoader, encode_pixels
-from unisono.diffusion.picture_folders import read_pixels
-from unisono.diffusion.pipeline import load_component
-from unisono.diffusion.pipeline_files import read_pipeline
-from unisono.errors import IntegrityError
-from unisono.plan import RunPlan
+from unisono.base.errors import IntegrityError
+from unisono.trainer.diffusion.latents import PictureLoader, encode_pixels
+from unisono.trainer.diffusion.picture_folders import read_pixels
+from unisono.trainer.diffusion.pipeline import load_component
+from unisono.trainer.diffusion.pipeline_files import read_pipeline
+from unisono.trainer.plan import RunPlan
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")

@@ -21,9 +21,15 @@ import xxhash
 from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures
-from unisono.config.sections import DiffusionSection
-from unisono.diffusion.picture_folders import bucket_sizes, probe, read_folder, read_pixels, with_bucket
-from unisono.errors import DataError, IntegrityError
+from unisono.base.errors import DataError, IntegrityError
+from unisono.trainer.config.sections import DiffusionSection
+from unisono.trainer.diffusion.picture_folders import (
+    bucket_sizes,
+    probe,
+    read_folder,
+    read_pixels,
+    with_bucket,
+)
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")
@@ -113,8 +119,8 @@ def test_thirty_broken_pictures_are_named_with_their_reason(folder: Path) -> Non
 
 def test_broken_pictures_take_no_more_memory_than_the_largest_honest_one(folder: Path) -> None:
     code = (
-        "import re, sys; from unisono.config.sections import DiffusionSection\nfrom"
-        " unisono.diffusion.picture_folders import need_pillow, read_folder\nneed_pillow(); import"
+        "import re, sys; from unisono.trainer.config.sections import DiffusionSection\nfrom"
+        " unisono.trainer.diffusion.picture_folders import need_pillow, read_folder\nneed_pillow(); import"
         " PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.WebPImagePlugin\npeak = lambda: 1024 *"
         " int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nbefore = peak();"
         " read_folder(sys.argv[1], DiffusionSection(), source=0, is_prior=False, key='', decoded={});"

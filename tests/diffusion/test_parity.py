@@ -19,12 +19,12 @@ import torch
 
 from tests import needs
 from tests.diffusion.conftest import Studio
-from unisono.data.token_table import TokenTable
-from unisono.diffusion.latents import PictureLoader, PictureUse
-from unisono.diffusion.pipeline import fast_attention
-from unisono.model.kernels import Kernels, load_kernels
-from unisono.plan import RunPlan, Stream
-from unisono.train.run import stream_seed
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.diffusion.latents import PictureLoader, PictureUse
+from unisono.trainer.diffusion.pipeline import fast_attention
+from unisono.trainer.model.kernels import Kernels, load_kernels
+from unisono.trainer.plan import RunPlan, Stream
+from unisono.trainer.training.run import stream_seed
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")
@@ -87,7 +87,7 @@ def _by_hand(
     from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from peft import LoraConfig
 
-    from unisono.diffusion.pipeline import quiet
+    from unisono.trainer.diffusion.pipeline import quiet
 
     root = Path(plan.model.directory)
     with quiet():

@@ -17,12 +17,12 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pipeline
 from tests.ranks.conftest import Done
-from unisono.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
-from unisono.diffusion.result_predictions import ResultPredictions
-from unisono.errors import IntegrityError
-from unisono.events import Reporter
-from unisono.task import export, read_back
-from unisono.train.weights import entries_of
+from unisono.base.errors import IntegrityError
+from unisono.base.events import Reporter
+from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
+from unisono.trainer.diffusion.result_predictions import ResultPredictions
+from unisono.trainer.task import export, read_back
+from unisono.trainer.training.weights import entries_of
 
 SILENT = Reporter(None)
 
@@ -122,8 +122,8 @@ def test_an_export_is_read_back(
 
 
 def test_the_weights_of_another_step_would_be_noticed(done: Done, tmp_path: Path) -> None:
-    from unisono.task.picture_read_back import trained_predictions
-    from unisono.task.target import find_target
+    from unisono.trainer.task.picture_read_back import trained_predictions
+    from unisono.trainer.task.target import find_target
 
     found = [trained_predictions(find_target(str(done.directory), step=step)) for step in (3, 6)]
     assert found[0] is not None

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_usual_pipeline
-from unisono.config import RunConfig
-from unisono.diffusion.pipeline_files import Pipeline, read_pipeline
-from unisono.diffusion.single_file import open_files
-from unisono.errors import ModelError, UsageError
-from unisono.events import Reporter
-from unisono.task.picture_tasks import run_export, run_generate
+from unisono.base.errors import ModelError, UsageError
+from unisono.base.events import Reporter
+from unisono.trainer.config import RunConfig
+from unisono.trainer.diffusion.pipeline_files import Pipeline, read_pipeline
+from unisono.trainer.diffusion.single_file import open_files
+from unisono.trainer.task.picture_tasks import run_export, run_generate
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")

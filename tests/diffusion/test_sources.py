@@ -14,12 +14,12 @@ import torch
 from tests import needs
 from tests.diffusion.conftest import Studio
 from tests.diffusion.making import write_pictures
-from unisono.config import RunConfig
-from unisono.diffusion.latents import PictureLoader
-from unisono.diffusion.pipeline_files import read_pipeline
-from unisono.diffusion.prepare import Rows, gather
-from unisono.errors import ConfigError, DataError
-from unisono.events import Reporter
+from unisono.base.errors import ConfigError, DataError
+from unisono.base.events import Reporter
+from unisono.trainer.config import RunConfig
+from unisono.trainer.diffusion.latents import PictureLoader
+from unisono.trainer.diffusion.pipeline_files import read_pipeline
+from unisono.trainer.diffusion.prepare import Rows, gather
 
 needs.package("diffusers")
 needs.package("PIL")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests import front_server, needs
 from tests.diffusion.conftest import Studio
 from tests.ranks.conftest import Done
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
 
 needs.package("diffusers")
 
@@ -34,7 +34,7 @@ def test_a_run_trains_and_leaves_the_file_of_diffusers(done: Done) -> None:
 def test_plain_diffusers_loads_the_file_with_its_scale(done: Done, pipeline_dir: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
-    from unisono.diffusion.pipeline import quiet
+    from unisono.trainer.diffusion.pipeline import quiet
 
     with quiet():
         pipeline = StableDiffusionPipeline.from_pretrained(pipeline_dir, safety_checker=None)
@@ -90,8 +90,8 @@ def test_several_ranks_have_the_same_losses(studio: Studio, done: Done, world: i
 def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> None:
     assert _printed(
         tmp_path / "loaded.py",
-        "import sys, unisono.worker.__main__, unisono.train.rank_run, unisono.task.data_tasks, unisono.task.export\n"
-        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.diffusion'))])",
+        "import sys, unisono.trainer.worker.__main__, unisono.trainer.training.rank_run, unisono.trainer.task.data_tasks, unisono.trainer.task.export\n"
+        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.trainer.diffusion'))])",
     ) == (0, "[]")
 
 
@@ -107,10 +107,10 @@ def test_an_image_model_is_loaded_without_bitsandbytes(
         tmp_path / "loaded.py",
         f"{first}import sys\n"
         "from pathlib import Path\n"
-        "from unisono.child import loading_modules\n"
+        "from unisono.base.child import loading_modules\n"
         "with loading_modules():\n"
-        "    from unisono.config.schema import AdapterSection\n"
-        "    from unisono.diffusion.pipeline import Denoiser, add_lora, load_component, read_pipeline\n"
+        "    from unisono.trainer.config.schema import AdapterSection\n"
+        "    from unisono.trainer.diffusion.pipeline import Denoiser, add_lora, load_component, read_pipeline\n"
         f"unet = load_component(read_pipeline(Path({str(pipeline_dir)!r})), 'unet')\n"
         "add_lora(Denoiser(unet, {}), AdapterSection(rank=4, alpha=2, targets='unet'))\n"
         "print('diffusers' in sys.modules, 'bitsandbytes' in sys.modules)",

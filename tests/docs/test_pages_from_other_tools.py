@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from unisono.config import RunConfig, build_config
-from unisono.config.yaml_file import all_keys
-from unisono.errors import ConfigError
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import RunConfig, build_config
+from unisono.trainer.config.yaml_file import all_keys
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("from-*.md"))
 BASE: dict[str, Any] = {

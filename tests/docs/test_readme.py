@@ -14,11 +14,11 @@ import yaml
 
 from page_checks import unknown_commands, unknown_keys
 from tests import front_server
-from unisono.causes.verdict import EXIT_CODES
-from unisono.cli.terminal import first_screen
-from unisono.config import build_config, load_config
-from unisono.config.yaml_file import parse_yaml
-from unisono.errors import ConfigError
+from unisono.base.causes.verdict import EXIT_CODES
+from unisono.base.errors import ConfigError
+from unisono.front.cli.terminal import first_screen
+from unisono.trainer.config import build_config, load_config
+from unisono.trainer.config.yaml_file import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import front_server
-from unisono.config.schema import RunConfig
-from unisono.config.yaml_file import all_keys
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.yaml_file import all_keys
 
 ROOT = Path(__file__).parents[2]
 

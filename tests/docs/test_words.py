@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer.main
 
-from unisono.causes import ALL_CAUSES
-from unisono.causes.variables import VARIABLES
-from unisono.causes.verdict import EXIT_CODES
-from unisono.cli.app import build_app
+from unisono.base.causes import ALL_CAUSES
+from unisono.base.causes.variables import VARIABLES
+from unisono.base.causes.verdict import EXIT_CODES
+from unisono.front.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))["word"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from unisono.facts.machine import DevicesDetails, Holder, numa_node_of, pci_address
-from unisono.facts.nvidia import (
+from unisono.guard.facts.machine import DevicesDetails, Holder, numa_node_of, pci_address
+from unisono.guard.facts.nvidia import (
     KernelLine,
     OtherSources,
     nvidia_devices,
@@ -22,7 +22,7 @@ from unisono.facts.nvidia import (
     read_nvml,
     redirecting_bridges,
 )
-from unisono.facts.processes import holder_of
+from unisono.guard.facts.processes import holder_of
 
 FOLDER = Path(__file__).parent / "recorded"
 _NOT_SUPPORTED, _UNINITIALIZED = 3, 1

@@ -7,9 +7,9 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from unisono.causes import CATALOGUE as CAUSES
-from unisono.doctor.check import AREAS
-from unisono.doctor.examination import CATALOGUE, REGISTRY
+from unisono.base.causes import CATALOGUE as CAUSES
+from unisono.front.checks.check import AREAS
+from unisono.front.checks.examination import CATALOGUE, REGISTRY
 
 _BAD = {"fail", "warn"}
 

@@ -10,12 +10,12 @@ import pytest
 
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import Job
-from unisono.agree.reports import Member
-from unisono.config import build_config
-from unisono.doctor.check import LocalRun
-from unisono.doctor.machine_checks import judge_clock
-from unisono.doctor.node_trials import _storage_mark, merge_findings
-from unisono.rundir.lock import RunLock
+from unisono.front.checks.check import LocalRun
+from unisono.front.checks.machine_checks import judge_clock
+from unisono.front.checks.node_trials import _storage_mark, merge_findings
+from unisono.guard.agree.reports import Member
+from unisono.guard.rundir.lock import RunLock
+from unisono.trainer.config import build_config
 
 
 def checks(front: Front) -> dict[str, list[dict[str, object]]]:

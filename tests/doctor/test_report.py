@@ -10,8 +10,8 @@ import resource
 from pathlib import Path
 
 from tests.doctor.doctor_process import doctor
-from unisono.doctor.check import Finding
-from unisono.doctor.examination import Examination, html_page, redacted, report_lines
+from unisono.front.checks.check import Finding
+from unisono.front.checks.examination import Examination, html_page, redacted, report_lines
 
 _BAD = [
     Finding("system.shm", "pass", ("fine",), ("never shown",)),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.doctor.doctor_process import Seen, doctor
 from tests.nproc.disks import in_memory
-from unisono.rundir.lock import RunLock
+from unisono.guard.rundir.lock import RunLock
 
 _LARGE = {
     "hidden_size": 16384,

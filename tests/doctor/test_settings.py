@@ -9,7 +9,7 @@ import pytest
 
 from tests.doctor.doctor_process import doctor
 from tests.doctor.test_system import TWO_DEVICES
-from unisono.causes.variables import ADVICE, VALUES, VARIABLES, find_variable
+from unisono.base.causes.variables import ADVICE, VALUES, VARIABLES, find_variable
 
 _SECRET = "hf_" + "abcdefghij" * 3
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.doctor_process import doctor
-from unisono.doctor.machine_checks import judge_clock, judge_core_dumps
-from unisono.facts import is_synchronised
-from unisono.facts.limits import CoreDumps, read_core_dumps
+from unisono.front.checks.machine_checks import judge_clock, judge_core_dumps
+from unisono.guard.facts import is_synchronised
+from unisono.guard.facts.limits import CoreDumps, read_core_dumps
 
 _NOW = 1_800_000_000.0
 TWO_DEVICES = [

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests import front_server
-from unisono.drill.drills import DEAD_S, DRILLS, Drill, DrillResult, choose
-from unisono.drill.execution import processes_in, run_drills
+from unisono.front.drill.drills import DEAD_S, DRILLS, Drill, DrillResult, choose
+from unisono.front.drill.execution import processes_in, run_drills
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.drill.execution import Traces, processes_in
+from unisono.front.drill.execution import Traces, processes_in
 
 LISTENS = """
 import os, signal, socket, sys

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.causes import find_cause
-from unisono.drill.drills import (
+from unisono.base.causes import find_cause
+from unisono.base.errors import UsageError
+from unisono.front.drill.drills import (
     DRILLS,
     Drill,
     FrontExit,
@@ -17,8 +18,7 @@ from unisono.drill.drills import (
     named_cause_in,
     skipped_result,
 )
-from unisono.drill.sandbox import Sandbox
-from unisono.errors import UsageError
+from unisono.front.drill.sandbox import Sandbox
 
 STOPPED = Drill("sigstop", "a rank is stopped", ("rank_stopped",), (1,), limit_s=10.0, end_s=60.0)
 QUIET = Drill("garbage", "strangers talk")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from make_tiny import CHAT_TEMPLATE, EOS, MODEL
-from unisono.model.directory import locate_model
+from unisono.trainer.model.directory import locate_model
 
 TINY = locate_model("builtin:tiny")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.machine import Gpu, Holder, Xid, no_gpus, probe_nvidia, read_machine, triton_trouble
-from unisono.facts.nvidia import (
+from unisono.guard.facts.machine import Gpu, Holder, Xid, no_gpus, probe_nvidia, read_machine, triton_trouble
+from unisono.guard.facts.nvidia import (
     KernelLine,
     nvidia_devices,
     probe_details,
@@ -21,7 +21,7 @@ from unisono.facts.nvidia import (
     redirecting_bridges,
     xids_in,
 )
-from unisono.facts.processes import holder_of
+from unisono.guard.facts.processes import holder_of
 
 
 def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_a_secret() -> None:

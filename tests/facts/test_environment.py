@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.facts import read_environment, take_token
-from unisono.facts.environment import _job_variables, read_nccl_files
+from unisono.guard.facts import read_environment, take_token
+from unisono.guard.facts.environment import _job_variables, read_nccl_files
 
 
 def test_variables_of_the_catalogue_and_misspelt_ones_are_reported() -> None:

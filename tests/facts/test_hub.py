@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from unisono.facts.environment import probe_url
+from unisono.guard.facts.environment import probe_url
 
 _LIMIT_S = 60.0  # nobody waits for it: each of these answers at once
 

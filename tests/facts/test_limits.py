@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.facts.limits import available_memory, cgroup_folders, read_limits, usable_cores
+from unisono.guard.facts.limits import available_memory, cgroup_folders, read_limits, usable_cores
 
 
 def test_this_machine_has_cores_memory_and_limits() -> None:
@@ -26,7 +26,7 @@ def test_without_shared_memory_its_size_is_unknown(tmp_path: Path) -> None:
 
 def test_limits_of_the_shell_are_those_of_the_process() -> None:
     program = (
-        "from unisono.facts.limits import read_limits; f = read_limits(); print(f.open_files, f.stack_bytes,"
+        "from unisono.guard.facts.limits import read_limits; f = read_limits(); print(f.open_files, f.stack_bytes,"
         " f.locked_memory_bytes)"
     )
     shell = f"ulimit -n 64; ulimit -s unlimited; ulimit -l 64; exec {sys.executable} -c '{program}'"

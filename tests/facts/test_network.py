@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.needs import need_namespaces
-from unisono.facts.network import KernelInterface, SystemNetwork, _interface, is_loopback, resolve
+from unisono.guard.facts.network import KernelInterface, SystemNetwork, _interface, is_loopback, resolve
 
 
 def test_the_loopback_interface_is_listed_with_its_address() -> None:
@@ -115,7 +115,7 @@ def test_another_namespaces_interfaces_are_those_that_its_processes_see(namespac
         subprocess.run(["ip", "-n", namespace, *words.split()], check=True, capture_output=True)
     # nsenter leaves /sys as it is: what it shows there are the other namespace's interfaces.
     program = (
-        "from unisono.facts.network import *\nfor one in SystemNetwork().interfaces(): print(one.name,"
+        "from unisono.guard.facts.network import *\nfor one in SystemNetwork().interfaces(): print(one.name,"
         " one.mtu, one.up, one.kind, *one.addresses[:2])"
     )
     done = subprocess.run(

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.network_namespaces import Namespaces, Own, why_no_namespaces
-from unisono.facts.machine import NoGpuUtilization, gpu_utilization
-from unisono.facts.network import RetransmittingConnection, retransmitting_connections
-from unisono.facts.processes import child_states, frozen_cgroup, has_handler, read_stat, wait_channel
+from unisono.guard.facts.machine import NoGpuUtilization, gpu_utilization
+from unisono.guard.facts.network import RetransmittingConnection, retransmitting_connections
+from unisono.guard.facts.processes import child_states, frozen_cgroup, has_handler, read_stat, wait_channel
 
 LIMIT_S = 30.0
 _FREEZERS = Path("/sys/fs/cgroup/freezer")

@@ -5,7 +5,7 @@ Run: pytest tests/facts/test_redaction.py
 
 import pytest
 
-from unisono.text import redact
+from unisono.base.text import redact
 
 
 @pytest.mark.parametrize(

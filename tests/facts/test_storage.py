@@ -16,8 +16,8 @@ import pytest
 
 from tests import fuse
 from tests.needs import small_disk
-from unisono.facts.path_probes import file_system_of, is_network
-from unisono.facts.storage import is_nonce, leave_nonce, probe_storage, remove_nonce, sees_nonce
+from unisono.guard.facts.path_probes import file_system_of, is_network
+from unisono.guard.facts.storage import is_nonce, leave_nonce, probe_storage, remove_nonce, sees_nonce
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_read_only_file_system_is_reported() -> None:
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from unisono.facts.storage import probe_storage
+from unisono.guard.facts.storage import probe_storage
 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
 print(probe_storage(Path(sys.argv[1])).trouble)
 """
@@ -183,7 +183,7 @@ def test_file_systems_of_several_machines_are_known() -> None:
 
 def test_a_name_that_appears_late_on_a_network_file_system_is_still_seen(tmp_path: Path) -> None:
     """As with NFS, whose clients keep for seconds what they knew of a folder."""
-    from unisono.facts.path_probes import wait_for_file
+    from unisono.guard.facts.path_probes import wait_for_file
 
     def late() -> None:
         with contextlib.suppress(OSError):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import unisono
-from unisono.facts import Probes, package_versions
-from unisono.facts.environment import code_digests, cuda_of, decisive_versions
-from unisono.facts.machine import driver_version, numa_node_of, pci_address
+from unisono.guard.facts import Probes, package_versions
+from unisono.guard.facts.environment import code_digests, cuda_of, decisive_versions
+from unisono.guard.facts.machine import driver_version, numa_node_of, pci_address
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,16 @@ def test_one_changed_byte_changes_one_files_digest(tmp_path: Path) -> None:
     loop = copy / "train" / "loop.py"
     loop.write_bytes(loop.read_bytes() + b"\n")
     after = code_digests(copy)
-    assert {name for name in before if after[name] != before[name]} == {"unisono/train/loop.py"}
+    assert {name for name in before if after[name] != before[name]} == {"unisono/trainer/training/loop.py"}
     assert set(after) == set(before)
 
 
 def test_all_of_the_packages_files_are_digested() -> None:
-    assert {"unisono/__init__.py", "unisono/facts/environment.py", "unisono/train/loop.py"} <= set(
-        code_digests()
-    )
+    assert {
+        "unisono/__init__.py",
+        "unisono/guard/facts/environment.py",
+        "unisono/trainer/training/loop.py",
+    } <= set(code_digests())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono import files
-from unisono.control.protocol import Malformed, decode
-from unisono.files import (
+from unisono.base import files
+from unisono.base.files import (
     MOST_BYTES,
     MOST_DEPTH,
     iterate_lines,
@@ -23,6 +22,7 @@ from unisono.files import (
     read_json,
     read_object,
 )
+from unisono.guard.control.protocol import Malformed, decode
 
 DEEP = "[" * 2000 + "]" * 2000
 READERS: tuple[Callable[[Path], object], ...] = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.files import path_below
+from unisono.base.files import path_below
 
 PARTS = st.sampled_from(
     [

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import needs
-from unisono.files import make_private_dir, read_json, whole_file, write_json, write_text
+from unisono.base.files import make_private_dir, read_json, whole_file, write_json, write_text
 
 KILLS = 12
 WRITER = """
 import sys
 from pathlib import Path
-from unisono.files import write_text
+from unisono.base.files import write_text
 path, texts = Path(sys.argv[1]), [letter * 300_000 for letter in "ab"]
 write_text(path, texts[0])
 print("ready", flush=True)
@@ -60,7 +60,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file(tmp_path: Pat
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
-from unisono.files import write_text
+from unisono.base.files import write_text
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:

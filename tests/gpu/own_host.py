@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from unisono.child import loading_modules
+from unisono.base.child import loading_modules
 
 is_task = not sys.argv[1].endswith(".json")
 rank = json.loads(Path(sys.argv[2]).read_text()).get("rank", 0) if is_task else os.environ.get("RANK", "0")
@@ -23,6 +23,6 @@ if "ONE_HOST" not in os.environ:
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 if not is_task:
     with loading_modules():  # torch; a signal until then simply ends the process
-        from unisono.train import join
+        from unisono.trainer.training import join
     join.bound_uuid = lambda device: None
 runpy.run_module("unisono.task" if is_task else "unisono.worker", run_name="__main__", alter_sys=True)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.doctor.replay import details_from, record
-from unisono.doctor.ladder_attempts import attempt_local
-from unisono.facts.machine import probe_nvidia
-from unisono.facts.nvidia import probe_details
-from unisono.plan import DeviceChoice
-from unisono.supervise.child_process import Programs
+from unisono.front.checks.ladder_attempts import attempt_local
+from unisono.guard.facts.machine import probe_nvidia
+from unisono.guard.facts.nvidia import probe_details
+from unisono.guard.supervise.child_process import Programs
+from unisono.trainer.plan import DeviceChoice
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import needs
-from unisono.config import RunConfig
-from unisono.facts.machine import probe_nvidia
-from unisono.model.attention import flat_attention
-from unisono.model.forward import Rows, choose_forward
-from unisono.model.load import LoadedModel, load_for_training
+from unisono.guard.facts.machine import probe_nvidia
+from unisono.trainer.config import RunConfig
+from unisono.trainer.model.attention import flat_attention
+from unisono.trainer.model.forward import Rows, choose_forward
+from unisono.trainer.model.load import LoadedModel, load_for_training
 
 pytestmark = [
     pytest.mark.gpu,

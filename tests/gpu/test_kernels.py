@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unisono.model import forward as forwards
-from unisono.model.cuda_graphs import IGNORED, StepGraphs
-from unisono.model.directory import facts_of_shape
-from unisono.model.forward import Forward, Rows, choose_forward
-from unisono.model.kernels import AdamWFigures
-from unisono.model.load import LoadedModel
-from unisono.plan import estimate_memory
-from unisono.train.optim import adamw_by_torch
+from unisono.trainer.model import forward as forwards
+from unisono.trainer.model.cuda_graphs import IGNORED, StepGraphs
+from unisono.trainer.model.directory import facts_of_shape
+from unisono.trainer.model.forward import Forward, Rows, choose_forward
+from unisono.trainer.model.kernels import AdamWFigures
+from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.plan import estimate_memory
+from unisono.trainer.training.optim import adamw_by_torch
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 if TYPE_CHECKING or _HAS_TRITON:  # a skipped module would count as a test that was not run
-    from unisono.model.cuda_kernels import CudaKernels, _rotate
+    from unisono.trainer.model.cuda_kernels import CudaKernels, _rotate
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _ON = "cpu" if _INTERPRETED else "cuda"

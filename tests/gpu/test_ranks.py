@@ -35,9 +35,9 @@ from tests.gpu.whole_runs import (
     Ended,
     Runs,
 )
-from unisono.drill.drills import DRILLS, Drill, is_named, named_cause_in
-from unisono.drill.sandbox import Sandbox
-from unisono.facts.machine import probe_nvidia
+from unisono.front.drill.drills import DRILLS, Drill, is_named, named_cause_in
+from unisono.front.drill.sandbox import Sandbox
+from unisono.guard.facts.machine import probe_nvidia
 
 pytestmark = [
     pytest.mark.gpu,

@@ -36,11 +36,11 @@ from tests.gpu.whole_runs import (
 )
 from tests.grouped_files import write_grouped
 from tests.ports import free_port
-from unisono.config import RunConfig
-from unisono.facts.processes import living_ranks
-from unisono.model.forward import Rows, choose_forward
-from unisono.model.load import load_for_training
-from unisono.model.quantization import dequantized, quantized_layers, state_of
+from unisono.guard.facts.processes import living_ranks
+from unisono.trainer.config import RunConfig
+from unisono.trainer.model.forward import Rows, choose_forward
+from unisono.trainer.model.load import load_for_training
+from unisono.trainer.model.quantization import dequantized, quantized_layers, state_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.train.saver import Files, Part, Save, Saver, Staging
+from unisono.trainer.training.saver import Files, Part, Save, Saver, Staging
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,10 +21,10 @@ from tests import front_server
 from tests.hub.standin import TOKEN, Fault, Hub, Repo, environment, running_hub
 from tests.ports import free_port
 from tests.session_server import start_server
-from unisono.files import read_object, write_json
-from unisono.hub.publish import public_config
-from unisono.supervise.child_process import child_environment
-from unisono.supervise.fork_server import SHARED
+from unisono.base.files import read_object, write_json
+from unisono.front.hub.publish import public_config
+from unisono.guard.supervise.child_process import child_environment
+from unisono.guard.supervise.fork_server import SHARED
 
 if TYPE_CHECKING:
     import subprocess
@@ -203,9 +203,9 @@ def test_a_damaged_or_unlisted_result_is_refused(
 UPLOAD = """
 import sys
 from pathlib import Path
-from unisono.cli.app import main
-from unisono.hub import publish
-from unisono.hub.download import RemoteFile, digest_of
+from unisono.front.cli.app import main
+from unisono.front.hub import publish
+from unisono.front.hub.download import RemoteFile, digest_of
 folder = Path(sys.argv[1])
 files = tuple(RemoteFile(p.name, p.stat().st_size, digest_of(p, git=False)) for p in sorted(folder.iterdir()))
 made = publish.Publication("anna/small", folder, "adapter", "", files)

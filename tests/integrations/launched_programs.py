@@ -16,7 +16,7 @@ from typing import Any
 
 from tests import front_server
 from tests.ports import free_port
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
 
 PROGRAMS = Path(__file__).parents[1] / "run" / "programs"
 _LIMIT_S = (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.integrations.launched_programs import PROGRAMS
-from unisono.child import without_bitsandbytes
-from unisono.integrations import trainer_callback
+from unisono.base.child import without_bitsandbytes
+from unisono.guard.integrations import trainer_callback
 
 # Lightning imports matplotlib where it is installed, and its first import on a machine runs
 # fc-list.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from unisono.errors import Disagreed
-from unisono.integrations.trainer_callback import DataFacts, TrainerFacts, find_world, meet
+from unisono.base.errors import Disagreed
+from unisono.guard.integrations.trainer_callback import DataFacts, TrainerFacts, find_world, meet
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

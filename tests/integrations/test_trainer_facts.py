@@ -23,8 +23,14 @@ from torch.utils.data import (
     random_split,
 )
 
-from unisono.integrations.inside.loaders import digest_of
-from unisono.integrations.trainer_callback import DataFacts, TrainerFacts, compare, read_dataset, read_loader
+from unisono.guard.integrations.inside.loaders import digest_of
+from unisono.guard.integrations.trainer_callback import (
+    DataFacts,
+    TrainerFacts,
+    compare,
+    read_dataset,
+    read_loader,
+)
 
 
 def _of(rank: int, host: str = "a", **given: Any) -> TrainerFacts:

@@ -17,7 +17,7 @@ _OTHERS = [
     for name in ("trl_sft.py", "lightning_fit.py", "accelerate_loop.py")
 ]
 _TRAINERS = ["hf_trainer.py", *_OTHERS]
-_WORDS = "unisono.errors.Disagreed: "
+_WORDS = "unisono.base.errors.Disagreed: "
 # Without `unisono run` gloo's thread may abort a process that has done all its work (torch 2.13,
 # pytorch#190489).
 _DONE = {0, -signal.SIGABRT}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.nproc.disks import in_memory
-from unisono.supervise.rank_logs import Appender
+from unisono.guard.supervise.rank_logs import Appender
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ def test_one_that_does_not_answer_is_waited_for_neither_while_it_is_written_nor_
 
 def test_a_writer_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from unisono.supervise.rank_logs import"
+        "import sys, time; from pathlib import Path; from unisono.guard.supervise.rank_logs import"
         " Appender\nappender = Appender(Path(sys.argv[1])); appender.add(b'a line\\n');"
         " print(appender._process.pid, flush=True); time.sleep(600)"
     )

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.nproc.disks import on_a_device
-from unisono.causes import Verdict
-from unisono.errors import UnfitError
-from unisono.facts import storage
-from unisono.facts.processes import stuck_threads
-from unisono.facts.storage import STUCK_S, RunsDisk
-from unisono.launch.member_supervisor import keep_end
-from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock
+from unisono.base.causes import Verdict
+from unisono.base.errors import UnfitError
+from unisono.guard.facts import storage
+from unisono.guard.facts.processes import stuck_threads
+from unisono.guard.facts.storage import STUCK_S, RunsDisk
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
+from unisono.jobs.runs.member_supervisor import keep_end
 
 
 def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch import curve_drawing
-from unisono.launch.curve_drawing import Drawing
-from unisono.rundir import RunDir
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs import curve_drawing
+from unisono.jobs.runs.curve_drawing import Drawing
 
 
 def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(

@@ -5,11 +5,11 @@ Run: pytest tests/launch/test_device.py
 
 import pytest
 
-from unisono.errors import UsageError
-from unisono.facts import Machine
-from unisono.facts.machine import Gpu
-from unisono.plan import DeviceChoice
-from unisono.plan.placement import choose_devices, device_words
+from unisono.base.errors import UsageError
+from unisono.guard.facts import Machine
+from unisono.guard.facts.machine import Gpu
+from unisono.guard.places.placement import choose_devices, device_words
+from unisono.trainer.plan import DeviceChoice
 
 
 def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Gpu:

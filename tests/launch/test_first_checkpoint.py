@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.retention import DiskSpace
-from unisono.checkpoint.writer import StorageFull
-from unisono.plan import ResumePoint, RunPlan
-from unisono.remote_checkpoint.verification import (
+from unisono.guard.supervise.child_process import Programs
+from unisono.jobs.remote_checkpoint.verification import (
     FirstCheckpoint,
     SavedCheckpoint,
     estimate,
     still_due,
     summary,
 )
-from unisono.supervise.child_process import Programs
+from unisono.trainer.checkpoint.retention import DiskSpace
+from unisono.trainer.checkpoint.writer import StorageFull
+from unisono.trainer.plan import ResumePoint, RunPlan
 
 GB = 10**9
 
@@ -27,7 +27,7 @@ def plan_of(
     total: int, every: int, *, resume: int | None = None, rehearse: bool = True, **section: Any
 ) -> RunPlan:
     """A plan with what matters here; nothing else of it is looked at."""
-    from unisono.config import RunConfig
+    from unisono.trainer.config import RunConfig
 
     config = RunConfig.model_validate(
         {

@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from tests.launch.conftest import Place, wait_until
-from unisono.facts import read_environment
-from unisono.facts.processes import living_ranks
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import ChildProcess, child_environment
-from unisono.supervise.fork_server import ForkServer
+from unisono.guard.facts import read_environment
+from unisono.guard.facts.processes import living_ranks
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import ChildProcess, child_environment
+from unisono.guard.supervise.fork_server import ForkServer
 
 REPORTED = "tests.launch.standins.reported_facts"
 LIGHT = "tests.launch.standins.light_server"
@@ -265,8 +265,8 @@ def _way(server: ForkServer, log: Any) -> str:
 
 _FRONT = f"""
 import os, sys, signal, tempfile
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import ChildProcess
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import ChildProcess
 fork_server._SERVER, fork_server._SERVED = {LIGHT!r}, ({REPORTED!r},)
 server = fork_server.ForkServer(print)
 child = ChildProcess(
@@ -320,9 +320,11 @@ def test_a_server_that_begins_early_forks_what_is_started_later(
 
 
 def test_an_early_server_does_not_wait_for_the_imports_of_its_front() -> None:
-    code = "import sys, unisono.cli.train, unisono.supervise.fork_server; print(*sys.modules)"
+    code = "import sys, unisono.front.cli.train, unisono.guard.supervise.fork_server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"pydantic", "yaml", "unisono.facts", "unisono.plan"} & set(loaded.stdout.split())
+    assert not {"pydantic", "yaml", "unisono.guard.facts", "unisono.trainer.plan"} & set(
+        loaded.stdout.split()
+    )
 
 
 # From here on with the server's own imports.
@@ -369,7 +371,7 @@ def test_with_a_killed_front_end_its_ranks_and_their_server(alone: Place) -> Non
         try:
             wait_until(lambda: len(living_ranks(front.pid)) == 2)
             below = [process.pid for process in psutil.Process(front.pid).children(recursive=True)]
-            assert any("unisono.worker.fork_server" in psutil.Process(pid).cmdline() for pid in below)
+            assert any("unisono.trainer.worker.fork_server" in psutil.Process(pid).cmdline() for pid in below)
         finally:
             front.kill()
     wait_until(lambda: all(map(is_gone, below)), limit_s=20)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.launchers import refuse_contradictions
-from unisono.errors import UsageError
-from unisono.launch.train_request import TrainRequest
+from unisono.base.errors import UsageError
+from unisono.jobs.launchers.launchers import refuse_contradictions
+from unisono.jobs.runs.train_request import TrainRequest
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_nearest_launcher_is_offered() -> None:
 def test_a_front_does_not_import_ray() -> None:
     """Also not one that is asked to start on Ray: that is its driver's."""
     code = (
-        "import sys, unisono.cluster.ray_job, unisono.cluster.ray_driver; sys.exit('ray' in sys.modules or"
+        "import sys, unisono.jobs.launchers.ray_job, unisono.jobs.launchers.ray_driver; sys.exit('ray' in sys.modules or"
         " 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

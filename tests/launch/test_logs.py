@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import UsageError
-from unisono.rundir.merged_logs import followed_logs, merged_logs
+from unisono.base.errors import UsageError
+from unisono.guard.rundir.merged_logs import followed_logs, merged_logs
 
 
 def write(path: Path, text: str) -> None:

@@ -21,11 +21,11 @@ import pytest
 
 from tests import front_server
 from tests.ports import free_port
-from unisono.causes import Verdict
-from unisono.control.connection import SILENCE_S
-from unisono.plan.topology import Topology
-from unisono.rendezvous.meeting import Meeting
-from unisono.rendezvous.party import Party
+from unisono.base.causes import Verdict
+from unisono.guard.control.connection import SILENCE_S
+from unisono.guard.places.topology import Topology
+from unisono.guard.rendezvous.meeting import Meeting
+from unisono.guard.rendezvous.party import Party
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90.0
@@ -361,7 +361,7 @@ def test_a_taken_port_is_named_with_its_owner(job: Job) -> None:
 
 def test_a_report_that_cannot_be_read_is_other_code(job: Job) -> None:
     """A node of another version: it sends a field that this head does not know."""
-    from unisono.control.channel_ends import NodeLink
+    from unisono.guard.control.channel_ends import NodeLink
 
     job.nodes = 2
     head = job.start(0)

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.agree.reports import NodeReport
-from unisono.config import LoadedConfig, RunConfig, load_config
-from unisono.facts import Probes, read_environment, read_machine
-from unisono.facts.limits import SystemLimits
-from unisono.facts.machine import Gpu
-from unisono.facts.network import NetworkInterface
-from unisono.facts.storage import leave_nonce
-from unisono.launch.node_report import (
+from unisono.guard.agree.reports import NodeReport
+from unisono.guard.facts import Probes, read_environment, read_machine
+from unisono.guard.facts.limits import SystemLimits
+from unisono.guard.facts.machine import Gpu
+from unisono.guard.facts.network import NetworkInterface
+from unisono.guard.facts.storage import leave_nonce
+from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts
+from unisono.jobs.runs.node_report import (
     checkpoints_bytes,
     flat_config,
     look_at_files,
@@ -28,9 +28,9 @@ from unisono.launch.node_report import (
     make_node_report,
     reserve,
 )
-from unisono.launch.planning import LocalNode, look_around
-from unisono.launch.train_request import TrainRequest
-from unisono.rendezvous.party import NONCE_FILE, ChannelFacts
+from unisono.jobs.runs.planning import LocalNode, look_around
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import LoadedConfig, RunConfig, load_config
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)
@@ -129,7 +129,7 @@ def test_recorded_answers_stand_in_the_report(
     assert [file.label for file in report.data_files] == ["train[0]: rows.jsonl"]
     assert report.model_files
     assert report.tokenizer_files
-    assert report.code["unisono/train/loop.py"]
+    assert report.code["unisono/trainer/training/loop.py"]
     text = json.dumps(report.to_json())
     assert "hunter2" not in text
     assert "hf_ssss" not in text

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests import front_server
 from tests.session_server import cache_with_kernels
-from unisono.facts.processes import living_ranks
+from unisono.guard.facts.processes import living_ranks
 
 pytestmark = pytest.mark.slow
 

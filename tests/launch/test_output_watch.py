@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from unisono.rundir.lock import RunLock, read_holder
+from unisono.guard.rundir.lock import RunLock, read_holder
 
 Until = Callable[[Callable[[], bool]], None]
 Start = Callable[..., "subprocess.Popen[str]"]

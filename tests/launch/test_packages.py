@@ -13,9 +13,9 @@ from typing import get_args
 import pytest
 from fsspec.registry import known_implementations
 
-from unisono.config import RunConfig
-from unisono.config.schema import RunConfig as Schema
-from unisono.plan import STORAGE_PACKAGES, needed_packages
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.schema import RunConfig as Schema
+from unisono.trainer.plan import STORAGE_PACKAGES, needed_packages
 
 URLS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "sftp": "paramiko", "https": "aiohttp", "oss": "ossfs"}
 OPTIONAL = (

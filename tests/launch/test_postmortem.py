@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.watch.run_views import places, run_view, view
-from unisono.control.connection import Left
-from unisono.events import MODEL_CODE
-from unisono.supervise.decision import NodeLoss
-from unisono.supervise.local_ranks import RankEnd
-from unisono.supervise.postmortem import apart, name_death, name_loss
+from unisono.base.events import MODEL_CODE
+from unisono.guard.control.connection import Left
+from unisono.guard.supervise.decision import NodeLoss
+from unisono.guard.supervise.local_ranks import RankEnd
+from unisono.guard.supervise.postmortem import apart, name_death, name_loss
 
 ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from unisono.supervise.child_process import ChildProcess
+from unisono.guard.supervise.child_process import ChildProcess
 
 ENVIRONMENT = {"PATH": os.defpath}
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import front_server
-from unisono.launch.replay import Difference, Replayed, changed_versions, compare
-from unisono.rundir import RunDir
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs.replay import Difference, Replayed, changed_versions, compare
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ Run: pytest tests/launch/test_restart.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.causes import ALL_CAUSES, Verdict
-from unisono.config import RunConfig
-from unisono.launch.restarts import Death, may_restart
+from unisono.base.causes import ALL_CAUSES, Verdict
+from unisono.jobs.runs.restarts import Death, may_restart
+from unisono.trainer.config import RunConfig
 
 
 def verdict(cause: str) -> Verdict:

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from unisono.control.file_transfer import Content, Offer, OfferRefused
-from unisono.errors import UsageError
-from unisono.events import Message
-from unisono.launch import preparation as claiming
-from unisono.remote_checkpoint.storage import Uploads
-from unisono.remote_checkpoint.transfers import ShardArrivals
-from unisono.remote_checkpoint.verification import FirstCheckpoint
-from unisono.rundir import RunDir
-from unisono.rundir.lock import RunLock
-from unisono.supervise.child_process import Programs
-from unisono.supervise.interrupts import Interrupts
+from unisono.base.errors import UsageError
+from unisono.base.events import Message
+from unisono.guard.control.file_transfer import Content, Offer, OfferRefused
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.interrupts import Interrupts
+from unisono.jobs.remote_checkpoint.storage import Uploads
+from unisono.jobs.remote_checkpoint.transfers import ShardArrivals
+from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint
+from unisono.jobs.runs import preparation as claiming
 
 SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from tests.ports import free_port
-from unisono.config import RunConfig
-from unisono.config.sections import PreferenceSection
-from unisono.launch.node_report import flat_config
-from unisono.launch.train_request import with_absolute_paths
-from unisono.rundir.lock import RunLock
+from unisono.guard.rundir.lock import RunLock
+from unisono.jobs.runs.node_report import flat_config
+from unisono.jobs.runs.train_request import with_absolute_paths
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.sections import PreferenceSection
 
 
 def lines(text: str) -> list[dict[str, Any]]:

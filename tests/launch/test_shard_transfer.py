@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from unisono.control.file_transfer import Content, Offer, OfferRefused
-from unisono.remote_checkpoint.transfers import ShardArrivals
+from unisono.guard.control.file_transfer import Content, Offer, OfferRefused
+from unisono.jobs.remote_checkpoint.transfers import ShardArrivals
 
 LIMIT_S = 30.0
 STEP = "step-00000001.tmp-a"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import tasks_of
-from unisono.facts.processes import living_ranks
+from unisono.guard.facts.processes import living_ranks
 
 Until = Callable[[Callable[[], bool]], None]
 Started = Callable[..., "subprocess.Popen[str]"]

@@ -24,13 +24,11 @@ from tests import front_server
 from tests.needs import lacking
 from tests.ports import free_port
 from tests.sshd import ssh_server
-from unisono.errors import UsageError
-from unisono.facts.network import SystemNetwork
-from unisono.launch.head_nodes import remote_train
-from unisono.launch.train_request import TrainRequest
-from unisono.plan.topology import Accelerators, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.head_address import address_towards, is_this_machine
-from unisono.rendezvous.remote_fronts import (
+from unisono.base.errors import UsageError
+from unisono.guard.facts.network import SystemNetwork
+from unisono.guard.places.topology import Accelerators, Topology, TopologyRequest, read_topology
+from unisono.guard.rendezvous.head_address import address_towards, is_this_machine
+from unisono.guard.rendezvous.remote_fronts import (
     RemoteCommand,
     SshFronts,
     find_head,
@@ -38,6 +36,8 @@ from unisono.rendezvous.remote_fronts import (
     remote_command,
     start_others,
 )
+from unisono.jobs.runs.head_nodes import remote_train
+from unisono.jobs.runs.train_request import TrainRequest
 
 LIMIT_S = 300.0
 STANDIN = Path(__file__).parent / "standins" / "ssh_front.py"

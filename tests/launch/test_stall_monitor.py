@@ -14,12 +14,12 @@ import pytest
 from tests.launch.test_culprits import plan
 from tests.watch.run_views import look, view
 from tests.watch.test_foreign import rank as foreign
-from unisono.causes import Verdict
-from unisono.config.schema import WatchSection
-from unisono.events import Message
-from unisono.supervise.evidence import RawEvidence
-from unisono.supervise.rank_monitor import StallMonitor
-from unisono.watch.views import Look, ProcessView, RankView
+from unisono.base.causes import Verdict
+from unisono.base.events import Message
+from unisono.guard.supervise.evidence import RawEvidence
+from unisono.guard.supervise.rank_monitor import StallMonitor
+from unisono.guard.watch.views import Look, ProcessView, RankView
+from unisono.trainer.config.schema import WatchSection
 
 
 class FakeRanks:

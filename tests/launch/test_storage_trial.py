@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.manifest import MANIFEST
-from unisono.checkpoint.store import CheckpointStore
-from unisono.config import RunConfig
-from unisono.errors import UnisonoError
-from unisono.plan import RunPlan
-from unisono.remote_checkpoint import storage as uploads
-from unisono.remote_checkpoint.storage import CopyResult, FirstCopy, Uploads, more_bytes, summary
-from unisono.rundir import RunDir
-from unisono.supervise.child_process import Programs
-from unisono.supervise.interrupts import Interrupts
+from unisono.base.errors import UnisonoError
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.interrupts import Interrupts
+from unisono.jobs.remote_checkpoint import storage as uploads
+from unisono.jobs.remote_checkpoint.storage import CopyResult, FirstCopy, Uploads, more_bytes, summary
+from unisono.trainer.checkpoint.manifest import MANIFEST
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import RunPlan
 
 Until = Callable[[Callable[[], bool]], None]
 OURS = Programs()

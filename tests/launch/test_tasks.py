@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import DataError, IntegrityError, RankDied, UnfitError, UsageError
-from unisono.supervise.child_process import Programs
-from unisono.supervise.task_process import TaskProcess, refusal, run_task
+from unisono.base.errors import DataError, IntegrityError, RankDied, UnfitError, UsageError
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.task_process import TaskProcess, refusal, run_task
 
 SCRIPT = """
 import json, os, signal, sys
-from unisono.child import parse_child_arguments, run_child
-from unisono.errors import *
+from unisono.base.child import parse_child_arguments, run_child
+from unisono.base.errors import *
 arguments = parse_child_arguments(sys.argv[1:], named=True)
 request = json.loads(arguments.file.read_text())
 def body(report):

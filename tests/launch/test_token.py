@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import UsageError
-from unisono.rendezvous.party import HOW_TO_MAKE_ONE, make_token, read_token, watch_lifeline
+from unisono.base.errors import UsageError
+from unisono.guard.rendezvous.party import HOW_TO_MAKE_ONE, make_token, read_token, watch_lifeline
 
 SECRET = "a-secret-of-more-than-16-bytes"
 
@@ -109,7 +109,7 @@ def test_an_empty_stdin_is_refused() -> None:
 
 _ENDS_BY_ITSELF = """
 import sys, threading
-from unisono.rendezvous.party import read_token, watch_lifeline
+from unisono.guard.rendezvous.party import read_token, watch_lifeline
 read_token("-", None, nodes=2)
 watch_lifeline()
 watching = next(thread for thread in threading.enumerate() if thread.name == "lifeline")

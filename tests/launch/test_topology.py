@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import UsageError
-from unisono.facts import Machine
-from unisono.facts.machine import Gpu
-from unisono.plan.placement import choose_devices, device_words, usable_accelerators
-from unisono.plan.topology import (
+from unisono.base.errors import UsageError
+from unisono.guard.facts import Machine
+from unisono.guard.facts.machine import Gpu
+from unisono.guard.places.placement import choose_devices, device_words, usable_accelerators
+from unisono.guard.places.topology import (
     DEFAULT_PORT,
     Accelerators,
     Topology,

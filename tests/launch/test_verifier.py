@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import front_server
-from unisono.checkpoint.store import CheckpointStore
-from unisono.remote_checkpoint.verification import Pace, ReadingRate, Verifier, next_due
+from unisono.jobs.remote_checkpoint.verification import Pace, ReadingRate, Verifier, next_due
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
 READY = {"kind": "ready"}

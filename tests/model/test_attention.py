@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unisono.causes.signatures import match_line
-from unisono.model.attention import (
+from unisono.base.causes.signatures import match_line
+from unisono.trainer.model.attention import (
     Ends,
     FlashAttention,
     RowAttention,
     UnsupportedAttentionError,
     flat_attention,
 )
-from unisono.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
+from unisono.trainer.model.kernels import Heads, PackedAttention, _attention_values, load_kernels
 
 
 def _dense(

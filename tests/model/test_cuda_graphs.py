@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from unisono.model.cuda_graphs import IGNORED, StepGraphs, ends_of, shape_for
-from unisono.model.forward import Forward, Rows, choose_forward
-from unisono.model.load import LoadedModel
+from unisono.trainer.model.cuda_graphs import IGNORED, StepGraphs, ends_of, shape_for
+from unisono.trainer.model.forward import Forward, Rows, choose_forward
+from unisono.trainer.model.load import LoadedModel
 
 LONGEST = 200
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import transformers
 
-from unisono.config.schema import OptimSection
-from unisono.model.attention import FLAT_ATTENTION, register
-from unisono.model.decoder import (
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.model.attention import FLAT_ATTENTION, register
+from unisono.trainer.model.decoder import (
     Product,
     Scratch,
     Trained,
@@ -28,11 +28,11 @@ from unisono.model.decoder import (
     slow_down_layers,
     speed_up_layers,
 )
-from unisono.model.forward import Rows, _flat_inputs
-from unisono.model.kernels import Layer, load_kernels, product, product_back
-from unisono.model.layers import _on_gpu, _rows_in_place, head_loss, speed_up_lora, why_no_kernels
-from unisono.train.gradient_sync import NoSync
-from unisono.train.optim import build_optimizers, clipping_factor, total_norm
+from unisono.trainer.model.forward import Rows, _flat_inputs
+from unisono.trainer.model.kernels import Layer, load_kernels, product, product_back
+from unisono.trainer.model.layers import _on_gpu, _rows_in_place, head_loss, speed_up_lora, why_no_kernels
+from unisono.trainer.training.gradient_sync import NoSync
+from unisono.trainer.training.optim import build_optimizers, clipping_factor, total_norm
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
 
@@ -566,7 +566,7 @@ exec {shutil.which("cc")} "$@"
     compiler.chmod(0o755)
     program = """
 import torch
-from unisono.model.kernels import _built, load_kernels
+from unisono.trainer.model.kernels import _built, load_kernels
 kernels = load_kernels()
 torch.set_num_threads(2)
 x = torch.arange(65536).view(64, 1024).bfloat16()
@@ -585,7 +585,7 @@ print(b"libgomp" in _built().read_bytes(), kernels.norm(x, torch.ones(1024).bflo
 
 
 def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
-    program = "from unisono.model.kernels import load_kernels; print(load_kernels())"
+    program = "from unisono.trainer.model.kernels import load_kernels; print(load_kernels())"
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
@@ -596,7 +596,7 @@ def test_without_a_compiler_torch_does_the_work(tmp_path: Path) -> None:
 
 def test_without_triton_the_reason_is_given_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "unisono.model.cuda_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "unisono.trainer.model.cuda_kernels", raising=False)
     assert _on_gpu.__wrapped__() == (None, "Triton is not installed (pip install triton)")
     for dtype, device in (("float32", "cuda"), ("bfloat16", "cpu")):
         assert why_no_kernels(dtype, torch.device(device)) == ""

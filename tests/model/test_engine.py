@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.engine import Answer, Engine, answer_prompts
-from unisono.model.generate import Sampling, draw_tokens, generate
-from unisono.task.prompts import describe_failure
+from unisono.trainer.model.engine import Answer, Engine, answer_prompts
+from unisono.trainer.model.generate import Sampling, draw_tokens, generate
+from unisono.trainer.task.prompts import describe_failure
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from unisono.model import forward as forwards
-from unisono.model.decoder import speed_up_layers
-from unisono.model.forward import Forward, Rows, choose_forward
-from unisono.model.load import LoadedModel
+from unisono.trainer.model import forward as forwards
+from unisono.trainer.model.decoder import speed_up_layers
+from unisono.trainer.model.forward import Forward, Rows, choose_forward
+from unisono.trainer.model.load import LoadedModel
 
 _SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

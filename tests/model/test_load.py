@@ -15,12 +15,12 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from unisono.config import RunConfig
-from unisono.errors import ModelError
-from unisono.files import SETTINGS_BYTES, TEMPLATE_BYTES
-from unisono.model.directory import inspect_model, locate_model, locate_tokenizer
-from unisono.model.files import read_contents
-from unisono.model.load import LoadedModel, load_for_training
+from unisono.base.errors import ModelError
+from unisono.base.files import SETTINGS_BYTES, TEMPLATE_BYTES
+from unisono.trainer.config import RunConfig
+from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer
+from unisono.trainer.model.files import read_contents
+from unisono.trainer.model.load import LoadedModel, load_for_training
 
 Change = Callable[[Path], None]
 

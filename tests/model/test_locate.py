@@ -16,8 +16,8 @@ from tests.hub.standin import Repo, running_hub
 
 _LOCATE = """
 import sys
-from unisono.errors import UnisonoError
-from unisono.model.directory import locate_model
+from unisono.base.errors import UnisonoError
+from unisono.trainer.model.directory import locate_model
 try:
     print(locate_model("nobody/thing", *sys.argv[1:]))
 except UnisonoError as error:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from unisono.model.layers import head_log_probs, head_loss, logits_loss, speed_up_lora
+from unisono.trainer.model.layers import head_log_probs, head_loss, logits_loss, speed_up_lora
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from unisono.model.forward import Forward, Rows, choose_forward
-from unisono.model.load import LoadedModel
+from unisono.trainer.model.forward import Forward, Rows, choose_forward
+from unisono.trainer.model.load import LoadedModel
 
 _PAD = 5
 _SMALL = {

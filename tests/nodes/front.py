@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import unisono.launch.train_request
-from unisono.cli.app import main
-from unisono.doctor import check as doctor_check
-from unisono.facts import Probes, package_versions
-from unisono.facts.machine import DeviceProbe, DevicesDetails, Gpu
-from unisono.facts.network import NetworkInterface, SystemNetwork
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import Programs
-from unisono.supervise.fork_server import ForkServer
+import unisono.jobs.runs.train_request
+from unisono.front.checks import check as doctor_check
+from unisono.front.cli.app import main
+from unisono.guard.facts import Probes, package_versions
+from unisono.guard.facts.machine import DeviceProbe, DevicesDetails, Gpu
+from unisono.guard.facts.network import NetworkInterface, SystemNetwork
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.fork_server import ForkServer
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def with_program(programs: Programs, kind: str) -> Programs:
     return replace(programs, task=command) if kind == "task" else replace(programs, worker=command)
 
 
-class Request(unisono.launch.train_request.TrainRequest):
+class Request(unisono.jobs.runs.train_request.TrainRequest):
     """The same request, with the answers in it."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -129,6 +129,6 @@ class Look(doctor_check.DoctorRequest):
             object.__setattr__(self, "programs", with_program(self.programs, "task"))
 
 
-unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
+unisono.jobs.runs.train_request.TrainRequest = Request  # type: ignore[misc]
 doctor_check.DoctorRequest = Look  # type: ignore[misc]
 main(sys.argv[2:])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.front_server import Place, start
-from unisono.causes import Verdict
+from unisono.base.causes import Verdict
 
 LIMIT_S = 400.0  # of a loaded machine
 

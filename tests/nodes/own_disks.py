@@ -6,8 +6,8 @@ from typing import Any
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Own
-from unisono.checkpoint.manifest import MANIFEST, Manifest, user_key
-from unisono.checkpoint.store import CheckpointStore
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, user_key
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 
 def start_apart(job: Job, *words: str, hidden: Path | None = None, **named: Any) -> list[Front]:

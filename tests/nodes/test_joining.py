@@ -44,8 +44,8 @@ print("called", flush=True)
 
 _STALE = """
 import sys
-from unisono.control.channel_ends import NodeLink
-from unisono.errors import Disagreed
+from unisono.guard.control.channel_ends import NodeLink
+from unisono.base.errors import Disagreed
 try:
     NodeLink.connect(host=sys.argv[1], port=int(sys.argv[2]), token=sys.argv[3].encode(), node_rank=1, node_host="bob",
                      timeout_s=20, nodes=2, run_nonce="0" * 32, epoch=0)

@@ -11,7 +11,7 @@ import tests.nodes.injected.sitecustomize as injected
 from tests.nodes.fronts import Front, together
 from tests.nodes.harness import PACED, Job
 from tests.nodes.verdict_checks import named
-from unisono.control.connection import SILENCE_S
+from unisono.guard.control.connection import SILENCE_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

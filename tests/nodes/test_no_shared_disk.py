@@ -12,7 +12,7 @@ from tests.nodes.fronts import together
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Namespaces
 from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart
-from unisono.checkpoint.retention import row_of
+from unisono.trainer.checkpoint.retention import row_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -60,7 +60,10 @@ def test_the_last_checkpoint_comes_though_its_way_takes_longer_than_others_are_w
     env = {
         "PYTHONPATH": str(Path(hurried.__file__).parent),
         "HURRIED": json.dumps(
-            {"unisono.train.saver.OTHERS_S": OTHERS_S, "unisono.train.saver.STUCK_S": OTHERS_S}
+            {
+                "unisono.trainer.training.saver.OTHERS_S": OTHERS_S,
+                "unisono.trainer.training.saver.STUCK_S": OTHERS_S,
+            }
         ),
     }
     slow_to_the_head(networks, 1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tests.nodes.fronts import Front, Named, together
-from unisono.causes import Verdict
+from unisono.base.causes import Verdict
 
 
 def same_words(fronts: Sequence[Front]) -> Verdict:

@@ -18,7 +18,7 @@ from tests.needs import small_disk
 from tests.nodes.fronts import Front
 from tests.nodes.harness import PACED, Job
 from tests.nproc.saved_checkpoints import published
-from unisono.checkpoint.manifest import MANIFEST
+from unisono.trainer.checkpoint.manifest import MANIFEST
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

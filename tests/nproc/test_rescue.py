@@ -13,7 +13,7 @@ import pytest
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import PACED, Job
-from unisono.events import read_message
+from unisono.base.events import read_message
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

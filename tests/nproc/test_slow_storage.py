@@ -38,8 +38,8 @@ def test_a_save_that_reads_the_live_weights_is_waited_for_in_turns_by_all_ranks(
     """Thirty minutes of patience and a save of hours; here twenty seconds, and fifty."""
     solo.config(duration="4 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "ddp"})
     limits = {
-        "unisono.train.process_group._PATIENCE": 20.0, "unisono.train.rank0_work.TURN_S": 2.0,
-        "unisono.train.saver._SHARE": 0.0,  # of the free memory, for copies
+        "unisono.trainer.training.process_group._PATIENCE": 20.0, "unisono.trainer.training.rank0_work.TURN_S": 2.0,
+        "unisono.trainer.training.saver._SHARE": 0.0,  # of the free memory, for copies
     }  # fmt: skip
     front = start(solo, limits, {"seconds": 50.0, "steps": [2], "ranks": [0]})
     assert front.wait(limit_s=LIMIT_S) == 0, front.text()
@@ -56,8 +56,8 @@ def test_a_slow_part_of_one_rank_is_waited_for_by_the_other(solo: Job, slow: int
         duration="3 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "fsdp"}, grace="5 seconds"
     )  # fmt: skip
     limits = {
-        "unisono.train.saver.OTHERS_S": 6.0, "unisono.train.saver.STUCK_S": 6.0,
-        "unisono.train.rank0_work._DIRECTORY_S": 6.0,
+        "unisono.trainer.training.saver.OTHERS_S": 6.0, "unisono.trainer.training.saver.STUCK_S": 6.0,
+        "unisono.trainer.training.rank0_work._DIRECTORY_S": 6.0,
     }  # fmt: skip
     pause = {"how": "sync"} if slow == 0 else {}
     front = start(solo, limits, {"seconds": 30.0, "steps": [2], "ranks": [slow], **pause})

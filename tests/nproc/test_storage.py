@@ -11,7 +11,7 @@ import pytest
 
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
-from unisono.checkpoint.manifest import MANIFEST, Manifest
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.long]
 

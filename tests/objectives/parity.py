@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from tests import front_server
 from tests.objectives.families import POSITIONS, Family
-from unisono.plan import Stream
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
+from unisono.trainer.plan import Stream
 
 Train = Callable[..., Any]
 Row = dict[str, Any]

@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from unisono.model.forward import Forward, Rows
-from unisono.train import reference
+from unisono.trainer.model.forward import Forward, Rows
+from unisono.trainer.training import reference
 
 Train = Callable[..., Any]
 _LORA = {"rank": 4, "alpha": 8}

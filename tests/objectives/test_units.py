@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unisono.data.build import pack
-from unisono.data.token_table import TokenBlock, TokenTable, collate
-from unisono.objectives import Kto
-from unisono.plan import Stream
-from unisono.train import rank_run
-from unisono.train.run import TrainingData, counts_of
-from unisono.watch import Beats
+from unisono.guard.watch import Beats
+from unisono.trainer.data.build import pack
+from unisono.trainer.data.token_table import TokenBlock, TokenTable, collate
+from unisono.trainer.objectives import Kto
+from unisono.trainer.plan import Stream
+from unisono.trainer.training import rank_run
+from unisono.trainer.training.run import TrainingData, counts_of
 
 Train = Callable[..., Any]
 _VOCABULARY = 20_000

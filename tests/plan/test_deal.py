@@ -6,7 +6,7 @@ Run: pytest tests/plan/test_deal.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.plan import deal
+from unisono.trainer.plan import deal
 
 _TOKENS = st.lists(st.integers(0, 5000), max_size=80)
 _RANKS = st.integers(1, 20)

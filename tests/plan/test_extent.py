@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.test_resolve import inputs, on_ranks, split
-from unisono.config import RunConfig
-from unisono.plan import PlanInputs, ResumePoint, resolve_plan
-from unisono.plan.extent import FEW_STEPS, ways_to_more_steps
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import PlanInputs, ResumePoint, resolve_plan
+from unisono.trainer.plan.extent import FEW_STEPS, ways_to_more_steps
 
 
 def short(given_inputs: PlanInputs) -> str:

@@ -16,11 +16,11 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 import memory_page
 from tests import needs
 from tests.model.test_decoder import _full_model, _inputs, _model
-from unisono.config import RunConfig
-from unisono.events import Reporter
-from unisono.model import attention, decoder, layers
-from unisono.model.directory import inspect_model
-from unisono.plan import (
+from unisono.base.events import Reporter
+from unisono.trainer.config import RunConfig
+from unisono.trainer.model import attention, decoder, layers
+from unisono.trainer.model.directory import inspect_model
+from unisono.trainer.plan import (
     DataSummary,
     DeviceChoice,
     ModelFacts,
@@ -30,8 +30,8 @@ from unisono.plan import (
     estimate_memory,
     resolve_plan,
 )
-from unisono.plan.run_plan import expects_fast_layers
-from unisono.task import data_tasks
+from unisono.trainer.plan.run_plan import expects_fast_layers
+from unisono.trainer.task import data_tasks
 
 
 class _Without(Reporter):

@@ -12,7 +12,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.plan import Stream, order_by_group, permutation, steps_for_tokens
+from unisono.trainer.plan import Stream, order_by_group, permutation, steps_for_tokens
 
 FOREVER = [1, 4, 2, 0, 8, 7, 6, 5, 9, 3]
 sizes = st.integers(1, 200)
@@ -41,7 +41,7 @@ def test_other_seeds_and_epochs_have_other_orders() -> None:
 def test_the_order_is_the_same_in_a_different_process_and_for_ever() -> None:
     """A literal: whoever changes the order changes every resumed run."""
     assert permutation(10, seed=7, epoch=2) == FOREVER
-    program = "from unisono.plan import permutation; print(permutation(10, seed=7, epoch=2))"
+    program = "from unisono.trainer.plan import permutation; print(permutation(10, seed=7, epoch=2))"
     environment = {"PYTHONHASHSEED": "12345"}
     printed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config import RunConfig
-from unisono.errors import ConfigError
-from unisono.plan import (
+from unisono.base.errors import ConfigError
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import (
     DataSummary,
     DeviceChoice,
     ModelFacts,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.test_resolve import plan
-from unisono.config import RunConfig
-from unisono.plan.schedule import beyond_training, factor_at, lower_rates, usual_rates
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan.schedule import beyond_training, factor_at, lower_rates, usual_rates
 
 
 def config(**keys: Any) -> RunConfig:

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tests import needs
 from tests.grouped_files import write_grouped
 from tests.ranks.front import Ended, Front
-from unisono.config import RunConfig
-from unisono.events import Reporter
-from unisono.plan import (
+from unisono.base.events import Reporter
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import (
     DataSummary,
     DeviceChoice,
     ModelFacts,
@@ -29,9 +29,9 @@ from unisono.plan import (
     RunPlan,
     resolve_plan,
 )
-from unisono.task import data_tasks
-from unisono.train.front_io import StopRequest
-from unisono.train.rank_run import run_plan
+from unisono.trainer.task import data_tasks
+from unisono.trainer.training.front_io import StopRequest
+from unisono.trainer.training.rank_run import run_plan
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 

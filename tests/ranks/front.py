@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import front_server
-from unisono.plan import RunPlan
-from unisono.supervise.child_process import child_environment
+from unisono.guard.supervise.child_process import child_environment
+from unisono.trainer.plan import RunPlan
 
 Messages = list[dict[str, Any]]
 LIMIT_S = 400.0

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from unisono.model.load import LoadedModel, load_base
-from unisono.train.sharding import shard_model
-from unisono.train.weights import write_model
+from unisono.trainer.model.load import LoadedModel, load_base
+from unisono.trainer.training.sharding import shard_model
+from unisono.trainer.training.weights import write_model
 
 
 def memory(name: str) -> int:

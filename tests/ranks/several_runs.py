@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from unisono.child import end_with_front
-from unisono.events import Reporter
-from unisono.plan import RunPlan
-from unisono.train.front_io import StopRequest
-from unisono.train.process_group import close_group
-from unisono.train.rank_run import run_plan
+from unisono.base.child import end_with_front
+from unisono.base.events import Reporter
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.training.front_io import StopRequest
+from unisono.trainer.training.process_group import close_group
+from unisono.trainer.training.rank_run import run_plan
 
 
 def main() -> int:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from tests.ranks.sum_rank import port_of
-from unisono.config.schema import OptimSection
-from unisono.model.load import LoadedModel
-from unisono.train import process_group, sharding
-from unisono.train.optim import build_optimizers
-from unisono.train.process_group import Listener, Ranks, close_group
-from unisono.train.sharding import Sharded, SharedWeights, full_tensor, shard_weights
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.training import process_group, sharding
+from unisono.trainer.training.optim import build_optimizers
+from unisono.trainer.training.process_group import Listener, Ranks, close_group
+from unisono.trainer.training.sharding import Sharded, SharedWeights, full_tensor, shard_weights
 
 STEPS, MICROS, WIDTH = 3, 2, 7
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.train.process_group import Listener, Ranks, close_group
+from unisono.trainer.training.process_group import Listener, Ranks, close_group
 
 ELEMENTS = (1 << 20) + 37  # parts of different sizes
 

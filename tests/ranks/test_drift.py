@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ranks.conftest import Done, Workshop
-from unisono.causes import Verdict
-from unisono.events import Message
-from unisono.launch.attempt_end import DriftReport, ReplicaDrift, name_drift
-from unisono.plan import DeviceChoice, RankPlace, RunPlan
-from unisono.train.training_checks import _CHUNK, _checksums, weights_digest
+from unisono.base.causes import Verdict
+from unisono.base.events import Message
+from unisono.jobs.runs.attempt_end import DriftReport, ReplicaDrift, name_drift
+from unisono.trainer.plan import DeviceChoice, RankPlace, RunPlan
+from unisono.trainer.training.training_checks import _CHUNK, _checksums, weights_digest
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 

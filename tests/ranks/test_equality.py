@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.ranks.conftest import KINDS, PREFERENCES, Done
-from unisono.events import Reporter
-from unisono.files import write_json
-from unisono.task import read_back
+from unisono.base.events import Reporter
+from unisono.base.files import write_json
+from unisono.trainer.task import read_back
 
 pytestmark = pytest.mark.ranks
 

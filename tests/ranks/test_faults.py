@@ -8,10 +8,10 @@ import torch
 
 from tests.ranks.conftest import Workshop
 from tests.ranks.front import RankProcess, kill_on_step
-from unisono.errors import Disagreed
-from unisono.facts import Environment
-from unisono.train import setup
-from unisono.train.join import find_place, make_rank_report
+from unisono.base.errors import Disagreed
+from unisono.guard.facts import Environment
+from unisono.trainer.training import setup
+from unisono.trainer.training.join import find_place, make_rank_report
 
 pytestmark = pytest.mark.ranks
 

@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.ranks.conftest import Workshop
-from unisono.config.schema import OptimSection
-from unisono.errors import Disagreed, ModelError
-from unisono.model.forward import Rows, choose_forward
-from unisono.model.layers import has_kernels
-from unisono.model.load import LoadedModel
-from unisono.train import sharding
-from unisono.train.gradient_sync import ReplicaSync
-from unisono.train.join import check_world, checksum
-from unisono.train.optim import build_optimizers
-from unisono.train.process_group import Listener, Ranks, close_group, world_mesh
-from unisono.train.sharding import full_tensor, shard_model
+from unisono.base.errors import Disagreed, ModelError
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.model.forward import Rows, choose_forward
+from unisono.trainer.model.layers import has_kernels
+from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.training import sharding
+from unisono.trainer.training.gradient_sync import ReplicaSync
+from unisono.trainer.training.join import check_world, checksum
+from unisono.trainer.training.optim import build_optimizers
+from unisono.trainer.training.process_group import Listener, Ranks, close_group, world_mesh
+from unisono.trainer.training.sharding import full_tensor, shard_model
 
 _CUDA = pytest.param(
     "cuda",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ranks.conftest import Resumed
-from unisono.checkpoint.state import CheckpointReader
+from unisono.trainer.checkpoint.state import CheckpointReader
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train import sharding
+from unisono.trainer.training import sharding
 
 _ROOT = Path(__file__).parents[2]
 

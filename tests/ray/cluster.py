@@ -150,7 +150,7 @@ class RayCluster:
                 folder / "unisono",
                 ignore=shutil.ignore_patterns("__pycache__"),
             )
-            with (folder / "unisono/text.py").open("a") as file:
+            with (folder / "unisono/base/text.py").open("a") as file:
                 file.write("# another one\n")
         return folder
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from unisono.facts.limits import CGROUP_ROOT, cgroup_folders
+from unisono.guard.facts.limits import CGROUP_ROOT, cgroup_folders
 
 LIMIT_BYTES = 6_000_000_000
 THRESHOLD = 0.5

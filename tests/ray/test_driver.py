@@ -18,7 +18,7 @@ def _drivers(front: int) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(front).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "unisono.cluster.ray_driver" in process.cmdline():
+            if "unisono.jobs.launchers.ray_driver" in process.cmdline():
                 found.append(process)
     return found
 

@@ -149,7 +149,7 @@ def test_a_killed_driver_is_reported_and_the_same_command_continues(
     driver = next(
         p
         for p in psutil.Process(front.pid).children(recursive=True)
-        if "unisono.cluster.ray_driver" in p.cmdline()
+        if "unisono.jobs.launchers.ray_driver" in p.cmdline()
     )
     driver.kill()
     assert front.wait(limit_s=_LIMIT_S) == 5, front.text()

@@ -7,8 +7,10 @@ import threading
 from pathlib import Path
 
 from tests.launch.test_culprits import plan
-from unisono.causes import Verdict
-from unisono.cluster.ray_node_fronts import (
+from unisono.base.causes import Verdict
+from unisono.guard.supervise.decision import Decision, NodeLoss
+from unisono.guard.supervise.rank_supervisor import Attempt
+from unisono.jobs.launchers.ray_node_fronts import (
     JobNode,
     RayHead,
     RayLossFiles,
@@ -16,10 +18,8 @@ from unisono.cluster.ray_node_fronts import (
     lost_node_verdict,
     ray_head_lost,
 )
-from unisono.launch.attempt_end import with_launcher_cause
-from unisono.launch.run_records import Ending, ending_of
-from unisono.supervise.decision import Decision, NodeLoss
-from unisono.supervise.rank_supervisor import Attempt
+from unisono.jobs.runs.attempt_end import with_launcher_cause
+from unisono.jobs.runs.run_records import Ending, ending_of
 
 OF_MEMORY = (
     "The actor is dead because its worker process has died. Task was killed due to the node running low on"

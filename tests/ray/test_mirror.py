@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cluster.ray_mirror import Mirror, MirrorThread
-from unisono.cluster.ray_node_actor import NodeActor
-from unisono.cluster.ray_node_fronts import ActorLost
-from unisono.rundir import RunDir
+from unisono.guard.rundir import RunDir
+from unisono.jobs.launchers.ray_mirror import Mirror, MirrorThread
+from unisono.jobs.launchers.ray_node_actor import NodeActor
+from unisono.jobs.launchers.ray_node_fronts import ActorLost
 
 
 class Disks:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from unisono.cli.init import template_text
+from unisono.front.cli.init import template_text
 
 JOB = {
     "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector", "submitterConfig",

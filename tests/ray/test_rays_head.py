@@ -117,7 +117,7 @@ def gcs(cluster: RayCluster) -> psutil.Process:
 def driver(front: Front) -> psutil.Process:
     """Our process that is connected to Ray."""
     children = psutil.Process(front.pid).children(recursive=True)
-    return next(process for process in children if "unisono.cluster.ray_driver" in process.cmdline())
+    return next(process for process in children if "unisono.jobs.launchers.ray_driver" in process.cmdline())
 
 
 def lost_head(cluster: RayCluster, front: Front) -> None:

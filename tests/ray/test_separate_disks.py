@@ -164,7 +164,7 @@ def test_a_node_with_other_code_is_named_before_anything_starts(cluster: RayClus
     assert front.wait(limit_s=_LIMIT_S) == 3, front.text()
     assert [verdict.cause for verdict in front.verdicts] == ["code_mismatch"]
     assert front.verdicts[0].hosts == (cluster.ground.host(2),)
-    assert "unisono/text.py" in front.verdicts[0].summary
+    assert "unisono/base/text.py" in front.verdicts[0].summary
     cluster.nothing_left()
     cluster.stop_node(2)
     cluster.start_nodes(2)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.nodes.fronts import Front
 from tests.nodes.network_namespaces import Ground, Own
-from unisono.causes import Verdict
+from unisono.base.causes import Verdict
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 420.0  # of a loaded machine

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from unisono.integrations import border
-from unisono.watch import Beats
+from unisono.guard.integrations import border
+from unisono.guard.watch import Beats
 
 _RANK = """
 import os, sys, time
-from unisono.integrations import border
+from unisono.guard.integrations import border
 guard = border.find_guard(os.environ)
 own = border.own_registration(os.environ)
 presence = border.Presence(guard)
 record, stacks, answers = presence.make_memory()
-from unisono.watch import Beats
+from unisono.guard.watch import Beats
 beats = Beats(record)
 presence.register(own)
 beats.begin_step(7)

@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from unisono.errors import UsageError
-from unisono.facts import identity_of
-from unisono.files import read_object, write_json
-from unisono.guard.local_program import Program
-from unisono.guard.program_start import FolderWatch, ProgramDir, border, run_dir
-from unisono.integrations.border import HELD
-from unisono.rundir.lock import RunLock
+from unisono.base.errors import UsageError
+from unisono.base.files import read_object, write_json
+from unisono.guard.facts import identity_of
+from unisono.guard.integrations.border import HELD
+from unisono.guard.programs.local_program import Program
+from unisono.guard.programs.program_start import FolderWatch, ProgramDir, border, run_dir
+from unisono.guard.rundir.lock import RunLock
 
 _HOLDS = """
 import sys
-from unisono.guard.program_start import border
+from unisono.guard.programs.program_start import border
 with border() as folder:
     print(folder, flush=True)
     sys.stdin.read()
@@ -70,7 +70,7 @@ def test_a_folder_whose_front_was_killed_without_its_subreaper_goes_with_the_nex
 def test_a_subreaper_alone_holds_it(holder: tuple["subprocess.Popen[str]", Path]) -> None:
     front, folder = holder
     script = (
-        f"from unisono.guard.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True);"
+        f"from unisono.guard.programs.subreaper import _hold; kept = _hold({str(folder)!r}); print(kept, flush=True);"
         " input()"
     )
     with subprocess.Popen(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import UsageError
-from unisono.guard.launcher_facts import comparable, read_command
-from unisono.guard.program_request import RunRequest, RunShape, read_shape
-from unisono.plan.topology import Accelerators
+from unisono.base.errors import UsageError
+from unisono.guard.places.topology import Accelerators
+from unisono.guard.programs.launcher_facts import comparable, read_command
+from unisono.guard.programs.program_request import RunRequest, RunShape, read_shape
 
 WORDS = st.lists(
     st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12),

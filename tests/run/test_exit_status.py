@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unisono.facts import processes
+from unisono.guard.facts import processes
 
 
 def _by_pidfd(pidfd: int, _pid: int) -> int | None:

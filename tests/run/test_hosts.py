@@ -20,8 +20,8 @@ import pytest
 from tests import front_server
 from tests.ports import free_port
 from tests.sshd import as_program, ssh_server
-from unisono.errors import UsageError
-from unisono.guard.program_request import RunRequest, refuse_launcher
+from unisono.base.errors import UsageError
+from unisono.guard.programs.program_request import RunRequest, refuse_launcher
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 150.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from unisono.control.connection import Left, NodeMessage
-from unisono.events import Message
-from unisono.guard import member_program, program_meeting
-from unisono.guard.launcher_facts import read_command
-from unisono.guard.program_request import RunRequest
+from unisono.base.events import Message
+from unisono.guard.control.connection import Left, NodeMessage
+from unisono.guard.programs import member_program, program_meeting
+from unisono.guard.programs.launcher_facts import read_command
+from unisono.guard.programs.program_request import RunRequest
 
 
 class Channel:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests import front_server
-from unisono.diagnose.own_runs import diagnose_run
-from unisono.facts.processes import processes_below
+from unisono.guard.diagnosis.own_runs import diagnose_run
+from unisono.guard.facts.processes import processes_below
 
 UNISONO = str(Path(sys.executable).parent / "unisono")
 LIMIT_S = 240.0

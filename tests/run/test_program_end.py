@@ -7,10 +7,11 @@ import signal
 
 import pytest
 
-from unisono.causes import CATALOGUE, Evidence, Verdict
-from unisono.diagnose.gather import BY_PRIORITY
-from unisono.guard.launcher_facts import read_command
-from unisono.guard.program_end import (
+from unisono.base.causes import CATALOGUE, Evidence, Verdict
+from unisono.guard.diagnosis.gather import BY_PRIORITY
+from unisono.guard.integrations.inside.loaders import framework_in
+from unisono.guard.programs.launcher_facts import read_command
+from unisono.guard.programs.program_end import (
     ProgramEnd,
     StopDeadline,
     exit_code_of_verdict,
@@ -18,7 +19,6 @@ from unisono.guard.program_end import (
     name_program_death,
     signal_of,
 )
-from unisono.integrations.inside.loaders import framework_in
 
 PYTHON = read_command(["python", "train.py"])
 SHELL = read_command(["sh", "train.sh"])

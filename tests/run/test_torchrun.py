@@ -9,14 +9,14 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from unisono.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
+from unisono.guard.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
 
 # torchrun itself, with a back-end that says what ours would find from where it is called.
 _PROBE = """
 import sys
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main
-from unisono.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
+from unisono.guard.integrations.torchrun_handler import launcher_node_rank, launcher_nproc, launcher_restarts
 
 def create(parameters):
     print("found", launcher_nproc(), launcher_node_rank(), launcher_restarts(), parameters.max_nodes, parameters.config.get("rank"), flush=True)
@@ -29,7 +29,7 @@ main(sys.argv[1:])
 
 def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
     """If torch renames what leads to a handler, this says so: see
-    unisono.integrations.torchrun_handler.
+    unisono.guard.integrations.torchrun_handler.
     """
     words = [
         "--nnodes",

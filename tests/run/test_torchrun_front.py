@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.ports import free_port
-from unisono.integrations.border import LAUNCHER, Answer, Guard, Presence, find_guard
+from unisono.guard.integrations.border import LAUNCHER, Answer, Guard, Presence, find_guard
 
 LIMIT_S = 120.0
 
@@ -25,7 +25,7 @@ def companion(node: int, port: int) -> "subprocess.Popen[str]":
         "words": ["torchrun", "train.py"], "pid": os.getpid(),
     }  # fmt: skip
     started = subprocess.Popen(
-        [sys.executable, "-m", "unisono.guard.torchrun_front"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "unisono.guard.programs.torchrun_front"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "UNISONO_TOKEN": "a secret that both nodes of this test share"},
     )  # fmt: skip
     assert started.stdin is not None

@@ -15,7 +15,7 @@ import pytest
 from tests.nodes.fronts import Front, together
 from tests.nodes.network_namespaces import Ground, Own
 from tests.run.test_one_node import until
-from unisono.guard.head_program import PORT_TRIES
+from unisono.guard.programs.head_program import PORT_TRIES
 
 BIN = Path(sys.executable).parent
 STANDIN = str(Path(__file__).with_name("standin_launcher.py"))

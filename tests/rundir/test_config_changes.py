@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config import RunConfig
-from unisono.config.yaml_file import all_keys
-from unisono.errors import UsageError
-from unisono.rundir.config_changes import (
+from unisono.base.errors import UsageError
+from unisono.jobs.runs.config_changes import (
     NAMES,
     RULES,
     changes_between,
@@ -22,6 +20,8 @@ from unisono.rundir.config_changes import (
     read_allowed,
     rule_of,
 )
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.yaml_file import all_keys
 
 KEYS = all_keys(RunConfig)
 LEAVES = [key for key in KEYS if not any(other.startswith(f"{key}.") for other in KEYS)]

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.nproc.disks import on_a_device
-from unisono.errors import UsageError
-from unisono.facts.processes import stuck_threads
-from unisono.rundir import lock as lock_file
-from unisono.rundir.lock import RunLock, locked_if_ended, read_holder, recorded_holder
+from unisono.base.errors import UsageError
+from unisono.guard.facts.processes import stuck_threads
+from unisono.guard.rundir import lock as lock_file
+from unisono.guard.rundir.lock import RunLock, locked_if_ended, read_holder, recorded_holder
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from unisono.rundir.lock import RunLock
+from unisono.guard.rundir.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), beat_s=0.05)
 print(lock.acquire(sys.argv[2], os.getpid()), flush=True)
 sys.stdin.readline()
@@ -226,7 +226,7 @@ def test_a_holder_beats(tmp_path: Path) -> None:
 BEATS_WITHOUT_DESCRIPTORS = """
 import os, resource, sys, time
 from pathlib import Path
-from unisono.rundir.lock import RunLock
+from unisono.guard.rundir.lock import RunLock
 path = Path(sys.argv[1])
 lock = RunLock(path, beat_s=0.05)
 lock.acquire("host-a", os.getpid())

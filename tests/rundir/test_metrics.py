@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.rundir.records import (
+from unisono.guard.rundir.records import (
     MetricsWriter,
     Truncation,
     best_evaluated,
@@ -193,7 +193,7 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from unisono.rundir.records import MetricsWriter
+from unisono.guard.rundir.records import MetricsWriter
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer = MetricsWriter(Path(sys.argv[1]))

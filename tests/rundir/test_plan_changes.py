@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.config import RunConfig
-from unisono.errors import UsageError
-from unisono.rundir import RunDir
-from unisono.rundir.config_changes import ChangeFinding, not_allowed
-from unisono.rundir.plan_changes import ResumeChanges, check_same_run, find_changes, unused_allowances
+from unisono.base.errors import UsageError
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs.config_changes import ChangeFinding, not_allowed
+from unisono.jobs.runs.plan_changes import ResumeChanges, check_same_run, find_changes, unused_allowances
+from unisono.trainer.config import RunConfig
 
 SPLIT = {"rows": 40, "sequences": 40, "tokens": 400, "loss_tokens": 200}
 

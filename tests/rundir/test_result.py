@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.causes import Verdict, find_cause
-from unisono.rundir import RunDir
-from unisono.rundir.records import (
+from unisono.base.causes import Verdict, find_cause
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import (
     STOPPED_WITHOUT_A_STALL,
     RunResult,
     read_result,

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from tests.needs import small_disk
-from unisono.config import RunConfig, config_digest
-from unisono.errors import UsageError
-from unisono.facts.storage import leave_nonce
-from unisono.rundir import RunDir
-from unisono.rundir.start_decision import StartDecision, decide_start, next_old, refuse_if_shrunk, set_aside
+from unisono.base.errors import UsageError
+from unisono.guard.facts.storage import leave_nonce
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs.start_decision import (
+    StartDecision,
+    decide_start,
+    next_old,
+    refuse_if_shrunk,
+    set_aside,
+)
+from unisono.trainer.config import RunConfig, config_digest
 
 
 def _config(root: Path, **changes: Any) -> RunConfig:

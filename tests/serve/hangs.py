@@ -5,8 +5,8 @@ tests.serve.hangs`, as tests/serve/test_ends.py starts it.
 import sys
 import time
 
-from unisono.model.engine import Answer, Engine
-from unisono.task.__main__ import main
+from unisono.trainer.model.engine import Answer, Engine
+from unisono.trainer.task.__main__ import main
 
 _step = Engine.step
 

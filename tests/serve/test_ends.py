@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.serve.conftest import LIMIT_S, Serve, Served, Stream, wait_until
-from unisono.errors import RankDied, UnisonoError
-from unisono.serve.model_process import (
+from unisono.base.errors import RankDied, UnisonoError
+from unisono.front.serve.model_process import (
     RESTARTS,
     ROWS,
     STOPPED_S,
@@ -26,9 +26,9 @@ from unisono.serve.model_process import (
     RestartLimit,
     Silence,
 )
-from unisono.serve.protocol import ApiError
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import Programs
+from unisono.front.serve.protocol import ApiError
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import Programs
 
 pytestmark = pytest.mark.slow
 LONG = 6000  # tokens: longer than any of these tests takes

@@ -221,7 +221,7 @@ def test_without_the_extra_the_command_says_how_to_install_it() -> None:
     script = (
         "import importlib.util as u, sys; find = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'uvicorn' else find(name, *rest)\n"
-        "from unisono.cli.app import main; main(['serve', 'builtin:tiny'])"
+        "from unisono.front.cli.app import main; main(['serve', 'builtin:tiny'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests import front_server
 from tests.serve.conftest import LIMIT_S, Serve
-from unisono.serve.protocol import ToolCallReader
+from unisono.front.serve.protocol import ToolCallReader
 
 NAMES = {"find_day", "add"}
 ONE = ("find_day", {"of": "Ann"})

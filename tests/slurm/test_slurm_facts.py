@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.slurm_job_request import JobRequest, batch_script, job_request
-from unisono.config import RunConfig
-from unisono.errors import UsageError
-from unisono.facts import Environment
-from unisono.facts.network import SystemNetwork
-from unisono.facts.slurm import SlurmStep
-from unisono.launch.train_request import TrainRequest
-from unisono.plan.topology import Accelerators, Placed, Topology, TopologyRequest, read_topology
-from unisono.rendezvous.remote_fronts import placed_by_slurm, token_of_step
+from unisono.base.errors import UsageError
+from unisono.guard.facts import Environment
+from unisono.guard.facts.network import SystemNetwork
+from unisono.guard.facts.slurm import SlurmStep
+from unisono.guard.places.topology import Accelerators, Placed, Topology, TopologyRequest, read_topology
+from unisono.guard.rendezvous.remote_fronts import placed_by_slurm, token_of_step
+from unisono.jobs.launchers.slurm_job_request import JobRequest, batch_script, job_request
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import RunConfig
 
 ORIGINS = {"nodes": "the step", "node_rank": "SLURM_NODEID", "head": "its first host"}
 PLACED = Placed(4, 2, "gpu1", 20_007, ORIGINS)

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cluster.slurm_batch_job import result_of_job
-from unisono.cluster.slurm_controller import JobState
-from unisono.cluster.slurm_job_follower import JobEnd, JobOutput
-from unisono.facts.slurm import (
+from unisono.guard.facts.slurm import (
     NodeState,
     SlurmAnswer,
     SlurmStep,
@@ -20,7 +17,10 @@ from unisono.facts.slurm import (
     read_slurm_step,
     seconds_of,
 )
-from unisono.rundir import RunDir
+from unisono.guard.rundir import RunDir
+from unisono.jobs.launchers.slurm_batch_job import result_of_job
+from unisono.jobs.launchers.slurm_controller import JobState
+from unisono.jobs.launchers.slurm_job_follower import JobEnd, JobOutput
 
 
 @pytest.mark.parametrize(

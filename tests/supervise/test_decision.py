@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unisono.supervise.decision import WAITS, Decision, Failures, NodeLoss, Waits, ended_well, is_victim
-from unisono.supervise.local_ranks import RankEnd
+from unisono.guard.supervise.decision import WAITS, Decision, Failures, NodeLoss, Waits, ended_well, is_victim
+from unisono.guard.supervise.local_ranks import RankEnd
 
 MAX_RANKS = 5
 TICK_S = 0.1  # shorter than every wait that is drawn

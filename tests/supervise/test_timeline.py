@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from unisono.rundir import RunDir
-from unisono.supervise.timeline import RankTime, Timeline, read_entry, thin_file, thinned
-from unisono.watch import Beats
-from unisono.watch.views import BeatMemory, Glance
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.timeline import RankTime, Timeline, read_entry, thin_file, thinned
+from unisono.guard.watch import Beats
+from unisono.guard.watch.views import BeatMemory, Glance
 
 PLAYED_S = 1800
 

@@ -15,13 +15,13 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.session_server import cache_with_kernels
-from unisono.config import RunConfig
-from unisono.events import Reporter
-from unisono.files import write_json
-from unisono.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
-from unisono.task import data_tasks
-from unisono.train.front_io import StopRequest
-from unisono.train.rank_run import run_plan
+from unisono.base.events import Reporter
+from unisono.base.files import write_json
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
+from unisono.trainer.task import data_tasks
+from unisono.trainer.training.front_io import StopRequest
+from unisono.trainer.training.rank_run import run_plan
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{%"

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from unisono.errors import UnisonoError
-from unisono.task import evaluate, generation
-from unisono.task.inference import open_for_inference
+from unisono.base.errors import UnisonoError
+from unisono.trainer.task import evaluate, generation
+from unisono.trainer.task.inference import open_for_inference
 
 Train = Callable[..., Any]
 ASKED: dict[str, Any] = {

@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 from tests import front_server
-from unisono.cli.generate import table
+from unisono.front.cli.generate import table
 
 LIMIT_S = 120.0
 pytestmark = pytest.mark.slow  # each process imports torch

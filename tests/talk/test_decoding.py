@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.task.inference import StopStrings, TextStream, cut_at_stop, decode
+from unisono.trainer.task.inference import StopStrings, TextStream, cut_at_stop, decode
 
 SETTINGS = settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -14,10 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from unisono.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
-from unisono.data import template
-from unisono.errors import IntegrityError, ModelError, UnisonoError
-from unisono.task import export
+from unisono.base.errors import IntegrityError, ModelError, UnisonoError
+from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
+from unisono.trainer.data import template
+from unisono.trainer.task import export
 
 Train = Callable[..., Any]
 IDS = torch.tensor([[5, 9, 11, 40, 7, 30]])

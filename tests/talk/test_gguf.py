@@ -24,14 +24,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests import front_server, needs
 from tests.talk.conftest import Listening, Trained
-from unisono.data.template import ChatTemplate
-from unisono.errors import IntegrityError, ModelError, UsageError
-from unisono.model.directory import locate_model
-from unisono.model.gguf import Layout, Spaces, find_spaces, find_split, read_back
-from unisono.model.result_logits import ResultLogits, fixed_rows
-from unisono.task import generation, gguf_export, llama_logits
-from unisono.task.inference import decode, open_for_inference
-from unisono.task.llama_logits import read_in_llama_cpp
+from unisono.base.errors import IntegrityError, ModelError, UsageError
+from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.model.directory import locate_model
+from unisono.trainer.model.gguf import Layout, Spaces, find_spaces, find_split, read_back
+from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.task import generation, gguf_export, llama_logits
+from unisono.trainer.task.inference import decode, open_for_inference
+from unisono.trainer.task.llama_logits import read_in_llama_cpp
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from unisono.model.attention import FLAT_ATTENTION, register
-from unisono.model.generate import Sampling, generate
+from unisono.trainer.model.attention import FLAT_ATTENTION, register
+from unisono.trainer.model.generate import Sampling, generate
 
 Make = Callable[..., Any]
 PROMPTS = [[5, 9, 11], [7], [20, 30, 40, 50, 60, 70], [8, 8], [100, 200, 299, 4, 5]]

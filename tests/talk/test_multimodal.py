@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from unisono.errors import ModelError
-from unisono.task import export
+from unisono.base.errors import ModelError
+from unisono.trainer.task import export
 
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

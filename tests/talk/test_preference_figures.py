@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.talk.conftest import Listening
-from unisono.task import evaluate
+from unisono.trainer.task import evaluate
 
 Train = Callable[..., Any]
 _LORA = {"rank": 4, "alpha": 8}

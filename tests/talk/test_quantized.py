@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from tests import needs
-from unisono.model.quantization import is_quantized
-from unisono.task import evaluate, export
-from unisono.task.inference import open_for_inference
+from unisono.trainer.model.quantization import is_quantized
+from unisono.trainer.task import evaluate, export
+from unisono.trainer.task.inference import open_for_inference
 
 needs.package("bitsandbytes")
 Train = Callable[..., Any]

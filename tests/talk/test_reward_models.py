@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests import front_server
 from tests.talk.conftest import Listening
-from unisono.task import evaluate, export
+from unisono.trainer.task import evaluate, export
 
 Train = Callable[..., Any]
 

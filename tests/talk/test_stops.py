@@ -12,8 +12,8 @@ import gguf
 import pytest
 import transformers
 
-from unisono.task import export, gguf_export
-from unisono.task.inference import open_for_inference
+from unisono.trainer.task import export, gguf_export
+from unisono.trainer.task.inference import open_for_inference
 
 Train = Callable[..., Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from unisono.checkpoint.verify import MODEL_MANIFEST
-from unisono.errors import IntegrityError, ModelError, UnisonoError, UsageError
-from unisono.task.target import find_target, verify_target
+from unisono.base.errors import IntegrityError, ModelError, UnisonoError, UsageError
+from unisono.trainer.checkpoint.verify import MODEL_MANIFEST
+from unisono.trainer.task.target import find_target, verify_target
 
 Train = Callable[..., Any]
 
@@ -267,7 +267,7 @@ def test_a_misspelled_run_is_refused_before_the_hub_is_asked(
         asked.append(name)
         return tmp_path
 
-    monkeypatch.setattr("unisono.task.target.locate_model", locate)
+    monkeypatch.setattr("unisono.trainer.task.target.locate_model", locate)
     error = refusal(Path("runs/my-rum"))
     assert error.problems[0].what == "there is no directory runs/my-rum"
     assert "did you mean runs/my-run?" in error.problems[0].fix

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import UnisonoError
-from unisono.supervise.task_process import TaskProcess
+from unisono.base.errors import UnisonoError
+from unisono.guard.supervise.task_process import TaskProcess
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

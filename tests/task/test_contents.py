@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from unisono.events import Reporter
-from unisono.files import read_json
-from unisono.model.directory import inspect_model, locate_model
-from unisono.supervise.task_process import run_task
-from unisono.task import input_digests
-from unisono.task.input_digests import Digested, digest_files
+from unisono.base.events import Reporter
+from unisono.base.files import read_json
+from unisono.guard.supervise.task_process import run_task
+from unisono.trainer.model.directory import inspect_model, locate_model
+from unisono.trainer.task import input_digests
+from unisono.trainer.task.input_digests import Digested, digest_files
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "pyarrow", "numpy", "tokenizers", "safetensors")
 # 0.2 s on a quiet machine, of which half is Python and pydantic; a busy one is given five times the
@@ -60,7 +60,7 @@ def test_as_a_process_it_is_quick_and_imports_nothing_heavy(tmp_path: Path, rows
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"config": config(rows), "cache_dir": str(tmp_path / "cache")}))
     program = (
-        "import sys, json, resource; from unisono.task.__main__ import main; main(sys.argv[1:]); "
+        "import sys, json, resource; from unisono.trainer.task.__main__ import main; main(sys.argv[1:]); "
         "print(json.dumps([sorted(sys.modules), resource.getrusage(resource.RUSAGE_SELF).ru_utime]))"
     )
     done = subprocess.run(
@@ -173,7 +173,7 @@ def test_code_that_the_model_brings_counts_where_it_is_trusted(tmp_path: Path, r
 
 
 def test_figures_of_the_model_are_those_of_prepare(tmp_path: Path, rows: Path) -> None:
-    from unisono.config import RunConfig
+    from unisono.trainer.config import RunConfig
 
     found, facts = look(tmp_path, config(rows)), inspect_model(RunConfig.model_validate(config(rows)))
     assert (found["parameters"], found["linear_in_out"]) == (facts.parameters, facts.linear_in_out)

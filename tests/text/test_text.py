@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.text import nearest, one_line, plain, shown_places
+from unisono.base.text import nearest, one_line, plain, shown_places
 
 nasty = st.text(
     alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]31m;\x07\\\r\n\t\u202e\u200b\x9b\ud800"))

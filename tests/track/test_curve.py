@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.curve_drawing import draw_curve, smoothed, ticks
+from unisono.jobs.runs.curve_drawing import draw_curve, smoothed, ticks
 
 POINTS = st.lists(st.tuples(st.integers(0, 10**6), st.floats(width=32)), max_size=50)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import ConfigError
-from unisono.events import Reporter
-from unisono.track import ServiceWriter
+from unisono.base.errors import ConfigError
+from unisono.base.events import Reporter
+from unisono.trainer.track import ServiceWriter
 
 STAND_IN = """
 import json

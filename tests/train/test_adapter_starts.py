@@ -14,10 +14,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from unisono.checkpoint.state import CheckpointReader
-from unisono.config import RunConfig
-from unisono.errors import ModelError
-from unisono.model.load import LoadedModel, load_for_training
+from unisono.base.errors import ModelError
+from unisono.trainer.checkpoint.state import CheckpointReader
+from unisono.trainer.config import RunConfig
+from unisono.trainer.model.load import LoadedModel, load_for_training
 
 Train = Callable[..., Any]
 _IDS = torch.tensor([[(7 * i) % 300 for i in range(20)]])

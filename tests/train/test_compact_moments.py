@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.config.schema import OptimSection
-from unisono.model.kernels import AdamWFigures, load_kernels
-from unisono.train import optim
-from unisono.train.optim import adamw_by_torch, build_optimizers
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.model.kernels import AdamWFigures, load_kernels
+from unisono.trainer.training import optim
+from unisono.trainer.training.optim import adamw_by_torch, build_optimizers
 
 USUAL = AdamWFigures(decay=1.0, share1=0.1, share2=0.001, step_size=0.01, scale=1.0, eps=1e-8, seed=7)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.join import by_layer, checksum, shapes_digest
+from unisono.trainer.training.join import by_layer, checksum, shapes_digest
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
 

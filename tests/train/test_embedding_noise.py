@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.train.run import embedding_noise
+from unisono.trainer.training.run import embedding_noise
 
 Train = Callable[..., Any]
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.model.kernels import load_kernels
+from unisono.trainer.model.kernels import load_kernels
 
 Train = Callable[..., Any]
 

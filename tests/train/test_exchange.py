@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from unisono.train import gradient_sync
-from unisono.train.gradient_sync import ReplicaSync
+from unisono.trainer.training import gradient_sync
+from unisono.trainer.training.gradient_sync import ReplicaSync
 
 
 class Twins:

@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from tests import needs
 from tests.grouped_files import write_grouped
 from tests.peft_by_hand import loaded_again, losses_by_hand
-from unisono.data.token_table import TokenTable
-from unisono.errors import ModelError
-from unisono.model import file_settings
-from unisono.model.directory import inspect_model
-from unisono.model.forward import choose_forward
-from unisono.model.kernels import load_kernels
-from unisono.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
-from unisono.plan import Stream
-from unisono.train.join import make_rank_report
-from unisono.train.run import TrainingData, load_micro
+from unisono.base.errors import ModelError
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model import file_settings
+from unisono.trainer.model.directory import inspect_model
+from unisono.trainer.model.forward import choose_forward
+from unisono.trainer.model.kernels import load_kernels
+from unisono.trainer.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
+from unisono.trainer.plan import Stream
+from unisono.trainer.training.join import make_rank_report
+from unisono.trainer.training.run import TrainingData, load_micro
 
 Train = Callable[..., Any]
 _CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from unisono.rundir.records import MetricsWriter
-from unisono.supervise.local_ranks import SharedMemory
-from unisono.train.memory_snapshots import LIMIT, MemorySnapshots
-from unisono.train.process_group import Alone
+from unisono.guard.rundir.records import MetricsWriter
+from unisono.guard.supervise.local_ranks import SharedMemory
+from unisono.trainer.training.memory_snapshots import LIMIT, MemorySnapshots
+from unisono.trainer.training.process_group import Alone
 
 Train = Callable[..., Any]
 append = MetricsWriter.append

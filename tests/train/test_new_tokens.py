@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.logits import logits_of_probe
-from unisono.task.inference import load_target, merge_adapter
-from unisono.task.target import find_target
+from unisono.trainer.task.inference import load_target, merge_adapter
+from unisono.trainer.task.target import find_target
 
 Train = Callable[..., Any]
 _NEW = ["<one>", "<two>", "<three>"]

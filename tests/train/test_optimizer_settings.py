@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.config.schema import OptimSection
-from unisono.train.optim import build_optimizers
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.training.optim import build_optimizers
 
 Train = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from unisono.events import describe_crash, own_frame
+from unisono.base.events import describe_crash, own_frame
 
 Train = Callable[..., Any]
 SOUND = """\

@@ -16,19 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import needs
 from tests.peft_by_hand import loaded_again, losses_by_hand
-from unisono.config import RunConfig
-from unisono.data.token_table import TokenTable
-from unisono.errors import ModelError
-from unisono.model import file_settings
-from unisono.model.decoder import slow_down_layers
-from unisono.model.forward import Rows, choose_forward
-from unisono.model.kernels import load_kernels
-from unisono.model.load import load_for_training
-from unisono.model.quantization import dequantized, is_quantized, times, times_transposed, weight_bytes
-from unisono.plan import Stream
-from unisono.plan.run_plan import packed_bytes
-from unisono.train.join import make_rank_report
-from unisono.train.run import TrainingData, load_micro
+from unisono.base.errors import ModelError
+from unisono.trainer.config import RunConfig
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model import file_settings
+from unisono.trainer.model.decoder import slow_down_layers
+from unisono.trainer.model.forward import Rows, choose_forward
+from unisono.trainer.model.kernels import load_kernels
+from unisono.trainer.model.load import load_for_training
+from unisono.trainer.model.quantization import (
+    dequantized,
+    is_quantized,
+    times,
+    times_transposed,
+    weight_bytes,
+)
+from unisono.trainer.plan import Stream
+from unisono.trainer.plan.run_plan import packed_bytes
+from unisono.trainer.training.join import make_rank_report
+from unisono.trainer.training.run import TrainingData, load_micro
 
 bitsandbytes = needs.package("bitsandbytes")
 Train = Callable[..., Any]

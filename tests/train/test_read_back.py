@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import needs
-from unisono.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
-from unisono.errors import IntegrityError
-from unisono.events import Reporter
-from unisono.launch.read_back import read_back_result
-from unisono.launch.run_records import Ending
-from unisono.launch.train_request import TrainRequest
-from unisono.model.result_logits import ResultLogits
-from unisono.supervise.interrupts import Interrupts
-from unisono.task import export, read_back
-from unisono.train.weights import entries_of
+from unisono.base.errors import IntegrityError
+from unisono.base.events import Reporter
+from unisono.guard.supervise.interrupts import Interrupts
+from unisono.jobs.runs.read_back import read_back_result
+from unisono.jobs.runs.run_records import Ending
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
+from unisono.trainer.model.result_logits import ResultLogits
+from unisono.trainer.task import export, read_back
+from unisono.trainer.training.weights import entries_of
 
 Train = Callable[..., Any]
 SILENT = Reporter(None)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unisono.text import parse_bytes
+from unisono.base.text import parse_bytes
 
 Train = Callable[..., Any]
 
@@ -79,7 +79,7 @@ def test_the_result_talks_in_the_template_that_it_was_trained_with(train_here: T
 
 
 def _eval_loss(model: Any, run: Any) -> float:
-    from unisono.data.token_table import TokenTable
+    from unisono.trainer.data.token_table import TokenTable
 
     table = TokenTable.open(Path(run.plan.data.cache_dir), "eval")
     total = count = 0.0

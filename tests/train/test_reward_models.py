@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from unisono.errors import ModelError
+from unisono.base.errors import ModelError
 
 Train = Callable[..., Any]
 

@@ -14,13 +14,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from tests.logits import logits_of_probe
-from unisono.config.schema import RopeSection
-from unisono.errors import ModelError
-from unisono.model.forward import Rows, choose_forward
-from unisono.model.layers import context_of, scale_rope
-from unisono.model.load import LoadedModel
-from unisono.task.inference import load_target, merge_adapter
-from unisono.task.target import find_target
+from unisono.base.errors import ModelError
+from unisono.trainer.config.schema import RopeSection
+from unisono.trainer.model.forward import Rows, choose_forward
+from unisono.trainer.model.layers import context_of, scale_rope
+from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.task.inference import load_target, merge_adapter
+from unisono.trainer.task.target import find_target
 
 Train = Callable[..., Any]
 _KINDS = ["linear", "dynamic", "yarn", "llama3"]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.checkpoint.store import CheckpointStore
-from unisono.train import saver as saving
-from unisono.train.saver import Files, Groups, Part, Save, Saver, Staging
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.training import saver as saving
+from unisono.trainer.training.saver import Files, Groups, Part, Save, Saver, Staging
 
 LIMIT_S = 30.0
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from unisono.plan.schedule import Schedule, lr_factor
-from unisono.train.run import GeneratorWatch, seed_torch, stream_seed
+from unisono.trainer.plan.schedule import Schedule, lr_factor
+from unisono.trainer.training.run import GeneratorWatch, seed_torch, stream_seed
 
 _SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd"])
 

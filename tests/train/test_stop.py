@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Trained
-from unisono.train.front_io import StopRequest
+from unisono.trainer.training.front_io import StopRequest
 
 Train = Callable[..., Trained]
 Hear = Callable[[dict[str, Any], StopRequest], None]

@@ -17,11 +17,11 @@ import pytest
 
 from tests import fuse
 from tests.conftest import training_in
-from unisono.checkpoint.store import CheckpointStore
-from unisono.data.token_table import TokenTable
-from unisono.errors import storage_failure
-from unisono.events import Reporter
-from unisono.rundir.records import read_metrics
+from unisono.base.errors import storage_failure
+from unisono.base.events import Reporter
+from unisono.guard.rundir.records import read_metrics
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.data.token_table import TokenTable
 
 Train = Callable[..., Any]
 save = CheckpointStore.save
@@ -168,7 +168,7 @@ def test_prepared_data_that_the_storage_does_not_give_back_are_its_fault_with_th
 _CHILD = """
 import sys
 from pathlib import Path
-from unisono.child import parse_child_arguments, run_child
+from unisono.base.child import parse_child_arguments, run_child
 
 def body(report):
     {body}

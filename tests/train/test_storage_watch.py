@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from tests.nproc.disks import Disk, in_memory, on_a_device
-from unisono.events import Reporter
-from unisono.track import TensorboardWriter
+from unisono.base.events import Reporter
+from unisono.trainer.track import TensorboardWriter
 
 LIMIT_S = 30.0
 
 KEEPS_A_LINE = """
 import os, sys
 from pathlib import Path
-from unisono.events import Reporter
-from unisono.rundir.records import MetricsWriter
-from unisono.train import front_io
+from unisono.base.events import Reporter
+from unisono.guard.rundir.records import MetricsWriter
+from unisono.trainer.training import front_io
 front_io._REPORTED_AFTER_S, front_io._GIVEN_UP_AFTER_S = 1.0, 2.0
 class Saver:
     last = None

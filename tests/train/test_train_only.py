@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from unisono.config import RunConfig
-from unisono.config.schema import TrainOnlySection
-from unisono.errors import ModelError
-from unisono.model.load import chosen_layers
+from unisono.base.errors import ModelError
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.schema import TrainOnlySection
+from unisono.trainer.model.load import chosen_layers
 
 Train = Callable[..., Any]
 

@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from unisono.plan.resolve import FUSED_TYPES
-from unisono.train.weights import MODEL_INDEX, model_layout, write_adapter, write_model
+from unisono.trainer.plan.resolve import FUSED_TYPES
+from unisono.trainer.training.weights import MODEL_INDEX, model_layout, write_adapter, write_model
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

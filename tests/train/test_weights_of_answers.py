@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import DataError
+from unisono.base.errors import DataError
 
 Train = Callable[..., Any]
 

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.text import Duration, Warmup, parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
+from unisono.base.text import (
+    Duration,
+    Warmup,
+    parse_bytes,
+    parse_seconds,
+    show_bytes,
+    show_count,
+    show_seconds,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch.views import Beat, Collective, Look, NodeView, PhaseTimes, ProcessView, RankView, RunView
+from unisono.guard.watch.views import (
+    Beat,
+    Collective,
+    Look,
+    NodeView,
+    PhaseTimes,
+    ProcessView,
+    RankView,
+    RunView,
+)
+from unisono.trainer.plan import DeviceChoice, RankPlace
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 QUICK = PhaseTimes(count=100, total_s=10.0, longest_s=0.3)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.watch import (
+from unisono.guard.watch import (
     KINDS,
     MAIN,
     MAIN_AT,
@@ -29,7 +29,7 @@ from unisono.watch import (
     Beats,
     beat_while_collecting,
 )
-from unisono.watch.views import BeatMemory, read_beat
+from unisono.guard.watch.views import BeatMemory, read_beat
 
 HAMMERING_S = 3.0
 STANDIN = str(Path(__file__).parent / "standins" / "beating_rank.py")
@@ -86,7 +86,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
     memory: BeatMemory,
 ) -> None:
     code = (
-        "from unisono.watch import RECORD_BYTES, Beats\nfrom unisono.watch.views import read_beat\nm ="
+        "from unisono.guard.watch import RECORD_BYTES, Beats\nfrom unisono.guard.watch.views import read_beat\nm ="
         " bytearray(RECORD_BYTES); b = Beats(m); b.note_batch([3, 1, 2]); b.enter('data');"
         " print(read_beat(m).digest)"
     )
@@ -400,7 +400,7 @@ def _memory_of(pid: int) -> list[str]:
 def test_a_front_that_was_killed_leaves_no_memory_behind() -> None:
     """Its rank, which holds the other end, has gone with it."""
     code = (
-        "import subprocess, sys\nfrom unisono.watch.views import BeatMemory\nmemory = BeatMemory(0)\nrank ="
+        "import subprocess, sys\nfrom unisono.guard.watch.views import BeatMemory\nmemory = BeatMemory(0)\nrank ="
         " subprocess.Popen([sys.executable, sys.argv[1], str(memory.record_fd), '--with-front'],"
         " pass_fds=[memory.record_fd])\nwhile memory.read() is None:\n    pass\nprint(rank.pid,"
         " flush=True)\nrank.wait()\n"

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.watch.conftest import LIMIT_S, Watched
-from unisono.causes import Verdict
-from unisono.data.token_table import Encoded, TokenWriter, write_meta, write_split
-from unisono.rundir import RunDir
-from unisono.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
-from unisono.supervise.rank_monitor import MonitorReports
-from unisono.watch.rank_dumps import read_flight
-from unisono.watch.views import Look, RankView
+from unisono.base.causes import Verdict
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
+from unisono.guard.supervise.rank_monitor import MonitorReports
+from unisono.guard.watch.rank_dumps import read_flight
+from unisono.guard.watch.views import Look, RankView
+from unisono.trainer.data.token_table import Encoded, TokenWriter, write_meta, write_split
 
 RECORDED = Path(__file__).parent / "recorded"
 FLIGHT = (RECORDED / "flight-all_reduce.json").read_text()

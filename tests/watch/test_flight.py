@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.watch.rank_dumps import Flight, read_flight, shortened
-from unisono.watch.views import Collective
+from unisono.guard.watch.rank_dumps import Flight, read_flight, shortened
+from unisono.guard.watch.views import Collective
 
 RECORDED = Path(__file__).parent / "recorded"
 

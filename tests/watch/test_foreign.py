@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 
-from unisono.causes import Verdict
-from unisono.plan import DeviceChoice, RankPlace
-from unisono.watch.judge import judge
-from unisono.watch.verdicts import Patience
-from unisono.watch.views import Beat, Collective, Look, PhaseTimes, ProcessView, RankView, RunView, Suspicion
+from unisono.base.causes import Verdict
+from unisono.guard.watch.judge import judge
+from unisono.guard.watch.verdicts import Patience
+from unisono.guard.watch.views import (
+    Beat,
+    Collective,
+    Look,
+    PhaseTimes,
+    ProcessView,
+    RankView,
+    RunView,
+    Suspicion,
+)
+from unisono.trainer.plan import DeviceChoice, RankPlace
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.watch.run_views import QUICK, UNSEEN, look, run_view, view
-from unisono.causes import Verdict
-from unisono.watch import PHASES
-from unisono.watch.judge import judge
-from unisono.watch.verdicts import Patience
-from unisono.watch.views import NodeView, RankView, Suspicion
+from unisono.base.causes import Verdict
+from unisono.guard.watch import PHASES
+from unisono.guard.watch.judge import judge
+from unisono.guard.watch.verdicts import Patience
+from unisono.guard.watch.views import NodeView, RankView, Suspicion
 
 AUTO = Patience()
 _IN_STEP = [phase.name for phase in PHASES if phase.in_step and not phase.waits]

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.watch.run_views import run_view, view
-from unisono.causes import Verdict
-from unisono.watch.verdicts import Pace
+from unisono.base.causes import Verdict
+from unisono.guard.watch.verdicts import Pace
 
 
 def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:

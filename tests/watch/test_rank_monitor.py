@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.watch.conftest import Watched, watch_deeds
-from unisono.supervise.stack_collection import py_spy
-from unisono.watch.views import Look, RankView
+from unisono.guard.supervise.stack_collection import py_spy
+from unisono.guard.watch.views import Look, RankView
 
 Start = Callable[..., Watched]
 HERE = str(Path(__file__).parent / "standins" / "rank.py")

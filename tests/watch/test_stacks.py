@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.watch.rank_dumps import MOST_FRAMES, main_thread_of_faulthandler, main_thread_of_py_spy
+from unisono.guard.watch.rank_dumps import MOST_FRAMES, main_thread_of_faulthandler, main_thread_of_py_spy
 
 RECORDED = Path(__file__).parent / "recorded"
 SLEEP = (RECORDED / "stacks-sleep.txt").read_text()

@@ -1,3 +1,1 @@
-"""`unisono run`: starts and watches an existing training script; the code inside that program is in
-`integrations`.
-"""
+"""Nodes agree, ranks are watched, failures get their cause: for our training and for any program."""

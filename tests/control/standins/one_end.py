@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from unisono.control.channel_ends import HeadServer, NodeLink
-from unisono.control.connection import Left
-from unisono.control.file_transfer import Content, FileSender
+from unisono.guard.control.channel_ends import HeadServer, NodeLink
+from unisono.guard.control.connection import Left
+from unisono.guard.control.file_transfer import Content, FileSender
 
 TOKEN = b"the secret of this job, 32 bytes"
 

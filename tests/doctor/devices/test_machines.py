@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.doctor.replay import details_from, details_of, recorded
-from unisono.doctor.check import Finding
-from unisono.doctor.device_checks import DeviceContext, judge_devices
-from unisono.facts.machine import DevicesDetails, Processors
-from unisono.facts.nvidia import NO_ANSWER
+from unisono.front.checks.check import Finding
+from unisono.front.checks.device_checks import DeviceContext, judge_devices
+from unisono.guard.facts.machine import DevicesDetails, Processors
+from unisono.guard.facts.nvidia import NO_ANSWER
 
 AMD = Processors("EPYC", "amd", 2, 64, 64, 64, {0: 32, 1: 32}, (0, 1), "avx512")
 

@@ -3,7 +3,7 @@
 Run: pytest tests/doctor/devices/test_nccl_log.py
 """
 
-from unisono.doctor.ladder import TunedCollective, nccl_rows, read_nccl_log
+from unisono.front.checks.ladder import TunedCollective, nccl_rows, read_nccl_log
 
 # In the forms of NCCL 2.18 to 2.27, composed; hosts and addresses are invented.
 NVLINK = """\

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.doctor.device_health import judge_bfloat16, judge_threads, processor_text
-from unisono.facts.machine import Processors, read_processors
+from unisono.front.checks.device_health import judge_bfloat16, judge_threads, processor_text
+from unisono.guard.facts.machine import Processors, read_processors
 
 
 def machine(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doctor.ladder import (
+from unisono.front.checks.ladder import (
     OWN,
     AttemptOutcome,
     Climb,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.doctor_process import Seen, doctor
-from unisono.doctor.ladder_attempts import AttemptLogs, attempt_local, logs_name
-from unisono.plan import DeviceChoice
-from unisono.supervise.child_process import Programs
+from unisono.front.checks.ladder_attempts import AttemptLogs, attempt_local, logs_name
+from unisono.guard.supervise.child_process import Programs
+from unisono.trainer.plan import DeviceChoice
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -5,8 +5,8 @@ node is called.
 import json
 import sys
 
-from unisono.doctor.check import DoctorRequest, read_surroundings
-from unisono.doctor.machine_checks import NETWORK_CHECKS
+from unisono.front.checks.check import DoctorRequest, read_surroundings
+from unisono.front.checks.machine_checks import NETWORK_CHECKS
 
 facts = read_surroundings(DoctorRequest(**json.loads(sys.argv[1])))
 print(json.dumps([finding.to_json() for check in NETWORK_CHECKS for finding in check(facts)]))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.agree.reports import Interface
-from unisono.doctor.network_rules import (
+from unisono.front.checks.network_rules import (
     gloo_choice,
     judge_choice,
     judge_firewall,
@@ -17,7 +16,8 @@ from unisono.doctor.network_rules import (
     judge_names,
     nccl_choice,
 )
-from unisono.facts.network import Firewall, InfinibandPort, read_infiniband
+from unisono.guard.agree.reports import Interface
+from unisono.guard.facts.network import Firewall, InfinibandPort, read_infiniband
 
 LO = Interface(name="lo", addresses=["127.0.0.1", "::1"], mtu=65536, up=True, loopback=True, kind="loopback")
 DOCKER = Interface(

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.doctor.node_speed import ALL_PAIRS_UP_TO, Pair, SlowParts, find_slow, rounds
+from unisono.front.checks.node_speed import ALL_PAIRS_UP_TO, Pair, SlowParts, find_slow, rounds
 
 NODES = st.integers(3, 20)
 

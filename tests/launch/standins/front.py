@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import unisono.launch.session
-import unisono.launch.train_request
-from unisono.cli.app import main
-from unisono.remote_checkpoint.verification import ReadingRate
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import Programs
-from unisono.supervise.fork_server import Forked, ForkServer
+import unisono.jobs.runs.session
+import unisono.jobs.runs.train_request
+from unisono.front.cli.app import main
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.fork_server import Forked, ForkServer
+from unisono.jobs.remote_checkpoint.verification import ReadingRate
 
 HERE = Path(__file__).parent
 PROGRAMS = Programs(
@@ -40,7 +40,7 @@ class StandinServer(ForkServer):
         return super().start([program, "-m", _MODULES[what], *words] if what in _MODULES else command, **more)
 
 
-class Request(unisono.launch.train_request.TrainRequest):
+class Request(unisono.jobs.runs.train_request.TrainRequest):
     """The same request, with the stand-ins as programs and with faults in the plan."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -50,11 +50,11 @@ class Request(unisono.launch.train_request.TrainRequest):
         if not faults.pop("real", False):
             programs = dataclasses.replace(PROGRAMS, fork_server=self.programs.fork_server)
             object.__setattr__(self, "programs", programs)
-            setattr(unisono.launch.session, "ForkServer", StandinServer)  # noqa: B010 - a class is replaced on purpose
+            setattr(unisono.jobs.runs.session, "ForkServer", StandinServer)  # noqa: B010 - a class is replaced on purpose
         object.__setattr__(self, "faults", faults)
 
 
 assert dataclasses.is_dataclass(Request)
 fork_server._SERVED = (*fork_server._SERVED, *_MODULES.values())
-unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
+unisono.jobs.runs.train_request.TrainRequest = Request  # type: ignore[misc]
 main(sys.argv[2:])

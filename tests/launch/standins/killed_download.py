@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.store import CheckpointStore
-from unisono.remote_checkpoint import transfers
+from unisono.jobs.remote_checkpoint import transfers
+from unisono.trainer.checkpoint.store import CheckpointStore
 
 moment = sys.argv.pop(1)
 place = transfers._Download._place

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from unisono.worker import fork_server, shared_fork_server
+from unisono.trainer.worker import fork_server, shared_fork_server
 
 if __name__ == "__main__":
     fork_server._MODULES = ("numpy",)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.child import end_with_front
+from unisono.base.child import end_with_front
 
 _FIELDS = ("SigBlk", "SigIgn", "SigCgt", "Umask", "Cpus_allowed_list", "Threads", "NoNewPrivs", "Groups")
 

@@ -9,8 +9,8 @@ import sys
 import tempfile
 
 from tests.launch.standins import reported_facts
-from unisono.supervise import fork_server
-from unisono.supervise.child_process import ChildProcess
+from unisono.guard.supervise import fork_server
+from unisono.guard.supervise.child_process import ChildProcess
 
 _LIGHT = "tests.launch.standins.light_server"
 

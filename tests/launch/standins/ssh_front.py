@@ -5,11 +5,11 @@ start it.
 import json
 import sys
 
-import unisono.launch.train_request
-from unisono.cli.app import main
+import unisono.jobs.runs.train_request
+from unisono.front.cli.app import main
 
 
-class Request(unisono.launch.train_request.TrainRequest):
+class Request(unisono.jobs.runs.train_request.TrainRequest):
     """The same request, with the test's port and keys."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
@@ -17,5 +17,5 @@ class Request(unisono.launch.train_request.TrainRequest):
         object.__setattr__(self, "ssh", tuple(json.loads(sys.argv[1])))
 
 
-unisono.launch.train_request.TrainRequest = Request  # type: ignore[misc]
+unisono.jobs.runs.train_request.TrainRequest = Request  # type: ignore[misc]
 main(sys.argv[2:])

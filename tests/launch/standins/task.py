@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.child import leave, parse_child_arguments, run_child
-from unisono.errors import DataError
-from unisono.events import Reporter
-from unisono.task import checkpoint_tasks
+from unisono.base.child import leave, parse_child_arguments, run_child
+from unisono.base.errors import DataError
+from unisono.base.events import Reporter
+from unisono.trainer.task import checkpoint_tasks
 
 SPLIT = {
     "rows": 40,

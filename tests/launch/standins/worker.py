@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unisono.causes import Verdict
-from unisono.checkpoint.manifest import user_key
-from unisono.checkpoint.store import CheckpointStore
-from unisono.child import leave, parse_child_arguments, run_child
-from unisono.errors import ModelError, RankDied
-from unisono.events import Reporter
-from unisono.facts import read_environment
-from unisono.plan import RunPlan
-from unisono.plan.schedule import factor_at
-from unisono.rundir import RunDir
-from unisono.rundir.records import truncate_after
+from unisono.base.causes import Verdict
+from unisono.base.child import leave, parse_child_arguments, run_child
+from unisono.base.errors import ModelError, RankDied
+from unisono.base.events import Reporter
+from unisono.guard.facts import read_environment
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import truncate_after
+from unisono.trainer.checkpoint.manifest import user_key
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.schedule import factor_at
 
 STOPS = {signal.SIGTERM: ("preempted", 75), signal.SIGINT: ("interrupted", 130)}
 

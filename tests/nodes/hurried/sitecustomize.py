@@ -9,7 +9,7 @@ import os
 import sys
 from datetime import timedelta
 
-if {"unisono.worker", "unisono.worker.fork_server"} & {
+if {"unisono.worker", "unisono.trainer.worker.fork_server"} & {
     *sys.orig_argv
 }:  # a rank, or what ranks are forked from
     for _name, _seconds in json.loads(os.environ["HURRIED"]).items():

@@ -30,12 +30,12 @@ def _leave(*_: object) -> None:
 
 
 def _refuse(*_: object) -> None:
-    from unisono.errors import DataError
+    from unisono.base.errors import DataError
 
     raise DataError.of("a row that nobody wants", where="rows.jsonl:7", fix="take it out")
 
 
-if {"unisono.worker", "unisono.worker.fork_server"} & {
+if {"unisono.worker", "unisono.trainer.worker.fork_server"} & {
     *sys.orig_argv
 }:  # a rank, or what ranks are forked from
     signal.signal(RAISE, _raise)

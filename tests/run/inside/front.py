@@ -15,9 +15,9 @@ from typing import Any
 
 from tests import front_server
 from tests.ports import free_port
-from unisono.causes import Verdict
-from unisono.events import Message
-from unisono.integrations.border import (
+from unisono.base.causes import Verdict
+from unisono.base.events import Message
+from unisono.guard.integrations.border import (
     Answer,
     EventsOf,
     Guard,
@@ -29,12 +29,12 @@ from unisono.integrations.border import (
     reported_facts,
     start_of,
 )
-from unisono.integrations.inside import injected
-from unisono.integrations.worker_stacks import workers_below
-from unisono.plan import DeviceChoice, NodePlace, RankPlace
-from unisono.rundir import RunDir
-from unisono.supervise.rank_monitor import RankMonitor, StallMonitor
-from unisono.watch.views import BeatMemory, Collective, WorkerProcess
+from unisono.guard.integrations.inside import injected
+from unisono.guard.integrations.worker_stacks import workers_below
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
+from unisono.guard.watch.views import BeatMemory, Collective, WorkerProcess
+from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.run.inside.conftest import PROGRAMS
 from tests.run.inside.front import Played
-from unisono.integrations.inside.process_groups import device_for
+from unisono.guard.integrations.inside.process_groups import device_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 Start = Callable[..., Played]

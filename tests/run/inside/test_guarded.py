@@ -31,7 +31,7 @@ def test_an_exception_in_a_guarded_loop_is_the_programs_own() -> None:
 
 
 def test_importing_unisono_loads_neither_torch_nor_what_guards() -> None:
-    show = "import sys, unisono; print('torch' in sys.modules, 'unisono.integrations' in sys.modules)"
+    show = "import sys, unisono; print('torch' in sys.modules, 'unisono.guard.integrations' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", show], capture_output=True, text=True, timeout=60, check=True
     )

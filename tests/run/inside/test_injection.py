@@ -14,8 +14,8 @@ import pytest
 
 from tests.run.inside.conftest import PROGRAMS
 from tests.run.inside.front import TORCHRUN, Played
-from unisono.integrations.border import VARIABLE, Guard
-from unisono.integrations.inside import PATH, injected, why_unguardable
+from unisono.guard.integrations.border import VARIABLE, Guard
+from unisono.guard.integrations.inside import PATH, injected, why_unguardable
 
 Start = Callable[..., Played]
 _LIMIT_MS = 5.0
@@ -88,7 +88,9 @@ def test_a_program_whose_front_is_gone_runs_as_without(tmp_path: Path) -> None:
         "-c",
         "import torch.distributed as d; print(d.all_reduce.__code__.co_filename)",
     )
-    assert "/unisono/integrations/" not in done.stdout, done.stderr  # the clone may be called unisono, too
+    assert "/unisono/guard/integrations/" not in done.stdout, (
+        done.stderr
+    )  # the clone may be called unisono, too
     assert done.returncode == 0
     assert not list(file.parent.glob("rank-*"))
 

@@ -3,7 +3,7 @@
 Run: pytest tests/run/inside/test_loop.py
 """
 
-from unisono.integrations.inside import StepStarts
+from unisono.guard.integrations.inside import StepStarts
 
 ALL_GATHER, BARRIER = (4, 512), (3, 0)
 

@@ -30,15 +30,15 @@ from torch.utils.data import (
     random_split,
 )
 
-from unisono.integrations.inside.guarded_process import begun_of, pending_of
-from unisono.integrations.inside.loaders import digest_of, sharded_rows_of
-from unisono.integrations.inside.path.sitecustomize import HOOKS
-from unisono.integrations.inside.process_groups import _NAMES, _forgetting, with_own_names
-from unisono.torch_internals import gloo_states, let_gloo_finish, recorders
+from unisono.base.torch_internals import gloo_states, let_gloo_finish, recorders
+from unisono.guard.integrations.inside.guarded_process import begun_of, pending_of
+from unisono.guard.integrations.inside.loaders import digest_of, sharded_rows_of
+from unisono.guard.integrations.inside.path.sitecustomize import HOOKS
+from unisono.guard.integrations.inside.process_groups import _NAMES, _forgetting, with_own_names
 
 _RECORDING = """
 import json, os, time, torch, torch.distributed as dist
-from unisono.integrations.inside.guarded_process import begun_of, count_begun, dump_of_interest, pending_of
+from unisono.guard.integrations.inside.guarded_process import begun_of, count_begun, dump_of_interest, pending_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(3):
     dist.all_reduce(torch.ones(2))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.integrations.inside.process_use import _MUCH_TRAFFIC, _Totals, _traffic
+from unisono.guard.integrations.inside.process_use import _MUCH_TRAFFIC, _Totals, _traffic
 
 Pair = tuple[socket.socket, socket.socket]
 

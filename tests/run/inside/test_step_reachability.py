@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from unisono.integrations.inside import StepReachability
+from unisono.guard.integrations.inside import StepReachability
 
 Told = dict[str, bool | None]
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def main() -> None:
     """Trains, and leaves in good order."""
     options = parse()
-    source = "unisono.integrations.accelerate" if options.callback else "accelerate"
+    source = "unisono.guard.integrations.accelerate" if options.callback else "accelerate"
     accelerator = importlib.import_module(source).Accelerator(cpu=True)
     torch.manual_seed(0)
     rows = torch.randn(96, 8)

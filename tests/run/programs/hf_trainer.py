@@ -33,7 +33,7 @@ def main() -> None:
     )  # fmt: skip
     callbacks: list[TrainerCallback] = [Noting(Losses(options))]
     if options.callback:
-        from unisono.integrations.transformers import UnisonoCallback
+        from unisono.guard.integrations.transformers import UnisonoCallback
 
         callbacks.append(UnisonoCallback())
     trainer = Trainer(

@@ -47,7 +47,7 @@ def main() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("DEVICES", "1")))
     callbacks: list[Callback] = []
     if options.callback:
-        from unisono.integrations.lightning import UnisonoCallback
+        from unisono.guard.integrations.lightning import UnisonoCallback
 
         callbacks.append(UnisonoCallback())
     trainer = Trainer(

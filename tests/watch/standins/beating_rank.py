@@ -6,8 +6,8 @@ Every number of a record follows from its step.
 import os
 import sys
 
-from unisono.child import end_with_front
-from unisono.watch import Beats
+from unisono.base.child import end_with_front
+from unisono.guard.watch import Beats
 
 
 def main(argv: list[str]) -> None:

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unisono.child import end_with_front, parse_child_arguments
-from unisono.watch import Beats, Pulse
-from unisono.worker.__main__ import _begin_to_beat
+from unisono.base.child import end_with_front, parse_child_arguments
+from unisono.guard.watch import Beats, Pulse
+from unisono.trainer.worker.__main__ import _begin_to_beat
 
 
 def main(argv: list[str]) -> None:
@@ -83,7 +83,7 @@ def leave(beats: Beats, pulse: Pulse, folder: Path) -> None:
 def _join(beats: Beats, pulse: Pulse, folder: Path) -> Any:
     import torch.distributed as dist
 
-    from unisono.torch_internals import flight_record
+    from unisono.base.torch_internals import flight_record
 
     pulse.answer = flight_record
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

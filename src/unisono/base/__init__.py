@@ -1,0 +1,1 @@
+"""What every room uses: errors, events, files, text, child processes, causes and translations."""

@@ -1,0 +1,85 @@
+"""The catalogue of causes: what can be wrong with a job, how it shows, and how it is fixed; and the
+types of a verdict.
+
+Ids are stable; texts are for people.
+"""
+
+from collections.abc import Sequence
+
+from unisono.base.causes.causes_at_start import DISAGREEMENT_CAUSES, RENDEZVOUS_CAUSES
+from unisono.base.causes.causes_in_runs import PROGRAM_CAUSES, RUN_CAUSES
+from unisono.base.causes.causes_of_machines import FILE_CAUSES, MACHINE_CAUSES
+from unisono.base.causes.verdict import Cause, Evidence, OwnRunOnly, Verdict
+
+__all__ = ["CATALOGUE", "Cause", "Evidence", "Verdict", "find_cause"]
+
+
+ALL_CAUSES: tuple[Cause, ...] = (
+    *DISAGREEMENT_CAUSES,
+    *RENDEZVOUS_CAUSES,
+    *RUN_CAUSES,
+    *PROGRAM_CAUSES,
+    *MACHINE_CAUSES,
+    *FILE_CAUSES,
+)
+"""In the order in which `explain` lists them."""
+
+CATALOGUE: dict[str, Cause] = {cause.id: cause for cause in ALL_CAUSES}
+
+
+def find_cause(cause_id: str) -> Cause | None:
+    """The entry with this id, or None."""
+    return CATALOGUE.get(cause_id)
+
+
+RESUMES = OwnRunOnly("It was stopped with the run; the same command resumes from the newest checkpoint.")
+"""For a rank that was stopped."""
+MORE_PATIENCE = OwnRunOnly("If such collectives are expected to take this long, set watch.stall_after.")
+"""For ranks that wait for each other."""
+_OWN_RUN_LINES = frozenset(
+    {
+        RESUMES,
+        MORE_PATIENCE,
+        *(line for cause in ALL_CAUSES for line in cause.remedy if isinstance(line, OwnRunOnly)),
+    }
+)
+
+_TRAINER = "trainer.train(resume_from_checkpoint=True) resumes from the newest checkpoint in its output_dir"
+_RESUME_HINTS = {
+    "llamafactory": (
+        "LLaMA-Factory: set resume_from_checkpoint to the newest checkpoint-N in output_dir, and"
+        " overwrite_output_dir: false"
+    ),
+    "axolotl": (
+        "Axolotl: set resume_from_checkpoint to the newest checkpoint-N, or auto_resume_from_checkpoints:"
+        " true"
+    ),
+    "torchtune": (
+        "torchtune: set resume_from_checkpoint=True, and name the checkpoint's files under checkpointer"
+    ),
+    "lightning": 'Lightning: trainer.fit(model, ckpt_path="last") resumes from the last checkpoint',
+    "trl": f"TRL: {_TRAINER}",
+    "transformers": f"Hugging Face Trainer: {_TRAINER}",
+}
+
+
+def resume_hint(framework: str) -> tuple[str, ...]:
+    """How a foreign program resumes, as a line of a remedy; empty for an unknown framework.
+
+    Args:
+        framework: llamafactory, axolotl, torchtune, lightning, trl, transformers.
+    """
+    known = _RESUME_HINTS.get(framework)
+    return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()
+
+
+def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str, ...]:
+    """A remedy for a foreign program: without the lines for `unisono train` alone, and with the way
+    that this program resumes.
+
+    Args:
+        fix: the remedy for a run of `unisono train`.
+        framework: the one that the program uses; empty: unknown.
+    """
+    lines = [line for line in fix if line not in _OWN_RUN_LINES]
+    return (*lines, *(line for line in resume_hint(framework) if line not in lines))

@@ -1,0 +1,241 @@
+"""The messages of a rank or a task to its front: one JSON object per line, on a pipe.
+
+Kinds, and their fields besides `kind` and `time` (UTC, seconds):
+
+    phase       phase, text; done, total (optional; units of work inside the phase)
+    ready       facts: known only to the worker before step 1 (parameters, attention, memory, resume)
+    reference   computed, reused: units whose log-probabilities under the reference were computed, or read from the run's store;
+                if computed also seconds and cpu_time_s
+    step        one line of metrics.jsonl; ranks other than 0 send the step alone
+    eval        step, eval_loss, and more figures
+    sample      step, prompt, text
+    checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
+    shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
+    shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated
+    until it arrives
+    shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
+    digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its rounding
+    asked       signal: its name; received by the rank from its front or from outside
+    warning     code, text, fix
+    token       text: a piece of an answer, streamed              (generate, chat)
+    answer      text, tokens, ended: a complete answer            (chat)
+    refused_turn  text, fix: why a turn has no answer             (chat)
+    begun       id, prompt_tokens                     a request is being answered (serve)
+    refused_ask id, problem, text, fix: why a request has no answer (serve)
+    failed_ask  id, text, where: the exception that ended a request (serve)
+    pieces      pieces: [id, text] of each request that got text with the last token (serve)
+    answered    id, tokens, ended: a complete answer  (serve)
+    refused     exit_code, problems, verdict          from UnisonoError.to_json
+    crashed     exit_code, error, traceback, peer_lost    an unexpected exception; peer_lost: a consequence of the failure of a different rank
+    kept        cost_s, step_time_s, bytes, every     cost of the memory snapshots of an adapter: medians of the first steps, and the memory;
+                                                      from here on every n-th step is kept, null:
+                                                      none
+    rank_report report: RankReport.to_json()          facts of one of several ranks, which then waits for `go` on stdin
+    result      the result of the task or the run; the last message
+"""
+
+import json
+import os
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TextIO
+
+from unisono.base.files import BackgroundThread, parse_json
+from unisono.base.text import one_line
+
+Message = dict[str, Any]
+Show = Callable[[Message], None]
+"""How a front presents a message: on the screen, as JSON, or in a test."""
+
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+_OWN_TEXTS = ("failed to listen", "EADDRINUSE")
+"""Messages of the same torch exceptions that concern this rank alone."""
+_CLOSE_S = 2.0
+
+
+class Reporter:
+    """Sends messages to the front, and appends them to an events file if one is given.
+
+    Reporting never raises.
+
+    The front comes first and does not wait for the file, so that a hung disk does not delay
+    messages. Without a front (`python -m unisono.worker plan.json` under pdb) messages become plain
+    lines on `fallback`.
+    """
+
+    def __init__(
+        self, fd: int | None, *, fallback: TextIO | None = None, log_path: str | None = None
+    ) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()  # a save reports from its own thread
+        self._fallback = fallback
+        self._log = _EventsLog(log_path, self._log_failed) if log_path else None
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message. A missing front or a full disk does not raise."""
+        message = {"kind": kind, "time": time.time(), **fields}
+        # A lone surrogate, which a row may contain, has no UTF-8 encoding.
+        data = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
+        with self._lock:
+            if self._fd is not None:
+                self._write(data)
+            elif self._fallback is not None:
+                self._fallback.write(_as_text(message) + "\n")
+                self._fallback.flush()
+        if self._log is not None and kind != "step":
+            self._log.keep(data)
+
+    def close(self) -> None:
+        """Waits briefly for the events file, before the process exits."""
+        if self._log is not None:
+            self._log.finish()
+
+    def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
+        """Reports the beginning or the progress of a phase."""
+        self.send("phase", phase=name, text=text, done=done, total=total)
+
+    def warning(self, code: str, text: str, *, fix: str = "") -> None:
+        """Reports a warning."""
+        self.send("warning", code=code, text=text, fix=fix)
+
+    def _write(self, data: bytes) -> None:
+        assert self._fd is not None
+        try:
+            _write_all(self._fd, data)
+        except OSError:
+            self._fd = None  # the front is gone; PDEATHSIG or its lock will end this process
+
+    def _log_failed(self, why: str) -> None:
+        assert self._log is not None
+        self.send(
+            "warning",
+            code="events_log",
+            where=self._log.path,
+            fix="check that file system",
+            text=(
+                f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown"
+            ),
+        )
+
+
+class _EventsLog:
+    """The events file; a background thread opens and writes it."""
+
+    def __init__(self, path: str, on_failure: Callable[[str], None]) -> None:
+        self.path = path
+        self._fd: int | None = None
+        self._writer = BackgroundThread("events-log", on_failure)
+
+    def keep(self, data: bytes) -> None:
+        """Queues a line."""
+        self._writer.do(partial(self._write, data))
+
+    def finish(self) -> None:
+        """Waits briefly until all lines are written."""
+        self._writer.finish(_CLOSE_S)
+
+    def _write(self, data: bytes) -> None:
+        if self._fd is None:
+            self._fd = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
+            )
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                data = (
+                    b"\n" + data
+                )  # an earlier start was killed in the middle of a line, which takes no other with it
+        _write_all(self._fd, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _as_text(message: Message) -> str:
+    shown = {k: v for k, v in message.items() if k not in ("kind", "time") and v not in (None, "")}
+    return f"[{message['kind']}] " + one_line(", ".join(f"{k}={v}" for k, v in shown.items()), limit=400)
+
+
+def read_message(line: str) -> Message | None:
+    """The message of one line, or None for a torn or foreign line."""
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None
+
+
+def notify(show: Show, text: str) -> None:
+    """A line for people."""
+    show({"kind": "note", "time": time.time(), "text": text})
+
+
+# ---- what the message `crashed` says
+
+
+def describe_crash(error: BaseException) -> dict[str, Any]:
+    """The fields of the message `crashed`: `error`, `where`, `traceback`, `peer_lost`."""
+    return {
+        "error": one_line(f"{type(error).__name__}: {error}"),
+        "where": _place_of(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "peer_lost": is_peer_loss(error),
+    }
+
+
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
+MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
+"""Python code of a model's repository: its name, by the folder to which transformers copies it."""
+
+
+def own_frame(text: str, code: Mapping[str, str]) -> str:
+    """Name and file:line of the innermost frame of the user's own code in a traceback or a stack by
+    faulthandler.
+
+    Empty if there is none.
+
+    Args:
+        code: see `RunPlan.own_code`.
+    """
+    frames = _FRAME.findall(text)
+    if "(most recent call first)" not in text:
+        frames.reverse()
+    return next(
+        (f"{name}, {file}:{line}" for file, line in frames for part, name in code.items() if part in file), ""
+    )
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an exception results from the failure of a different rank, according to the messages
+    of torch, gloo and NCCL.
+
+    Errors with the same words that no collective raised (a download, an own pipe) do not count.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _PEER_ERRORS:
+            return not any(text in str(seen) for text in _OWN_TEXTS)
+        if isinstance(seen, RuntimeError) and any(text in str(seen) for text in _PEER_TEXTS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _place_of(error: BaseException) -> str:
+    """file:line where the exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,1 @@
+"""What people and programs talk to: commands, the API, doctor, drills, board and server."""

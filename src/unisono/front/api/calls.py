@@ -1,0 +1,381 @@
+"""What a Python program calls: the config, `train`, `stream`, `doctor` and `diagnose`."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from pydantic import PrivateAttr
+
+from unisono.base.causes.verdict import Evidence, Verdict
+from unisono.base.errors import ConfigError, UsageError
+from unisono.base.text import one_line
+from unisono.front.api import Result
+from unisono.front.api.front import Failed, Front, Notice, Stream, shown
+from unisono.front.checks.check import Finding, findings_of
+from unisono.guard.diagnosis.reading import diagnose_paths
+from unisono.jobs.runs.train_request import config_yaml
+from unisono.trainer.config import build_config, load_config
+from unisono.trainer.config.schema import RunConfig
+
+_log = logging.getLogger("unisono")
+
+Section = Mapping[str, Any]
+
+
+class Keys(TypedDict, total=False):
+    """The keys of a config at its top; see the reference of the config for all of them."""
+
+    model: str | Section
+    adapter: Section | None
+    freeze: Sequence[str]
+    train_only: Section | None
+    data: Section
+    objective: str
+    preference: Section
+    diffusion: Section
+    optim: Section
+    duration: str
+    batch: Section
+    eval: Section
+    checkpoint: Section
+    parallel: Section
+    device: str
+    memory: Section
+    watch: Section
+    restarts: int
+    grace: str
+    reasons: Mapping[str, str]
+    track: Sequence[str]
+    deterministic: bool
+    seed: int
+    output_dir: str
+
+
+class Config(RunConfig):
+    """A complete, valid config: frozen, with the keys of a YAML file as attributes, e.g.
+    `config.optim.lr`.
+
+    Paths are relative to the working directory at the time of a call.
+    """
+
+    _source: tuple[Path, tuple[str, ...]] | None = PrivateAttr(default=None)
+
+    def __init__(self, **keys: Unpack[Keys]) -> None:
+        """A config of the keys that a file would have; sections are mappings:
+        `Config(model="builtin:tiny", data={"train": …}, …)`.
+
+        Raises:
+            ConfigError: with every problem.
+        """
+        plain = json.loads(json.dumps(keys, default=_plain))
+        try:
+            config = build_config(plain, lines={}, name="Config(…)").config
+        except ConfigError as error:
+            raise shown(error) from None
+        super().__init__(**{name: getattr(config, name) for name in config.model_fields_set})
+
+    @classmethod
+    def from_file(
+        cls, path: str | PathLike[str], overrides: Mapping[str, Any] | Sequence[str] = ()
+    ) -> "Config":
+        """A config of a YAML file, or of a file of LLaMA-Factory or sd-scripts.
+
+        Args:
+            path: the file.
+            overrides: values by dotted key, `{"optim.lr": 1e-4}`; or texts as on the command line,
+                `["optim.lr=1e-4"]`.
+
+        Raises:
+            ConfigError: with every problem, each with its line in the file.
+        """
+        words = _words(overrides)
+        try:
+            loaded = load_config(Path(path), words)
+        except ConfigError as error:
+            raise shown(error) from None
+        found = cls.of(loaded.config)
+        found._source = (Path(path), words)  # noqa: SLF001 - of this class
+        return found
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Config":
+        """A config with the values of one that is already valid."""
+        values = {name: getattr(config, name) for name in config.model_fields_set}
+        return Config.model_construct(config.model_fields_set, **values)
+
+    @property
+    def source(self) -> tuple[Path, tuple[str, ...]] | None:
+        """The file that still has these values, and the overrides; None if there is none."""
+        if self._source is None:
+            return None
+        path, words = self._source
+        try:
+            same = load_config(path, words).config.model_dump() == self.model_dump()
+        except (ConfigError, OSError):
+            return None
+        return self._source if same else None
+
+    def to_yaml(self) -> str:
+        """The text of a config file with all keys."""
+        return config_yaml(self, command="unisono train THIS_FILE")
+
+
+class JobOptions(TypedDict, total=False):
+    """Where the ranks of a job are; TrainOptions describes each."""
+
+    nproc: int
+    devices: str
+    nodes: int | str
+    node_rank: int
+    head: str
+    hosts: str
+    token_file: str
+    join_timeout_s: float
+    launcher: str
+    ray_address: str
+    partition: str
+    time: str
+    debug_comm: bool
+
+
+class TrainOptions(JobOptions, total=False):
+    """The options of `unisono train`, by the names of the command line.
+
+    Attributes:
+        nproc: ranks on this node; default: one per device.
+        devices: one per rank: `0,1`, or UUIDs.
+        resume: resume the run in output_dir, extend a finished one, or start a new one.
+        fresh: rename an existing output_dir to `OUT.old-N`, and start from scratch.
+        allow: resume although these keys have changed, e.g. `["optim.lr"]`.
+        trust: resume from a checkpoint that is not signed with your key.
+        trust_code: execute the file of `objective: FILE.py:CLASS` in each rank.
+        restarts: number of automatic restarts after a failure.
+        nodes: number of nodes, or `MIN:MAX`; the same program runs on each.
+        node_rank: number of this node, from 0.
+        head: address of node 0, `HOST[:PORT]`.
+        hosts: nodes to start over SSH, `a,b`; the config must be a file that they have, too.
+        token_file: file with the job's token; default: UNISONO_TOKEN.
+        join_timeout_s: how long nodes wait for each other, in seconds.
+        launcher: local, nodes, ray or slurm.
+        ray_address: Ray cluster.
+        partition: Slurm partition.
+        time: time limit of a Slurm job, e.g. `8:00:00`.
+        debug_comm: enable verbose communication logs.
+    """
+
+    resume: bool
+    fresh: bool
+    allow: Sequence[str]
+    trust: bool
+    trust_code: bool
+    restarts: int
+
+
+def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Result:
+    """Fine-tunes a model like `unisono train`, and gives how the run ended: also after a failure,
+    with its verdict.
+
+    Ranks are processes of their own: the program needs no `if __name__ == "__main__"`, may be a
+    notebook, and may call this in a thread. Warnings and verdicts go to the logger `unisono`. After
+    Ctrl-C (KeyboardInterrupt) a checkpoint has been saved.
+
+    Args:
+        config: a Config, or the path of a config file.
+        options: as on the command line.
+
+    Raises:
+        UnisonoError: if nothing was started: config, data, model or machine are refused.
+    """
+    with stream(config, **options) as events:
+        for event in events:
+            if isinstance(event, Notice):
+                _log.log(logging.WARNING if event.is_warning else logging.INFO, "%s", one_line(event.text))
+            elif isinstance(event, Failed):
+                _log.error("%s [%s]", event.verdict.summary, event.verdict.cause)
+        return events.result()
+
+
+def stream(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Stream:
+    """Starts a run, and gives its events; see `train`.
+
+    The run proceeds whether or not they are read.
+
+    Args:
+        config: a Config, or the path of a config file.
+        options: as on the command line.
+
+    Raises:
+        ConfigError: if the config is refused. Whatever is refused later is raised by the iterator.
+    """
+    request, text = _named(config)
+    _refuse_hosts_without_file(options, text)
+    return Stream(Front({"command": "train", **request, "options": _given(options)}, config=text))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What doctor found.
+
+    Attributes:
+        checks: the findings, area by area.
+        exit_code: 0; 6 if a check fails; 3 if the nodes do not agree.
+    """
+
+    checks: tuple[Finding, ...]
+    exit_code: int
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """The findings that have to be fixed before a run."""
+        return tuple(check for check in self.checks if check.status == "fail")
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `unisono doctor --json`."""
+        return {"schema": 1, "checks": [check.to_json() for check in self.checks]}
+
+
+class DoctorOptions(JobOptions, total=False):
+    """The options of `unisono doctor`; those of TrainOptions with the same names mean the same.
+
+    Attributes:
+        ladder: try a real collective; if it fails, find a setting that works.
+        strict: exit_code is 6 also if a check warns or is unknown.
+        end_orphans: end your ranks left over from earlier runs.
+    """
+
+    ladder: bool
+    strict: bool
+    end_orphans: bool
+
+
+def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unpack[DoctorOptions]) -> Report:
+    """Checks this machine, or all nodes of a job, before a run, like `unisono doctor`.
+
+    Args:
+        config: also check the needs of this run.
+        options: as on the command line.
+
+    Raises:
+        UnisonoError: if config or options are refused.
+    """
+    request: dict[str, Any] = {"config": None, "overrides": ()}
+    text = None
+    if config is not None:
+        request, text = _named(config)
+    _refuse_hosts_without_file(options, text)
+    front = Front({"command": "doctor", **request, "options": _given(options)}, config=text)
+    try:
+        while front.next_message() is not None:
+            continue
+    finally:
+        front.stop()
+    last = front.last or {}
+    if last.get("kind") == "stopped":
+        raise KeyboardInterrupt
+    if last.get("kind") != "report":
+        raise shown(front.error())
+    return Report(tuple(findings_of(last)), int(last["exit_code"]))
+
+
+class Diagnosis(Verdict):
+    """The verdict on a dead run, and what else its logs show.
+
+    Attributes:
+        chain: the first cause and its consequences.
+        missing: what would be needed to say more.
+        hypotheses: possible causes if no line proves one, the most likely first.
+        questions: questions whose answers tell them apart.
+        ruled_out: causes that leave a line in a complete log, which is not there.
+        earlier_runs: runs in the same logs.
+    """
+
+    chain: tuple[Evidence, ...] = ()
+    missing: tuple[str, ...] = ()
+    hypotheses: tuple[dict[str, Any], ...] = ()
+    questions: tuple[str, ...] = ()
+    ruled_out: tuple[str, ...] = ()
+    earlier_runs: tuple[str, ...] = ()
+
+
+def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
+    """The cause of a failed run of any tool, from its logs, like `unisono diagnose`.
+
+    Secrets are redacted.
+
+    Args:
+        paths: logs, directories of logs, or one directory of a run.
+
+    Raises:
+        UsageError: if there is no log that can be read.
+    """
+    if not paths:
+        raise TypeError("diagnose() needs a path")
+    found = diagnose_paths([str(Path(path)) for path in paths], on_refused=_log.warning)
+    body = found.to_json()
+    body.pop("schema")
+    return Diagnosis.model_validate_json(json.dumps(body))
+
+
+def _named(config: RunConfig | str | PathLike[str]) -> tuple[dict[str, Any], str | None]:
+    """The part of a request that names the config, and the text of a file for it where there is
+    none with these values.
+    """
+    if not isinstance(config, RunConfig):
+        config = Config.from_file(config)
+    elif not isinstance(config, Config):
+        config = Config.of(config)
+    if config.source is None:
+        return {"config": None, "overrides": ()}, config.to_yaml()
+    path, words = config.source
+    return {"config": str(path), "overrides": words}, None
+
+
+def _words(overrides: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(overrides, str):
+        raise TypeError("overrides are a mapping or a list of texts, not one text")
+    if isinstance(overrides, Mapping):
+        return tuple(f"{key}={json.dumps(value, default=_plain)}" for key, value in overrides.items())
+    return tuple(overrides)
+
+
+def _plain(value: object) -> object:
+    """A path, or a section of the schema, as YAML would have it."""
+    dump = getattr(value, "model_dump", None)
+    return dump(mode="json", by_alias=True) if dump is not None else str(value)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for a request of the front.
+
+    Raises:
+        TypeError: for a name that is not an option.
+    """
+    known = {*TrainOptions.__annotations__, *DoctorOptions.__annotations__}
+    if wrong := sorted({*options} - known):
+        raise TypeError(f"{wrong[0]!r} is not an option; the options are {', '.join(sorted(known))}")
+    found = {name: value for name, value in options.items() if value is not None}
+    if "nodes" in found:
+        found["nodes"] = str(found["nodes"])
+    if "token_file" in found:
+        found["token_file"] = str(found["token_file"])
+        if found["token_file"] == "-":  # noqa: S105 - the front's stdin is the connection to this program
+            raise UsageError.of(
+                "token_file is stdin",
+                where="token_file='-'",
+                fix="name a file with mode 0600, or set UNISONO_TOKEN",
+            )
+    return found
+
+
+def _refuse_hosts_without_file(options: Mapping[str, Any], text: str | None) -> None:
+    if options.get("hosts") and text is not None:
+        raise UsageError.of(
+            "hosts needs a config file",
+            where=f"hosts={options['hosts']!r}",
+            why="the other nodes read the same file; this config is in memory only, or its file has changed",
+            fix="write config.to_yaml() to a file that all hosts see, and pass Config.from_file",
+        )

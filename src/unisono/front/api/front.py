@@ -1,0 +1,494 @@
+"""The front of a Python program as a process of its own, and the events of the run that it
+supervises.
+
+A notebook keeps the interpreter busy, installs its own signal handlers, or ends a thread: none of
+this may stall or kill a run.
+"""
+
+import asyncio
+import contextlib
+import json
+import queue
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from unisono.base import errors
+from unisono.base.causes import Verdict
+from unisono.base.errors import Problem, RankDied, UnisonoError
+from unisono.base.events import Message
+from unisono.base.text import one_line
+from unisono.front.api import Result
+from unisono.guard.facts.environment import all_variables
+from unisono.guard.rundir.records import RunResult
+from unisono.guard.supervise.child_process import ChildProcess
+from unisono.guard.supervise.task_process import how_it_ended, refusal, tail_of
+
+_STOP: Message = {"kind": "stop"}
+_LAST = ("result", "report", "stopped", "start_refused", "crashed")
+_POLL_S = 0.2
+_PATIENCE = 3  # Ctrl-C so often: the front is killed
+
+
+class Front:
+    """A front that serves one request of this program.
+
+    Messages are read by a thread, so that it never waits for the program.
+
+    Attributes:
+        last: its last message: result, report, stopped, start_refused or crashed; None before, or
+            if it was killed.
+    """
+
+    def __init__(self, request: Mapping[str, Any], *, config: str | None = None) -> None:
+        """Starts it.
+
+        Args:
+            request: for `unisono.front.api.__main__`.
+            config: the text of a config file, which replaces `request["config"]`.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700
+        root = Path(self._folder.name)
+        body = dict(request)
+        if config is not None:
+            (root / "config.yaml").write_text(config, encoding="utf-8")
+            body["config"] = str(root / "config.yaml")
+        (root / "request.json").write_text(json.dumps(body), encoding="utf-8")
+        self.last: Message | None = None
+        self._printed = (root / "printed").open("w+b")
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._child = ChildProcess(
+            lambda fd: [
+                *(
+                    sys.executable,
+                    "-m",
+                    "unisono.front.api",
+                    str(root / "request.json"),
+                    "--report-fd",
+                    str(fd),
+                )
+            ],
+            environment=all_variables(),
+            output=self._printed,
+            has_input=True,
+        )
+        self._stops = 0
+        self._reader = threading.Thread(target=self._read, name="unisono-front", daemon=True)
+        self._reader.start()
+
+    def next_message(self) -> Message | None:
+        """The next message before the last one; None once there is none left."""
+        message = self._messages.get()
+        if message is None:
+            self._messages.put(None)  # for whoever asks again
+        return message
+
+    def stop(self) -> None:
+        """Requests a checkpoint and the end, and waits for both.
+
+        Ctrl-C meanwhile ends it at once.
+        """
+        self._stops = max(self._stops, 1)
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits for its end. Ctrl-C requests the end, a second one ends it at once."""
+        while self._reader.is_alive():
+            try:
+                self._reader.join()
+            except KeyboardInterrupt:
+                self._stops += 1
+        self._folder.cleanup()
+
+    def error(self) -> UnisonoError:
+        """Why there is no result."""
+        last = self.last or {}
+        if last.get("kind") == "start_refused":
+            found = refusal(last)
+            kind = getattr(errors, str(last.get("type")), type(found))
+            return kind(*found.problems, verdict=found.verdict) if issubclass(kind, type(found)) else found
+        if last.get("kind") == "crashed":
+            error = UnisonoError.of(
+                f"a bug in unisono, not your mistake: {one_line(str(last['error']))}",
+                where="the process that supervises the run",
+                fix="report it with the traceback below",
+            )
+            error.add_note(str(last["traceback"]))
+            return error
+        return RankDied(
+            Problem(
+                f"the process that supervises the run ended: {how_it_ended(self._child.returncode or 0)}",
+                f"{sys.executable} -m unisono.front.api",
+                one_line(self._tail, limit=2000),
+                "the same call resumes from the newest checkpoint; check memory and disk",
+            )
+        )
+
+    def _read(self) -> None:
+        sent = 0
+        try:
+            while not self._child.ended:
+                if self._stops > sent:
+                    sent += 1
+                    self._child.send(_STOP)
+                if self._stops >= _PATIENCE:
+                    self._child.kill()
+                for message in self._child.read(_POLL_S):
+                    if message["kind"] in _LAST:
+                        self.last = message
+                    else:
+                        self._messages.put(message)
+        finally:
+            self._child.end(patience_s=0)
+            self._tail = tail_of(self._printed)
+            self._printed.close()
+            self._messages.put(None)
+
+
+# ---- the events of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in a run.
+
+    Attributes:
+        time: when, in seconds since 1970 (UTC).
+    """
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned(Event):
+    """What was decided before a start of the ranks; again after each restart.
+
+    Attributes:
+        plan: the object of plan.json: nodes, ranks, devices, batch, steps, resume point, and where
+            each value came from.
+        total_steps: optimizer steps of the whole run.
+        world_size: number of ranks.
+        output_dir: the run's directory.
+    """
+
+    plan: dict[str, Any]
+    total_steps: int
+    world_size: int
+    output_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The ranks are ready for their first step.
+
+    Attributes:
+        facts: what they have found: parameters, trained parameters, attention, memory, the step to
+            resume from.
+    """
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(Event):
+    """A phase before, between or after steps.
+
+    Attributes:
+        name: e.g. `load_model`.
+        text: for people.
+        done: finished units of work inside the phase; None if it has none.
+        total: number of units.
+    """
+
+    name: str
+    text: str
+    done: int | None
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Event):
+    """An optimizer step, as in a line of metrics.jsonl.
+
+    Attributes:
+        step: from 1.
+        loss: of the global batch, per loss token; before the update.
+        metrics: all figures of the line: epoch, lr, grad_norm, tokens, tokens_per_second,
+            step_time_s …
+    """
+
+    step: int
+    loss: float | None
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Event):
+    """An evaluation.
+
+    Attributes:
+        step: after which it was made; 0: before the first.
+        metrics: eval_loss and others.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Event):
+    """An answer of the model as it is after `step`."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Event):
+    """A complete checkpoint.
+
+    Attributes:
+        step: after which it was made.
+        path: its directory.
+        bytes: its size.
+        seconds: from the step to its end on the disk.
+    """
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(Event):
+    """A line for people.
+
+    Attributes:
+        is_warning: whether something should be changed.
+        code: of the warning; empty for others.
+        text: the line.
+        fix: how to change it.
+    """
+
+    is_warning: bool
+    code: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """The run failed, and may restart; the last verdict is also in the result."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(Event):
+    """The last event."""
+
+    result: Result
+
+
+def event_of(message: Message) -> Event | None:
+    """The event of a message; None for messages that are not for programs."""
+    make = _MAKERS.get(message["kind"])
+    return make(message) if make is not None else None
+
+
+def _planned(message: Message) -> Event:
+    plan = _fields(message)
+    output_dir = Path(str(plan["output_dir"]))
+    return Planned(
+        time=message["time"],
+        plan=plan,
+        total_steps=plan["total_steps"],
+        world_size=plan["world_size"],
+        output_dir=output_dir,
+    )
+
+
+def _started(message: Message) -> Event | None:
+    facts = message.get("facts")
+    return Started(time=message["time"], facts=facts if isinstance(facts, dict) else {})
+
+
+def _phase(message: Message) -> Event:
+    return Phase(
+        time=message["time"],
+        name=str(message.get("phase", "")),
+        text=str(message.get("text", "")),
+        done=message.get("done"),
+        total=message.get("total"),
+    )
+
+
+def _step(message: Message) -> Event:
+    return Step(
+        time=message["time"],
+        step=int(message["step"]),
+        loss=message.get("loss"),
+        metrics=_fields(message),
+    )
+
+
+def _evaluation(message: Message) -> Event:
+    metrics = {name: value for name, value in _fields(message).items() if name != "step"}
+    return Evaluation(time=message["time"], step=int(message["step"]), metrics=metrics)
+
+
+def _sample(message: Message) -> Event:
+    prompt, text = str(message.get("prompt", "")), str(message.get("text", ""))
+    return Sample(time=message["time"], step=int(message.get("step") or 0), prompt=prompt, text=text)
+
+
+def _checkpoint(message: Message) -> Event:
+    return Checkpoint(
+        time=message["time"],
+        step=int(message["step"]),
+        path=Path(str(message.get("path", ""))),
+        bytes=int(message.get("bytes") or 0),
+        seconds=float(message.get("seconds") or 0.0),
+    )
+
+
+def _notice(message: Message) -> Event:
+    return Notice(
+        time=message["time"],
+        is_warning=message["kind"] == "warning",
+        code=str(message.get("code", "")),
+        text=str(message.get("text", "")),
+        fix=str(message.get("fix", "")),
+    )
+
+
+def _failed(message: Message) -> Event:
+    return Failed(time=message["time"], verdict=Verdict.from_json(_fields(message)))
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in ("kind", "time")}
+
+
+_MAKERS = {
+    "plan": _planned,
+    "ready": _started,
+    "phase": _phase,
+    "step": _step,
+    "eval": _evaluation,
+    "sample": _sample,
+    "checkpoint": _checkpoint,
+    "warning": _notice,
+    "note": _notice,
+    "verdict": _failed,
+}
+
+
+class Stream(Iterator[Event]):
+    """The events of a run, which trains in processes of its own whether or not they are read.
+
+    Also an asynchronous iterator.
+
+    The run ends with this object: after `close`, at the end of a `with` block, or if the last
+    reference is gone, it has saved a checkpoint. The same call resumes it.
+    """
+
+    _CLOSED: ClassVar[None] = None
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._is_over = False
+
+    def __next__(self) -> Event:
+        """The next event.
+
+        Raises:
+            UnisonoError: if nothing was started: config, data, model or machine are refused.
+            StopIteration: after Ended.
+        """
+        while not self._is_over:
+            message = self._front.next_message()
+            if message is None:
+                self._is_over = True
+                return Ended(time=self._ended_at(), result=self.result())
+            event = event_of(message)
+            if event is not None:
+                return event
+        raise StopIteration
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await asyncio.to_thread(next, self, self._CLOSED)
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # the start itself failed
+            self.close()
+
+    def cancel(self) -> Result:
+        """Finishes the step, saves a checkpoint, ends the ranks, and gives the result: interrupted,
+        exit code 130.
+
+        It may be called from a different thread than the one that reads events; these end with
+        Ended.
+
+        Raises:
+            UnisonoError: as `result`.
+        """
+        self._front.stop()
+        return self.result()
+
+    def close(self) -> None:
+        """Like `cancel`, for whoever does not need the result.
+
+        A run that has ended is left as it is.
+        """
+        self._front.stop()
+        self._is_over = True
+
+    def result(self) -> Result:
+        """How the run has ended, after waiting for its end.
+
+        Raises:
+            UnisonoError: if nothing was started.
+        """
+        self._front.wait()
+        last = self._front.last or {}
+        if last.get("kind") == "stopped":
+            return Result(RunResult(outcome="interrupted", exit_code=130))
+        if last.get("kind") != "result":
+            raise shown(self._front.error())
+        result = Result(RunResult.from_json(_fields(last)))
+        if result.outcome == "refused":
+            raise shown(refusal({**last, "exit_code": result.exit_code}))
+        return result
+
+    def _ended_at(self) -> float:
+        self._front.wait()
+        return float((self._front.last or {}).get("time") or 0.0)
+
+
+def shown(error: UnisonoError) -> UnisonoError:
+    """The error with all of its lines in the traceback: where, why and how to fix it."""
+    for line in error.lines()[1:]:
+        error.add_note(line)
+    return error

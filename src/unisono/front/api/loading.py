@@ -1,0 +1,85 @@
+"""Loads what a run has trained into this process.
+
+The only module of the Python interface that imports torch.
+"""
+
+import logging
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.base.errors import UnisonoError, UsageError
+from unisono.base.events import Reporter
+from unisono.front.api import Result
+from unisono.front.api.front import shown
+from unisono.guard.rundir.records import is_image_model
+from unisono.trainer.task.inference import dtype_of, load_target, stops_of, template_of
+from unisono.trainer.task.target import Target, requested_target, verify_target
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger("unisono")
+
+
+def load(
+    result: Result | str | PathLike[str], *, step: int | None = None, device: str | None = None
+) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+    """The trained model and its tokenizer: objects of transformers, with an adapter the model of
+    peft; in evaluation mode.
+
+    The chat template is that of the training, and `generation_config` has its stop tokens: with
+    `do_sample=False` its method `generate` gives the answers of `unisono generate`. Files are
+    checked against the digests of their training, as there.
+
+    Args:
+        result: of `train`, or the path of a run, a model or an adapter, or a hub id. Of an
+            unfinished run the newest checkpoint is loaded.
+        step: a checkpoint of the run instead.
+        device: e.g. `cuda:1`; None: the first visible accelerator, else the CPU.
+
+    Raises:
+        UsageError: if it does not exist, or has no weights yet.
+        ModelError: if files are missing or do not match each other.
+        IntegrityError: if a file differs from its digest.
+    """
+    name = str(result.output_dir) if isinstance(result, Result) else str(result)
+    place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    try:
+        return _load(name, step, place)
+    except UnisonoError as error:
+        raise shown(error) from None
+
+
+def _load(
+    name: str, step: int | None, device: torch.device
+) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+    if is_image_model(Path(name).expanduser()):
+        raise UsageError.of(
+            f"{name} draws pictures",
+            where="load()",
+            fix=f'use `unisono generate {name} "a prompt" --out pictures`, or the file with diffusers',
+        )
+    target = requested_target({"target": name, "step": step})
+    for note in target.notes:
+        _log.warning("%s", note)
+    verify_target(target, Reporter(None))
+    loaded = load_target(target, dtype=dtype_of(target, device), device=device)
+    if not target.is_reward:
+        _set_up_generation(target, loaded.base, loaded.tokenizer)
+    return loaded.model, loaded.tokenizer
+
+
+def _set_up_generation(target: Target, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Stop tokens of the training, and the answer of greatest probability, as `unisono generate`
+    has by default.
+    """
+    template = template_of(target, tokenizer)
+    stops = sorted(stops_of(target, tokenizer, template))
+    settings = base.generation_config
+    settings.eos_token_id = stops or None
+    if settings.pad_token_id is None:
+        settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]

@@ -1,0 +1,366 @@
+"""What a check of doctor is and judges: its request, a finding, the surroundings, and this node's
+report to which agreement's rules apply.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from unisono.base.causes import Verdict
+from unisono.base.events import Message
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.reports import Check as RuleCheck
+from unisono.guard.agree.reports import NodeReport, name_node
+from unisono.guard.facts import Environment, Machine, Probes, read_environment, read_machine
+from unisono.guard.facts.storage import probe_storage
+from unisono.guard.rendezvous.party import ChannelFacts
+from unisono.guard.rendezvous.remote_fronts import RemoteCommand
+from unisono.guard.supervise.child_process import Programs
+from unisono.jobs.runs.node_report import make_node_report
+from unisono.jobs.runs.planning import LocalNode, look_around
+from unisono.jobs.runs.train_request import TrainRequest, load_requested
+from unisono.trainer.config import LoadedConfig, build_config
+
+Show = Callable[[Message], None]
+
+
+class _DoctorTraining(TrainRequest):
+    """A training request for doctor; its command line, which fixes quote, is a doctor command."""
+
+    @property
+    def command(self) -> str:
+        """The doctor command line, ready to paste."""
+        return (
+            super()
+            .command.replace("unisono train .", "unisono doctor")
+            .replace("unisono train", "unisono doctor")
+        )
+
+
+@dataclass(frozen=True)
+class DoctorRequest:
+    """Request of one `unisono doctor`.
+
+    Attributes:
+        config_path: the YAML file; None: only the machine is checked.
+        overrides: `key.sub=value`, applied to the config.
+        devices: `--devices` as typed.
+        nodes: number of nodes, or MIN:MAX.
+        head: address of node 0.
+        hosts: `--hosts` as typed: this machine, and those on which it starts doctor over SSH.
+        join_timeout_s: how long the nodes wait for each other.
+        ladder: whether a real collective runs, and if it fails, runs again with one setting after
+            the other.
+        debug_comm: whether the libraries' logs of that collective are kept.
+        end_orphans: whether orphaned ranks of earlier runs are killed.
+        launcher: `--launcher` as typed.
+        time: limit of the Slurm step.
+        show: receives progress: data preparation, waiting for nodes.
+    """
+
+    config_path: Path | None = None
+    overrides: tuple[str, ...] = ()
+    nproc: int | None = None
+    devices: str | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    hosts: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    ladder: bool = False
+    debug_comm: bool = False
+    end_orphans: bool = False
+    launcher: str | None = None
+    ray_address: str | None = None
+    partition: str | None = None
+    time: str | None = None
+    programs: Programs = field(default_factory=Programs)
+    probes: Probes = field(default_factory=Probes)
+    show: Show = lambda _message: None
+
+    @property
+    def training(self) -> TrainRequest:
+        """The training request that doctor checks; its config path is empty if none was given."""
+        return _DoctorTraining(
+            self.config_path or Path(),
+            self.overrides,
+            nproc=self.nproc,
+            devices=self.devices,
+            nodes=self.nodes,
+            node_rank=self.node_rank,
+            head=self.head,
+            hosts=self.hosts,
+            token_file=self.token_file,
+            join_timeout_s=self.join_timeout_s,
+            programs=self.programs,
+            probes=self.probes,
+            launcher=self.launcher,
+            ray_address=self.ray_address,
+            partition=self.partition,
+            time=self.time,
+            trust_code=True,  # it is read, not executed
+        )
+
+    @property
+    def remote(self) -> RemoteCommand:
+        """The same doctor command on a different node."""
+        return RemoteCommand(*self.command_words(None if self.config_path is None else str(self.config_path)))
+
+    def command_words(
+        self, config: str | None, *, resolved: bool = False
+    ) -> tuple[tuple[str, ...], dict[str, object]]:
+        """The same doctor command for a different node: words of `unisono`, and options by name;
+        options of None are omitted.
+
+        Args:
+            config: path of the config on that node; None: no config.
+            resolved: whether the config already contains the overrides.
+        """
+        words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
+        return words, {
+            "--join-timeout": f"{self.join_timeout_s:g}",
+            "--nproc": self.nproc,
+            "--devices": self.devices,
+            "--ladder": self.ladder or None,
+            "--debug-comm": self.debug_comm or None,
+            "--end-orphans": self.end_orphans or None,
+        }
+
+
+Area = Literal["system", "settings", "config", "devices", "network", "peers"]
+Status = Literal["pass", "warn", "fail", "unknown"]
+
+AREAS: dict[Area, str] = {
+    "system": "This machine",
+    "settings": "Environment variables",
+    "config": "What this run needs",
+    "devices": "Devices",
+    "network": "Network",
+    "peers": "The other nodes",
+}
+"""In display order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of doctor; the reference page has a paragraph for each.
+
+    Attributes:
+        id: stable, `AREA.NAME`: `system.shm`.
+        title: what is checked, in a few words.
+        why: what goes wrong in training if the check fails, one sentence.
+        how: how the check works, and what makes it pass, warn, fail or unknown; for the reference
+            page.
+        causes: ids of the causes that it prevents.
+    """
+
+    id: str
+    title: str
+    why: str
+    how: str
+    causes: tuple[str, ...] = ()
+
+    @property
+    def area(self) -> str:
+        """The part of the id before the dot."""
+        return self.id.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check; a check may have several findings, one per problem.
+
+    Attributes:
+        status: fail: a run would fail or misbehave; warn: it would run with a drawback; unknown:
+            could not be checked.
+        evidence: the observed value in one line; further lines are rows of a table.
+        fix: what to type, the best first; empty if nothing needs to be done.
+        where: the node concerned, in a job of several nodes: `node 1 (b)`; empty: this machine.
+    """
+
+    id: str
+    status: Status
+    evidence: tuple[str, ...]
+    fix: tuple[str, ...] = ()
+    where: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `--json`; lines are lists."""
+        body = {"id": self.id, "status": self.status, "evidence": list(self.evidence), "fix": list(self.fix)}
+        return body | ({"where": self.where} if self.where else {})
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Input of all checks; `doctor.check.read_surroundings` reads it once.
+
+    Anything else a check reads goes through `probes`.
+
+    Tests put recorded answers into the request's probes, and variables into the environment.
+
+    Attributes:
+        request: config, nodes, devices, ladder and the other options.
+        local_node: machine (cores, memory, accelerators), environment, topology, and the devices of
+            this node's ranks.
+        report: this node's report for agreement: limits, interfaces, versions, settings, output_dir
+            …
+        loaded: the config, its paths absolute; None without CONFIG.
+    """
+
+    request: DoctorRequest
+    local_node: LocalNode
+    report: NodeReport
+    loaded: LoadedConfig | None = None
+
+    @property
+    def environment(self) -> Environment:
+        """The variables, without secrets."""
+        return self.local_node.environment
+
+    @property
+    def machine(self) -> Machine:
+        """Cores, memory, accelerators as the probe listed them."""
+        return self.local_node.machine
+
+    @property
+    def probes(self) -> Probes:
+        """Devices, network, clock, packages."""
+        return self.request.probes
+
+
+CheckFunction = Callable[[Surroundings], list[Finding]]
+"""Makes the findings of a check; areas run concurrently, in threads. An exception is a bug of
+unisono.
+"""
+
+
+def findings_of(value: object) -> list[Finding]:
+    """Findings of a different machine or process, from doctor's JSON; invalid entries are
+    dropped.
+    """
+    read = []
+    for one in value.get("checks") or [] if isinstance(value, dict) else []:
+        with contextlib.suppress(KeyError, TypeError):
+            if one["status"] in ("pass", "warn", "fail", "unknown") and one["evidence"]:
+                read.append(
+                    Finding(
+                        str(one["id"]),
+                        one["status"],
+                        tuple(map(str, one["evidence"])),
+                        tuple(map(str, one["fix"])),
+                        str(one.get("where", "")),
+                    )
+                )
+    return read
+
+
+def found(check: Check, status: Status, *evidence: str, fix: tuple[str, ...] | list[str] = ()) -> Finding:
+    """A finding of a check on this machine."""
+    return Finding(check.id, status, evidence, tuple(fix))
+
+
+STORAGE_S = 10.0
+"""Time limit of a disk; shorter than that of a start, to keep doctor fast."""
+
+NO_FILES = {"note": "not checked: no CONFIG was given"}
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """The config to check, and this node's resources for it.
+
+    Attributes:
+        loaded: the given config with absolute paths; without CONFIG the defaults, with output below
+            `runs`.
+        given: whether a config was given.
+    """
+
+    loaded: LoadedConfig
+    given: bool
+    local_node: LocalNode
+
+
+def read_local_run(request: DoctorRequest, environment: Environment) -> LocalRun:
+    """The config, the machine, and this node's part of the job.
+
+    Raises:
+        ConfigError: with every problem of the config.
+        UsageError: if the options contradict each other or the machine.
+    """
+    given = request.config_path is not None
+    loaded = read_config(request)
+    machine = read_machine(request.probes.devices)
+    return LocalRun(loaded, given, look_around(request.training, loaded, machine, environment))
+
+
+def read_config(request: DoctorRequest) -> LoadedConfig:
+    """The given config with absolute paths, or the defaults, with output below `runs`.
+
+    Raises:
+        ConfigError: with every problem of the config.
+    """
+    return load_requested(request.training) if request.config_path is not None else _default_config()
+
+
+def read_surroundings(request: DoctorRequest, local_run: LocalRun | None = None) -> Surroundings:
+    """Reads the input of all checks.
+
+    Raises:
+        UnisonoError: as `read_local_run`.
+    """
+    local_run = local_run or read_local_run(request, read_environment())
+    report = make_node_report(
+        loaded=local_run.loaded,
+        local_node=local_run.local_node,
+        channel=ChannelFacts("127.0.0.1", {}, 0.0, []),
+        files=NO_FILES,
+        output=probe_storage(Path(local_run.loaded.config.output_dir), limit_s=STORAGE_S),
+        probes=request.probes,
+    )
+    return Surroundings(request, local_run.local_node, report, local_run.loaded if local_run.given else None)
+
+
+def _default_config() -> LoadedConfig:
+    raw = {
+        "model": {"path": "builtin:tiny"},
+        "data": {"train": "-"},
+        "output_dir": str(Path.cwd() / "runs"),
+    }
+    return build_config(raw, lines={}, name="(no config)")
+
+
+def agreement_findings(
+    agreement: Agreement, report: NodeReport, checks: Mapping[str, Check]
+) -> list[Finding]:
+    """The findings on this node, without its name, since there is only one node.
+
+    Args:
+        agreement: result of the rules on this node's report alone.
+        checks: doctor's check for each rule id; other rules are left out.
+    """
+    verdicts = {verdict.summary: verdict for verdict in agreement.verdicts}
+    me = name_node(report.node_rank, report.host)
+    wrong = {judged.id for judged in agreement.with_status("warn", "fail")}
+    return [
+        _finding(checks[judged.id], judged, verdicts.get(judged.text), me)
+        for judged in agreement.checks
+        if judged.id in checks and not (judged.status == "pass" and judged.id in wrong)
+    ]
+
+
+def _finding(check: Check, judged: RuleCheck, verdict: Verdict | None, me: str) -> Finding:
+    lines: Sequence[str] = verdict.fix if verdict is not None else [judged.fix] if judged.fix else []
+    return Finding(
+        check.id, judged.status, (_plain(judged.text, me),), tuple(_plain(line, me) for line in lines)
+    )
+
+
+def _plain(text: str, me: str) -> str:
+    """`node 0 (a): 1 file` as `1 file`."""
+    text = text.replace(f" on {me}: ", ": ").removeprefix(f"on {me}: ")
+    for mention in (f"{me}: ", f" on {me}"):
+        text = text.replace(mention, "")
+    return text.replace(f"of {me}", "here").replace(me, "this machine").strip()

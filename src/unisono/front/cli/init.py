@@ -1,0 +1,567 @@
+"""The commands before training: `unisono init`, a commented config to start from, and `unisono data
+preview`, the rows as the model sees them.
+"""
+
+from dataclasses import asdict
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from unisono.front.cli.app import refuse_unwritable
+from unisono.front.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.base.errors import UnisonoError
+    from unisono.trainer.config import LoadedConfig
+    from unisono.trainer.config.llamafactory import Translation
+    from unisono.trainer.plan.extent import ProposedExtent
+
+_DEFAULT = "lora"
+
+
+def init(
+    template: Annotated[
+        str | None,
+        typer.Argument(metavar="TEMPLATE", help="One of `unisono init --list`; default: lora."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write to this file, which must not exist; default: stdout.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="Read these rows, and fill in their format, a length, a batch and intervals that fit them.",
+            show_default=False,
+        ),
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
+    from_llamafactory: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-llamafactory",
+            metavar="FILE",
+            help="Translate this LLaMA-Factory file (YAML or JSON).",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a commented config to start from, or a job file for a cluster."""
+    if from_llamafactory is not None:
+        if data is not None:
+            raise _exclusive("--data and --from-llamafactory")
+        _translate(from_llamafactory, template, out)
+        return
+    if listing:
+        _list_templates()
+        return
+    name = template or _DEFAULT
+    text, found = template_text(name), dict[str, Any]()
+    if data is not None:
+        text, found = for_rows(name, text, data)
+    printer = output()
+    if out is None:
+        (
+            printer.emit({"schema": 1, "template": name, "text": text, **found})
+            if printer.json
+            else printer.verbatim(text.rstrip("\n"))
+        )
+        return
+    _write_new(out, text)
+    if printer.json:
+        printer.emit({"schema": 1, "template": name, "path": str(out), **found})
+    keys = "`model` and `data.train`" if data is None else "`model`"
+    rest = "fill in the <…>" if name in job_names() else f"set {keys} in it, then `unisono train {out}`"
+    rest += "" if data or name in job_names() else "; with `--data FILE` it gets what fits your rows"
+    printer.notify(f"wrote {out}: {rest}")
+
+
+def _exclusive(what: str) -> "UnisonoError":
+    from unisono.base.errors import UsageError
+
+    return UsageError.of(f"{what} are given", where="command line", fix="remove one of them")
+
+
+def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
+    """A template's text for the rows at a path, and what is known of them, for programs.
+
+    Raises:
+        UsageError: if the template is not for rows, or not for these.
+        DataError: if they cannot be read, or are of no known format.
+    """
+    import yaml
+
+    from unisono.base.errors import UsageError
+    from unisono.base.text import Duration
+    from unisono.guard.facts import read_environment
+    from unisono.guard.supervise.task_process import run_task
+    from unisono.trainer.plan.extent import propose_extent
+
+    if name in job_names():
+        raise UsageError.of(f"{name} is a job file, which has no rows", where="--data", fix="remove --data")
+    template = yaml.safe_load(text)
+    request = {
+        "path": path,
+        "packed": template["data"].get("packing", True),
+        "cache_dir": str(read_environment().cache_dir),
+    }
+    rows = run_task("survey", request)
+    if template.get("objective") == "pretrain" and rows["format"] != "text":
+        raise UsageError.of(
+            f"the template {name} is for plain text, and the rows are {rows['format']}",
+            where=path,
+            why=rows["why"],
+            fix="`unisono init lora` or `unisono init full`",
+        )
+    extent = propose_extent(
+        rows["sequences"],
+        global_batch=template["batch"]["global"],
+        epochs=int(Duration.parse(template["duration"]).amount),
+        every=int(Duration.parse(template["eval"]["every"]).amount),
+    )
+    _say_what_was_found(rows, extent)
+    found = {"data": rows, "proposed": asdict(extent)}
+    return _filled(text, _values_for(rows, extent, path, template)), found
+
+
+def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
+    from unisono.base.text import one_line
+
+    printer = output()
+    printer.notify(
+        f"{rows['rows']:,} rows, {rows['format']}: {one_line(rows['why'])}; the longest has about"
+        f" {rows['longest']:,} tokens"
+    )
+    if rows["bad"]:
+        printer.warn(
+            f"warning: {rows['bad']:,} rows cannot be used, the first at {one_line(rows['first_bad'])} (fix"
+            " them, or set data.on_bad_row: skip)"
+        )
+    printer.notify(
+        f"about {rows['sequences']:,} sequence{'' if rows['sequences'] == 1 else 's'} of up to"
+        f" {rows['max_length']:,} tokens, {extent.global_batch} a step: about {extent.steps:,} optimizer"
+        f" steps in {extent.epochs} epoch{'' if extent.epochs == 1 else 's'}"
+    )
+
+
+def _values_for(
+    rows: dict[str, Any], extent: "ProposedExtent", path: str, template: dict[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """The values for keys of a template, each with its comment."""
+    from unisono.base.text import Duration
+
+    columns = ", ".join(f"{ours}: {_scalar(theirs)}" for ours, theirs in rows["columns"].items())
+    train = f"[{{path: {_scalar(path)}, columns: {{{columns}}}}}]" if columns else _scalar(path)
+    values = {
+        "data.train": (train, f"{rows['rows']:,} rows"),
+        "data.format": (rows["format"], "of these rows"),
+        "data.max_length": (
+            str(rows["max_length"]),
+            f"tokens; the longest row has about {rows['longest']:,}",
+        ),
+        "batch.global": (
+            str(extent.global_batch),
+            f"sequences per step: about {extent.steps:,} steps",
+        ),
+        "duration": (str(Duration(extent.epochs, "epochs")), "or `500 steps`, or `2M tokens`"),
+        "eval.every": (f"{extent.every} steps", ""),
+        "checkpoint.every": (f"{extent.every} steps", ""),
+    }
+    if rows["rows"] * template["data"]["eval"] < 1:
+        values |= {
+            "data.eval": ("null", "too few rows to hold some out"),
+            "eval.stop_after": ("null", "only with data.eval"),
+            "checkpoint.best": ("null", "only with data.eval"),
+        }
+    if rows["beyond"] and template["data"]["too_long"] != "split":
+        values["data.too_long"] = ("cut", f"about {rows['beyond']:,} rows are longer")
+    if rows["objective"] != "sft":
+        lower = template["optim"]["lr"] / 10
+        values |= {
+            "objective": (rows["objective"], "the rows have answers to compare"),
+            "optim.lr": (f"{lower:.1e}", "a tenth of the rate for fine-tuning"),
+        }
+    return values
+
+
+def _scalar(value: str) -> str:
+    """A text as YAML, also inside brackets."""
+    import yaml
+
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1000).strip()[1:-1]
+
+
+_COMMENTS_OF_TEMPLATES_AT = 35  # their column
+
+
+def _filled(text: str, values: dict[str, tuple[str, str]]) -> str:
+    """The text of a template with values and comments in place of its own; a section's new key
+    `objective` stands before `data`.
+    """
+    lines, section = [], ""
+    for line in text.splitlines():
+        key, colon, _ = line.partition(":")
+        name = key.strip()
+        if colon and not line.startswith((" ", "#")):
+            section = name
+        if line == "data:" and "objective" in values:
+            lines += [_setting("objective", *values["objective"]), ""]
+        dotted = f"{section}.{name}" if line.startswith(" ") else name
+        is_new = colon and dotted in values and dotted != "objective"
+        lines.append(_setting(key, *values[dotted]) if is_new else line)
+    return "\n".join(lines) + "\n"
+
+
+def _setting(key: str, value: str, comment: str) -> str:
+    setting = f"{key}: {value}"
+    return f"{setting:<{_COMMENTS_OF_TEMPLATES_AT - 1}} # {comment}" if comment else setting
+
+
+def template_names() -> list[str]:
+    """The names of all configs, the default first."""
+    return sorted(_names_in(_configs()), key=lambda name: name != _DEFAULT)
+
+
+def job_names() -> list[str]:
+    """The names of templates for job files of clusters."""
+    return sorted(_names_in(_configs() / "jobs"))
+
+
+def template_text(name: str) -> str:
+    """The YAML of one template.
+
+    Raises:
+        UsageError: if there is none of this name.
+    """
+    names = [*template_names(), *job_names()]
+    if name not in names:
+        from unisono.base.errors import UsageError
+        from unisono.base.text import nearest
+
+        near = nearest(name, names)
+        raise UsageError.of(
+            f"there is no template {name}",
+            fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(names)}",
+        )
+    folder = _configs() / "jobs" if name in job_names() else _configs()
+    return (folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _configs() -> Traversable:
+    return resources.files("unisono.front.cli") / "templates"
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    return [item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml")]
+
+
+def _translate(path: Path, template: str | None, out: Path | None) -> None:
+    """Writes the config of a LLaMA-Factory file; with --json lists the fate of each key.
+
+    Raises:
+        UnisonoError: with all that is wrong with the file.
+    """
+    from unisono.base.errors import UnisonoError
+    from unisono.trainer.config import config_of, read_llamafactory
+
+    if template is not None:
+        raise _exclusive("a template and --from-llamafactory")
+    translation = read_llamafactory(path)
+    try:
+        loaded = config_of(translation, verb="init")
+    except UnisonoError as error:
+        if not output().json:
+            raise
+        _list_refused_keys(translation, error)
+        return
+    text = _config_text(translation, loaded)
+    if output().json:
+        output().emit({"schema": 1, **translation.to_json()})
+    elif out is None:
+        output().verbatim(text.rstrip("\n"))
+    if out is not None:
+        _write_new(out, text)
+        output().notify(f"wrote {out}: `unisono train {out}` starts it")
+    for line in filter(None, [*translation.warnings, translation.epoch_ends]):
+        output().notify(line)
+
+
+def _list_refused_keys(translation: "Translation", error: "UnisonoError") -> None:
+    """Emits the keys also where there is no config; a file of a different verb has none, and yet
+    its keys may all be fine.
+    """
+    for line in error.lines():
+        output().warn(line)
+    output().emit({"schema": 1, **translation.to_json(), "problems": error.to_json()["problems"]})
+    if translation.is_refused:
+        raise typer.Exit(error.exit_code)
+
+
+def _list_templates() -> None:
+    about = {
+        name: template_text(name).splitlines()[0].removeprefix("# ")
+        for name in [*template_names(), *job_names()]
+    }
+    if output().json:
+        output().emit(
+            {"schema": 1, "templates": [{"name": name, "about": text} for name, text in about.items()]}
+        )
+        return
+    for name, text in about.items():
+        output().result(f"{name:<10} {text}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Writes a new file; an existing one is never touched."""
+    from unisono.base.files import write_text
+
+    refuse_unwritable(path, "--out")
+    write_text(path, text)
+
+
+_COMMENT_AT = 48  # the column of comments
+
+
+def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
+    """YAML in our keys, and only those; a comment names the key of the file, or LLaMA-Factory's
+    default.
+    """
+    assert loaded.translation is translation
+    ignored = [key.key for key in translation.keys if key.fate == "ignored"]
+    lines = [f"# Translated from {translation.name}, a file of LLaMA-Factory."]
+    if ignored:
+        lines.append(f"# Ignored, since they change nothing here: {', '.join(ignored)}.")
+    return "\n".join([*lines, *_lines(translation.config, "", translation)]) + "\n"
+
+
+def _lines(section: dict[str, Any], prefix: str, translation: "Translation") -> list[str]:
+    import yaml
+
+    found: list[str] = []
+    indent = "  " * prefix.count(".")
+    for name, value in section.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in translation.origins:
+            found += [f"{indent}{name}:", *_lines(value, f"{key}.", translation)]
+            continue
+        text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
+        first, *rest = text.rstrip("\n").split("\n")
+        comment = f"# {translation.names.get(key, 'the default there')}"
+        found += [f"{indent + first:<{_COMMENT_AT}} {comment}", *(indent + line for line in rest)]
+    return found
+
+
+app = typer.Typer(help="Show the rows of a config.", rich_markup_mode=None)
+
+_BAR = 40  # characters of the longest bar of the histogram
+_BESIDE_BAR = 26  # characters in front of a bar
+
+
+@app.callback()
+def _group() -> None:
+    """Makes `data` a group of commands."""
+
+
+@app.command("preview", epilog="For example: unisono data preview train.yaml data.max_length=512 --rows 3")
+def preview(
+    config: Annotated[Path, typer.Argument(help="The config, as for `unisono train`.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Overrides of config keys, e.g. data.max_length=512.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 5,
+    ids: Annotated[
+        bool,
+        typer.Option("--ids", help="With --json: add the token ids, and which of them count in the loss."),
+    ] = False,
+) -> None:
+    """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of
+    rows.
+    """
+    from unisono.base.errors import UsageError
+    from unisono.front.cli.output import output
+    from unisono.guard.facts import read_environment
+    from unisono.guard.supervise.task_process import run_task
+    from unisono.trainer.config import load_config
+
+    printer = output()
+    if ids and not printer.json:
+        raise UsageError.of("ids are given as JSON only", where="--ids", fix="add --json, or omit --ids")
+    loaded = load_config(config, tuple(overrides or ()), verb="preview")
+    translation = loaded.translation
+    for text in translation.notes() if translation else []:
+        printer.notify(text)
+    request = {
+        "config": loaded.config.model_dump(mode="json", by_alias=True),
+        "cache_dir": str(read_environment().cache_dir),
+        "rows": rows,
+        "ids": ids,
+    }
+    found = run_task("preview", request)
+    if printer.json:
+        printer.emit({"schema": 1, **found})
+        return
+    for warning in found["data"]["warnings"]:
+        printer.warn(f"warning: {warning}")
+    _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens
+    elsewhere.
+    """
+    import sys
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from unisono.base.text import plain
+    from unisono.front.cli.output import output, styled, terminal_width
+    from unisono.guard.facts import read_environment
+
+    width = terminal_width(sys.stdout)
+    coloured = sys.stdout.isatty() and read_environment().colour and not output().json
+    if not coloured:
+        for line in preview_lines(found, width=width):
+            output().quote("".join(_BRACKETS[kind].format(part) for part, kind in line))
+        return
+    console = Console(
+        width=width or None, file=styled(sys.stdout), highlight=False, markup=False, emoji=False
+    )
+    for line in preview_lines(found, width=width):
+        if not any(kind for _, kind in line):
+            output().quote("".join(part for part, _ in line))
+            continue
+        console.print(Text.assemble(*((plain(part), _STYLES[kind]) for part, kind in line)))
+
+
+Kind = Literal["", "loss", "lost"]
+Line = list[tuple[str, Kind]]
+"""Parts of a line: text, tokens that count in the loss, and parts of a row that are in no token."""
+_BRACKETS: dict[Kind, str] = {"": "{}", "loss": "⟦{}⟧", "lost": "not rendered: {}"}
+_STYLES: dict[Kind, str] = {"": "", "loss": "bold green", "lost": "strike"}
+
+
+def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
+    """The lines of a preview, without control characters; bars fit a terminal of `width` columns if
+    not 0.
+    """
+    lines: list[Line] = []
+    for row in found["rows"]:
+        for part in _parts(row):
+            lines += [*_row_lines(part), [("", "")]]
+    data = found["data"]
+    lines += [
+        [(text, "")]
+        for text in (
+            *_length_lines(found["lengths"], width, is_unit=_is_unit(found["rows"])),
+            "",
+            *_figure_lines(data),
+            *_ledger_lines(found),
+        )
+    ]
+    return lines
+
+
+def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows to show of a row: of a preference row both."""
+    if "chosen" in row:
+        lost = {"not_rendered": row.get("not_rendered", [])}  # the same prompt
+        sides = [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
+        return [sides[0], sides[1] | lost]
+    if "kl" in row:
+        name = "desirable" if row["desirable"] else "undesirable"
+        return [row | {"row": f"{row['row']} {name}"}, row["kl"] | {"row": f"{row['row']} mismatched"}]
+    return [row]
+
+
+def _row_lines(row: dict[str, Any]) -> list[Line]:
+    from unisono.base.text import one_line, plain
+
+    share = row["loss_tokens"] / max(1, row["tokens"])
+    spans = " + ".join(f"{run['tokens']}{_counts(run)}" for run in row["runs"])
+    head = (
+        f"── {one_line(row['row'])}: {row['tokens']} tokens, {row['loss_tokens']} in the loss ({share:.0%}) ="
+        f" {spans}"
+    )
+    lines: list[Line] = [[(head, "")], []]
+    for run in row["runs"]:
+        kind: Kind = "loss" if run["loss"] else ""
+        first, *rest = plain(run["text"]).split("\n")
+        lines[-1].append((first, kind))
+        lines += [[(text, kind)] for text in rest]
+    lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
+    return [[(part, kind) for part, kind in line if part] for line in lines]
+
+
+def _counts(run: dict[str, Any]) -> str:
+    """Whether a run of tokens counts in the loss, and how much."""
+    if not run["loss"]:
+        return ""
+    return " in the loss" if run["weight"] == 1 else f" in the loss with weight {run['weight']:g}"
+
+
+def _is_unit(rows: list[dict[str, Any]]) -> bool:
+    return bool(rows) and ("chosen" in rows[0] or "kl" in rows[0])
+
+
+def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -> list[str]:
+    longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
+    most = max(entry["rows"] for entry in classes)
+    lines = ["tokens per row" + (", both sides together" if is_unit else "")]
+    for entry in classes:
+        bar = "█" * -(-longest * entry["rows"] // most)
+        lines.append(f"{entry['first']:>7}–{entry['last']:<7} {entry['rows']:>9,} {bar}".rstrip())
+    return lines
+
+
+def _figure_lines(data: dict[str, Any]) -> list[str]:
+    from unisono.base.text import one_line
+
+    lines = [f"format    {one_line(text)}" for text in data["formats"]]
+    lines.append(f"template  {one_line(data['template'])}")
+    for split in ("train", "eval"):
+        part = data[split]
+        if part:
+            lines.append(
+                f"{split:<9} {part['rows']:,} rows in {part['sequences']:,} sequences, {part['tokens']:,}"
+                f" tokens, {part['loss_tokens'] / part['tokens']:.1%} in the loss; longest row"
+                f" {part['longest_row']:,}"
+            )
+    return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
+
+
+def _note_lines(found: dict[str, Any]) -> list[str]:
+    from unisono.base.text import one_line
+
+    return [
+        f"  {note['what']:<12} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
+        for note in found["notes"]
+    ]
+
+
+def _ledger_lines(found: dict[str, Any]) -> list[str]:
+    from unisono.base.text import one_line
+
+    lines = []
+    for source in found["ledger"]["sources"]:
+        dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
+        lines.append(
+            f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
+            f" used{dropped}, {source['bad']:,} bad; of the used {source['cut']:,} cut"
+            f" ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,}"
+            f" with parts not rendered, {source['eval']:,} for evaluation"
+        )
+    lines += _note_lines(found)
+    rest = sum(
+        found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split", "not_rendered")
+    ) - len(found["notes"])
+    return lines + ([f"  and {rest:,} more: they are in the run's data.json"] if rest > 0 else [])

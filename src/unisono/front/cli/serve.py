@@ -1,0 +1,109 @@
+"""`unisono serve`: answers OpenAI's protocol with a trained model."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.front.cli.generate import Overrides, Step, Target
+from unisono.front.cli.output import output
+
+if TYPE_CHECKING:
+    from unisono.base.errors import RankDied
+    from unisono.base.events import Message
+
+
+def serve(
+    target: Target,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on; every other one needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, metavar="N", help="Port; default: a free one.", show_default=False),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys of clients, one per line; default: UNISONO_SERVE_KEY.",
+            show_default=False,
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Time of running answers after SIGTERM or Ctrl-C."),
+    ] = 25.0,
+    step: Step = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's protocol: /v1/chat/completions, /v1/completions,
+    /v1/models.
+    """
+    from unisono.base.errors import RankDied
+    from unisono.front.cli.board import refuse_without_extra
+    from unisono.front.cli.llamafactory_file import read_inference_file
+    from unisono.front.cli.terminal import Progress
+    from unisono.guard.facts.environment import take_serve_key
+
+    key = take_serve_key()
+    refuse_without_extra("unisono serve", why="the HTTP server is an extra")
+    from unisono.front.http_server import address_of
+    from unisono.front.serve.model_process import ModelProcess
+    from unisono.front.serve.server import listen, read_keys
+    from unisono.front.serve.server import serve as serve_model
+
+    printer = output()
+    given = read_inference_file(target, overrides or [])
+    request = (given.model if given else {"target": target}) | {"step": step}
+    keys = read_keys(key_file, key, warn=printer.warn)
+    name = target.rstrip("/") or target
+    with listen(host, port, keys) as listener, Progress(printer) as progress:
+        url = address_of(listener, host)
+
+        def say_ready() -> None:
+            progress.close()
+            if model.facts["note"]:
+                printer.warn(f"warning: {model.facts['note']}")
+            if printer.json:
+                printer.emit({"kind": "serve", "schema": 1, "url": url, "model": name})
+            else:
+                printer.result(f"serving {model.facts['description']} at {url}/v1 as model {name!r}")
+            printer.notify("Ctrl-C or SIGTERM ends it; running answers are completed")
+
+        def show(message: "Message") -> None:
+            if message["kind"] == "failed_ask":
+                at = f" ({message['where']})" if message["where"] else ""
+                printer.warn(f"warning: a request failed: {message['text']}{at}")
+            else:
+                progress.show(message)
+
+        model = ModelProcess(request, on_message=show, on_restart=_say_restart)
+        try:
+            asyncio.run(
+                serve_model(
+                    model,
+                    listener,
+                    name=name,
+                    keys=keys,
+                    grace_s=grace,
+                    on_ready=say_ready,
+                    created=int(time.time()),
+                )
+            )
+        except RankDied as error:
+            progress.close()
+            _show_verdict(error)
+            raise
+
+
+def _say_restart(error: "RankDied") -> None:
+    _show_verdict(error)
+    output().warn("the model is loaded again; requests that it was answering got 503")
+
+
+def _show_verdict(error: "RankDied") -> None:
+    for line in error.verdict.lines() if error.verdict else ():
+        output().warn(line)

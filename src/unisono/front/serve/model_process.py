@@ -1,0 +1,472 @@
+"""The model's side of a server: a task process that answers, the requests that wait for a place,
+and what happens when it dies.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.base.causes import Verdict
+from unisono.base.errors import RankDied, UnisonoError
+from unisono.base.events import Message
+from unisono.front.serve.protocol import ApiError
+from unisono.guard.facts import no_gpus, read_machine
+from unisono.guard.facts.limits import oom_kills
+from unisono.guard.facts.processes import read_stat, wait_channel
+from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.postmortem import name_task_death, name_task_hang
+from unisono.guard.supervise.task_process import TaskProcess
+
+ROWS = 16
+"""Answers that are computed together."""
+WAITING = 32
+"""Requests that may wait for a place."""
+STOPPED_S = 5.0
+"""Of silence of a stopped process, which is certain evidence."""
+RESTARTS = 3
+"""Of the process within RESTARTS_WITHIN_S; after one more death the server ends."""
+RESTARTS_WITHIN_S = 600.0
+_TICK_S = 0.2  # between looks at a process whose pipe is silent
+_ASK_S = 1.0  # of silence, after which the process is asked for a sign of life
+_STACK_S = 1.0  # in which a process that hangs writes its stack
+_PATIENCE_S = 60.0
+_WHOLE_PROMPT = 10  # times as patient with a model that reads a long prompt in one forward
+_USUAL_S = 5.0  # of an answer, before the first one has been timed
+_LABEL = "the process of the model"
+_REMEDY = {
+    "rank_killed": (
+        (
+            "find out who sent the signal: `journalctl -k` or `dmesg` shows kills by the kernel; a container,"
+            " a service manager or `kill` are other senders"
+        ),
+    ),
+    "host_oom_killed": (
+        "give it more memory, or serve a smaller or a quantized model",
+        "`unisono doctor` shows the memory limit of this container or service",
+    ),
+    "cuda_oom": (
+        "free the GPU's memory (`nvidia-smi` shows who uses it), or serve a smaller or a quantized model",
+    ),
+    "rank_stopped": ("`kill -CONT PID` continues a stopped process; find out who stopped it",),
+    "io_blocked": ("check the disk or network file system that holds the model",),
+    "user_code_stuck": ("the stack shows where it hangs; report it with the versions of `unisono doctor`",),
+    "user_code_error": (
+        (
+            "the evidence shows the exception; report it with the versions of `unisono doctor`, and the kind"
+            " of request that was answered"
+        ),
+    ),
+}
+"""What helps a server, by cause."""
+_STATUS = {"length": (413, "context_length_exceeded")}
+"""Of a refusal of the task, by its problem; others are 400."""
+
+
+@dataclass
+class Silence:
+    """How long the process has been silent, and how long that may last. Pure.
+
+    The process answers between two forwards of the model, so its longest silence is its longest
+    forward.
+
+    Attributes:
+        least_s: how long it may last in any case.
+        seconds: since its latest message, by the time in which this process ran: a front that was
+            stopped has heard nothing either.
+        longest_s: longest silence that ended with a message.
+        is_asked: whether it has been asked for a sign of life since its latest message.
+    """
+
+    least_s: float
+    seconds: float = 0.0
+    longest_s: float = 0.0
+    is_asked: bool = False
+
+    def pass_time(self, seconds: float) -> None:
+        """Notes the time since the last look. A longer one means that this process did not run."""
+        self.seconds += min(seconds, 5 * _TICK_S)
+
+    def end(self) -> None:
+        """Notes a message."""
+        self.longest_s = max(self.longest_s, self.seconds)
+        self.seconds, self.is_asked = 0.0, False
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of silence after which a process that is not stopped hangs."""
+        return max(self.least_s, 10 * self.longest_s)
+
+
+@dataclass
+class RestartLimit:
+    """How often a process may be started again. Pure.
+
+    Attributes:
+        most: restarts within `within_s` seconds.
+    """
+
+    most: int
+    within_s: float
+    _deaths: deque[float] = field(default_factory=deque)
+
+    def admit(self, now: float) -> bool:
+        """Notes a death at `now`, in seconds of any clock; whether the process may be started
+        again.
+        """
+        self._deaths.append(now)
+        while now - self._deaths[0] > self.within_s:
+            self._deaths.popleft()
+        return len(self._deaths) <= self.most
+
+
+@dataclass(eq=False)
+class Ask:
+    """One prompt, and what has come of it.
+
+    Attributes:
+        body: for the task.
+        id: of the task's messages.
+        messages: `begun`, then `pieces` with `text`, then `answered`; or an ApiError.
+    """
+
+    body: Message
+    id: int
+    messages: "asyncio.Queue[Message | ApiError]" = field(default_factory=asyncio.Queue)
+    since: float = field(default_factory=time.monotonic)
+
+    async def next(self) -> Message:
+        """The next message.
+
+        Raises:
+            ApiError: if there will be no answer.
+        """
+        message = await self.messages.get()
+        if isinstance(message, ApiError):
+            raise message
+        return message
+
+    async def rest(self) -> AsyncIterator[Message]:
+        """The messages to the last, `answered`."""
+        while True:
+            message = await self.next()
+            yield message
+            if message["kind"] == "answered":
+                return
+
+
+class ModelProcess:
+    """A model in a task process. All methods are called in the event loop.
+
+    Attributes:
+        facts: of the task's message `ready`.
+        is_ending: whether new requests are refused.
+        failure: why it has ended for good, once `ended` is set.
+    """
+
+    def __init__(
+        self,
+        request: dict[str, Any],
+        *,
+        on_message: Callable[[Message], None],
+        on_restart: Callable[[RankDied], None],
+        programs: Programs | None = None,
+        patience_s: float = _PATIENCE_S,
+        restarts: int = RESTARTS,
+    ) -> None:
+        """A process that is started with `start`.
+
+        Args:
+            request: what to load, for the task.
+            on_message: gets the messages while it is loaded, and those of requests that failed.
+            on_restart: gets the reason of a restart.
+            programs: to start; tests pass different ones.
+            patience_s: of silence that is no hang in any case.
+            restarts: at most, within RESTARTS_WITHIN_S.
+        """
+        self._patience_s = patience_s
+        self._load_s: float | None = None
+        self._request = {**request, "rows": ROWS}
+        self._on_message = on_message
+        self._on_restart = on_restart
+        self._programs = programs
+        self._restarts = RestartLimit(restarts, RESTARTS_WITHIN_S)
+        self._numbers = itertools.count(1)
+        self._waiting: deque[Ask] = deque()
+        self._running: dict[int, Ask] = {}
+        self._answer_s = _USUAL_S
+        self._is_ready = False
+        self.facts: dict[str, Any] = {}
+        self.is_ending = False
+        self.failure: UnisonoError | None = None
+        self.ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def start(self) -> None:
+        """Starts the process."""
+        self._is_ready = False
+        # The first load may take any time: the user sees its progress. After a restart, clients
+        # wait for it.
+        patience_s = math.inf if self._load_s is None else max(self._patience_s, 10 * self._load_s)
+        self._silence = Silence(patience_s)
+        self._started_at = self._looked_at = time.monotonic()
+        self._kills_before = oom_kills() or 0
+        self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
+        self._fd = self._task.fileno
+        self._writer_fd: int | None = None
+        loop = asyncio.get_running_loop()
+        if self._fd is not None:
+            loop.add_reader(self._fd, self._read)
+        self._timer = loop.call_later(_TICK_S, self._tick)
+
+    def close(self) -> None:
+        """Ends the process; requests that are still open get 503."""
+        self._stop_reading()
+        self._refuse_all(_ending())
+        self._task.close(patience_s=0.5)
+
+    def submit(self, bodies: list[Message]) -> list[Ask]:
+        """Queues prompts.
+
+        Raises:
+            ApiError: if the server ends, or too many wait.
+        """
+        if self.is_ending or self.failure is not None:
+            raise _ending()
+        free = ROWS - len(self._running) if self._is_ready else ROWS
+        if len(self._waiting) + len(bodies) > WAITING + max(0, free):
+            raise ApiError(
+                429,
+                f"{len(self._waiting)} requests wait already, and at most {WAITING} may; try again later",
+                code="queue_full",
+                retry_after_s=self._wait_s(),
+            )
+        asks = [Ask(body, next(self._numbers)) for body in bodies]
+        self._waiting += asks
+        self.idle.clear()
+        self._fill()
+        return asks
+
+    def drop(self, asks: list[Ask]) -> None:
+        """Frees the places of prompts whose client has gone, or has its answer."""
+        for ask in asks:
+            if ask in self._waiting:
+                self._waiting.remove(ask)
+            elif self._running.pop(ask.id, None) is not None:
+                self._send({"kind": "drop", "id": ask.id})
+        self._fill()
+
+    def end(self) -> None:
+        """Refuses new requests and those that wait; answers that are being computed are
+        continued.
+        """
+        self.is_ending = True
+        while self._waiting:
+            self._waiting.popleft().messages.put_nowait(_ending())
+        self._fill()
+
+    def _wait_s(self) -> int:
+        """Seconds until a request that is sent now could begin, by the time of the latest
+        answers.
+        """
+        return max(1, math.ceil(self._answer_s * len(self._waiting) / ROWS))
+
+    def _fill(self) -> None:
+        """Gives free places to requests that wait."""
+        while self._is_ready and self._waiting and len(self._running) < ROWS:
+            ask = self._waiting.popleft()
+            self._running[ask.id] = ask
+            ask.since = time.monotonic()
+            self._send({"kind": "ask", "id": ask.id, **ask.body})
+        if not self._running and not self._waiting:
+            self.idle.set()
+
+    def _send(self, message: Message) -> None:
+        """Sends a message.
+
+        What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it
+        does.
+        """
+        self._task.send(message)
+        if self._writer_fd is None and (fd := self._task.unsent_fileno) is not None:
+            self._writer_fd = fd
+            asyncio.get_running_loop().add_writer(fd, self._write)
+
+    def _write(self) -> None:
+        if self._read() and self._task.unsent_fileno is None:  # reading sends, too
+            self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        if self._writer_fd is not None:
+            with contextlib.suppress(OSError, ValueError):  # the pipe may be closed already
+                asyncio.get_running_loop().remove_writer(self._writer_fd)
+            self._writer_fd = None
+
+    def _tick(self) -> None:
+        """Looks at the process even if its pipe is silent."""
+        self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        now = time.monotonic()
+        self._silence.pass_time(now - self._looked_at)
+        self._looked_at = now
+        if self._read():
+            self._look_at_silence()
+
+    def _read(self) -> bool:
+        """Takes the messages that have arrived; False if the process has ended."""
+        try:
+            for message in self._task.new_messages():
+                self._silence.end()
+                self._take(message)
+        except UnisonoError as error:
+            self._died(error, self._verdict_on_death() if isinstance(error, RankDied) else None)
+            return False
+        return True
+
+    def _look_at_silence(self) -> None:
+        """Asks a silent process for a sign of life, and ends one that hangs."""
+        silence = self._silence
+        if silence.seconds < _ASK_S:
+            return
+        if self._is_ready and not silence.is_asked:
+            silence.is_asked = True
+            self._send({"kind": "ping"})
+        stat = read_stat(self._task.pid)
+        if stat is None:
+            return
+        if stat.state == "T" and silence.seconds >= STOPPED_S:
+            self._hangs(stat.state)
+        elif stat.state != "T" and silence.seconds >= silence.limit_s:
+            self._timer.cancel()
+            self._task.dump_stacks()
+            self._timer = asyncio.get_running_loop().call_later(_STACK_S, self._hangs, stat.state)
+
+    def _hangs(self, state: str) -> None:
+        """Ends a process that hangs, as if it had died."""
+        if self._silence.seconds < _ASK_S:  # it has answered after all
+            self._tick()
+            return
+        hang = name_task_hang(
+            "serve",
+            label=_LABEL,
+            state=state,
+            waits_in=wait_channel(self._task.pid),
+            silent_s=self._silence.seconds,
+            printed=self._task.tail,
+            host=read_machine(no_gpus).host,
+        )
+        verdict = _of_serving(hang)
+        self._died(RankDied.of(verdict.summary, fix=verdict.fix[0] if verdict.fix else ""), verdict)
+
+    def _take(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "ready":
+            self.facts, self._is_ready = message["facts"], True
+            self._load_s = self._load_s or time.monotonic() - self._started_at
+            self._silence = Silence(self._patience_s * (1 if self.facts["in_parts"] else _WHOLE_PROMPT))
+            self.ready.set()
+            self._fill()
+        elif kind == "pieces":
+            for number, text in message["pieces"]:
+                if number in self._running:
+                    self._running[number].messages.put_nowait({"kind": "piece", "text": text})
+        elif kind == "begun" and message["id"] in self._running:
+            self._running[message["id"]].messages.put_nowait(message)
+        elif kind in ("answered", "refused_ask", "failed_ask"):
+            self._finish(message)
+        elif not self.ready.is_set():
+            self._on_message(message)
+
+    def _finish(self, message: Message) -> None:
+        ask = self._running.pop(message["id"], None)
+        if ask is None:
+            return
+        if message["kind"] == "answered":
+            self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
+            ask.messages.put_nowait(message)
+        elif message["kind"] == "failed_ask":
+            self._on_message(message)
+            ask.messages.put_nowait(ApiError(500, message["text"], code="model_error"))
+        else:
+            status, code = _STATUS.get(message["problem"], (400, "invalid_value"))
+            text = f"{message['text']}; {message['fix']}" if message["fix"] else message["text"]
+            param = (
+                message["problem"] if status == 400 else "messages" if "messages" in ask.body else "prompt"
+            )
+            ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
+        self._fill()
+
+    def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:
+        """Restarts the process, unless it dies too often or refused the model: then the server
+        ends.
+        """
+        self._stop_reading()
+        died = RankDied(*error.problems, verdict=verdict) if verdict is not None else None
+        self._task.close(patience_s=0)
+        running, self._running = list(self._running.values()), {}
+        for ask in running:
+            ask.messages.put_nowait(_lost())
+        if (
+            died is not None
+            and self.ready.is_set()
+            and not self.is_ending
+            and self._restarts.admit(time.monotonic())
+        ):
+            self._on_restart(died)
+            self.start()
+            return
+        self.failure = died or error
+        self._refuse_all(_lost())
+        self.ended.set()
+
+    def _verdict_on_death(self) -> Verdict:
+        verdict = name_task_death(
+            "serve",
+            label=_LABEL,
+            returncode=self._task.returncode or 0,
+            crash=self._task.crash,
+            tail=self._task.tail,
+            oom_killed=(oom_kills() or 0) > self._kills_before,
+            host=read_machine(no_gpus).host,
+        )
+        return _of_serving(verdict)
+
+    def _refuse_all(self, error: ApiError) -> None:
+        for ask in (*self._running.values(), *self._waiting):
+            ask.messages.put_nowait(error)
+        self._running.clear()
+        self._waiting.clear()
+        self.idle.set()
+
+    def _stop_reading(self) -> None:
+        self._timer.cancel()
+        self._stop_writing()
+        if self._fd is not None:
+            with contextlib.suppress(OSError, ValueError):  # the pipe may be closed already
+                asyncio.get_running_loop().remove_reader(self._fd)
+            self._fd = None
+
+
+def _of_serving(verdict: Verdict) -> Verdict:
+    """The verdict on a process that serves: that of a task has the remedies of training, which has
+    rows and steps.
+    """
+    return verdict.model_copy(update={"fix": _REMEDY.get(verdict.cause, verdict.fix)})
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is ending; send the request to a different one", code="ending")
+
+
+def _lost() -> ApiError:
+    return ApiError(
+        503,
+        "the process of the model ended or hung while it answered; send the request again",
+        code="model_lost",
+    )

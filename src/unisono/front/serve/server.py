@@ -1,0 +1,529 @@
+"""The HTTP side of a server: addresses and keys, requests and streams, and its end."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from unisono.base.errors import UsageError
+from unisono.base.files import open_given
+from unisono.base.text import one_line
+from unisono.front.http_server import Connection, host_name, origin_host, running_server
+from unisono.front.serve.model_process import Ask, ModelProcess
+from unisono.front.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Objects,
+    ToolCallReader,
+    Usage,
+    read_request,
+    unknown_model,
+)
+from unisono.guard.facts.network import bind_listener
+
+LOCAL = ("127.0.0.1", "localhost")
+_BODY_BYTES = 16 << 20
+_LARGE_BYTES = 1 << 16
+_BODY_S = 30.0
+_SEND_S = 30.0  # in which a client must take a part of its answer
+_LOADING_S = 2
+_KEEP_ALIVE_S = 30
+_KEY_BYTES = 1 << 16
+_CLOSE_S = 2  # for the last bytes of answers, once all have ended
+_PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, or a cut network
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that a client may send; none: everybody on this machine is served."""
+
+    values: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def admit(self, header: str | None) -> bool:
+        """Whether an `Authorization` header has one of them.
+
+        Takes the same time for all wrong ones.
+        """
+        kind, _, given = (header or "").partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
+        return kind.lower() == "bearer" and any(found)
+
+
+def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable[[str], None]) -> Keys:
+    """The keys of `--key-file` (one per line), else that of UNISONO_SERVE_KEY.
+
+    Raises:
+        UsageError: if the file cannot be read, or has none.
+    """
+    if file is None:
+        key = (from_environment or "").strip()
+        if from_environment and not key:
+            raise UsageError.of(
+                "UNISONO_SERVE_KEY is blank", where="environment", fix="set a key, or unset it"
+            )
+        return Keys((key.encode(),) if key else ())
+    try:
+        with open_given(file.expanduser()) as stream:
+            mode = stat.S_IMODE(file.expanduser().stat().st_mode)
+            lines = stream.read(_KEY_BYTES).split(b"\n")
+    except OSError as error:
+        raise UsageError.of(
+            f"the key file {file} cannot be read",
+            where="--key-file",
+            why=error.strerror or str(error),
+            fix="name a file with one key per line",
+        ) from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith(b"#"))
+    if not keys:
+        raise UsageError.of(
+            f"there is no key in {file}", where="--key-file", fix="write one key per line, and no empty file"
+        )
+    if mode & 0o077:
+        warn(f"warning: {file} can be read or changed by other users (mode {mode:04o}): chmod 600 {file}")
+    return Keys(keys)
+
+
+def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
+    """A socket that listens on the address of the server.
+
+    Args:
+        host: a name or address of this machine.
+        port: None: a free one.
+        keys: required on every address but 127.0.0.1.
+
+    Raises:
+        UsageError: if it is taken or not an address of this machine, or other machines could reach
+            it without a key.
+    """
+    if host not in LOCAL and not keys.values:
+        raise UsageError.of(
+            f"there is no key for the address {one_line(host)}",
+            where="--host",
+            why="every machine that reaches it could use the model; without a key only 127.0.0.1 is served",
+            fix=(
+                "python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > key; chmod 600 key; and add"
+                " --key-file key"
+            ),
+        )
+    listener = bind_listener(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit these three
+    with contextlib.suppress(OSError, AttributeError):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_GONE_MS)
+    return listener
+
+
+class Api:
+    """The application: routes, keys, and answers in OpenAI's form."""
+
+    def __init__(self, model: ModelProcess, *, name: str, keys: Keys, created: int) -> None:
+        self._model = model
+        self._name = name
+        self._keys = keys
+        self._created = created
+        self._parsing = asyncio.Semaphore(1)
+        self._app = Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+            ],
+            exception_handlers={
+                ApiError: _show_error,
+                HTTPException: _show_http_error,
+                Exception: _show_defect,
+            },
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        try:
+            self._admit(Headers(scope=scope))
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        if request.path_params["model"] != self._name:
+            raise unknown_model(request.path_params["model"], self._name)
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
+
+    def _admit(self, headers: Headers) -> None:
+        """Refuses strangers, and everybody until the model is loaded.
+
+        Without a key, a web page that the user visits must not reach the model through the user's
+        browser: its origin would be a different one, and with DNS rebinding the host, too.
+
+        Raises:
+            ApiError: 400 for headers that are not valid, 503 while the model is loaded, 401 without
+                a valid key, 403 from a web page.
+        """
+        host = host_name(headers.get("host"))
+        origin = origin_host(headers["origin"]) if "origin" in headers else host
+        if host is None or origin is None:
+            raise ApiError(400, "the header Host or Origin is not valid", code="invalid_host")
+        if not self._model.ready.is_set():
+            raise ApiError(503, "the model is being loaded", code="loading", retry_after_s=_LOADING_S)
+        if self._keys.values:
+            if not self._keys.admit(headers.get("authorization")):
+                raise ApiError(
+                    401,
+                    "the key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                )
+            return
+        for name in (host, host_name(origin)):
+            if name not in LOCAL:
+                raise ApiError(403, f"requests for or from {name} need a key", code="origin_refused")
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _read(self, kind: Any, request: Request) -> Any:
+        """The request in a body.
+
+        A large one is parsed in a thread, and one at a time, since its values need many times its
+        size.
+
+        Raises:
+            ApiError: if it is not JSON, by its type or content, or not a valid request.
+        """
+        # The types that a web page can send to any server without its consent (no-cors) are not
+        # among these.
+        kind_sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind_sent != "application/json":
+            raise ApiError(
+                415, "the body must be JSON, with `Content-Type: application/json`", code="content_type"
+            )
+        data = await _body(request)
+        if len(data) <= _LARGE_BYTES:
+            return read_request(kind, data, model=self._name)
+        async with self._parsing:
+            return await asyncio.to_thread(read_request, kind, data, model=self._name)
+
+    async def _answer(self, request: Request, kind: Any) -> Response:
+        wanted = await self._read(kind, request)
+        asks = self._model.submit(wanted.asks())
+        answer = _Answer(
+            asks,
+            Objects(self._name, is_chat=kind is ChatRequest),
+            reader=wanted.reader() if kind is ChatRequest else None,
+            shows_usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
+        )
+        try:
+            begun = await _while_connected(request, answer.begin())
+            if begun is None:
+                return _nobody(self._model, asks)
+            if wanted.stream:
+                return _Stream(answer.events(), on_end=lambda: self._model.drop(asks))
+            whole = await _while_connected(request, answer.whole())
+            return _nobody(self._model, asks) if whole is None else JSONResponse(whole)
+        except BaseException:  # cancellation, too, frees the places
+            self._model.drop(asks)
+            raise
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events.
+
+    `on_end` is called in any case: an iterator that was never begun would not run its own
+    `finally`.
+    """
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+@dataclass
+class _Answer:
+    """The answer to one HTTP request, of one or several prompts."""
+
+    asks: list[Ask]
+    objects: Objects
+    reader: ToolCallReader | None
+    shows_usage: bool
+    usage: Usage = field(default_factory=Usage)
+
+    async def begin(self) -> bool:
+        """Waits until all prompts are being answered.
+
+        Raises:
+            ApiError: if one is refused.
+        """
+        for ask in self.asks:
+            self.usage.prompt += (await ask.next())["prompt_tokens"]
+        return True
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one object."""
+        texts, ended = [], []
+        for ask in self.asks:
+            text = ""
+            async for message in ask.rest():
+                text += message.get("text", "")
+                if message["kind"] == "answered":
+                    self.usage.answer += message["tokens"]
+                    ended.append(message["ended"])
+            texts.append(text)
+        return self.objects.whole(texts, ended, self.usage, reader=self.reader)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events; an error ends them."""
+        try:
+            async for index, message in _merged(self.asks):
+                for value in self._chunks(index, message):
+                    yield _event(value)
+        except ApiError as error:
+            yield _event(error.body())
+            return
+        if self.shows_usage:
+            yield _event(self.objects.usage(self.usage))
+        yield "data: [DONE]\n\n"
+
+    _begun: set[int] = field(default_factory=set)
+
+    def _chunks(self, index: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if index not in self._begun:
+            self._begun.add(index)
+            if self.objects.is_chat:
+                yield self.objects.first(index)
+        is_last = message["kind"] == "answered"
+        yield from self._parts(index, message.get("text", ""), is_last=is_last)
+        if is_last:
+            self.usage.answer += message["tokens"]
+            yield self.objects.last(index, self.objects.ended(message["ended"], self.reader))
+
+    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece of the answer."""
+        if self.reader is None:
+            if text:
+                yield self.objects.piece(index, text)
+            return
+        number = self.reader.calls
+        for part in (*self.reader.push(text), *(self.reader.close() if is_last else ())):
+            if isinstance(part, str):
+                yield self.objects.piece(index, part)
+            else:
+                yield from self.objects.call(index, number, part)
+                number += 1
+
+
+async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """The messages of several prompts as they come, with the prompt's index.
+
+    Raises:
+        ApiError: if one will have no answer.
+    """
+    if len(asks) == 1:
+        async for message in asks[0].rest():
+            yield 0, message
+        return
+    found: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
+
+    async def pass_on(index: int) -> None:
+        try:
+            async for message in asks[index].rest():
+                found.put_nowait((index, message))
+        except ApiError as error:
+            found.put_nowait((index, error))
+
+    readers = [asyncio.create_task(pass_on(index)) for index in range(len(asks))]
+    try:
+        left = len(asks)
+        while left:
+            index, news = await found.get()
+            if isinstance(news, ApiError):
+                raise news
+            left -= news["kind"] == "answered"
+            yield index, news
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: if it is too large, or takes too long.
+    """
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > _BODY_BYTES:
+                    raise ApiError(
+                        413, f"the body has more than {_BODY_BYTES >> 20} MiB", code="body_too_large"
+                    )
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client has gone", code="disconnected") from None
+    return bytes(data)
+
+
+async def _while_connected(request: Request, work: Any) -> Any:
+    """The result of `work`; None if the client goes before, which ends the work.
+
+    Raises:
+        ApiError: that of the work.
+    """
+    working, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _nobody(model: ModelProcess, asks: list[Ask]) -> Response:
+    """What is sent to a client that has gone; frees its places."""
+    model.drop(asks)
+    return Response(status_code=499)
+
+
+def _error_response(error: ApiError) -> JSONResponse:
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _show_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(error)
+
+
+async def _show_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {one_line(request.scope['path'], limit=100)}: {error.detail}"
+    return _error_response(ApiError(error.status_code, what))
+
+
+async def _show_defect(_: Request, error: Exception) -> Response:
+    """For the client; the traceback is on the server's terminal."""
+    return _error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="server_error"))
+
+
+class _Connection(Connection):
+    """A connection of a client."""
+
+    refusal = _error_response(
+        ApiError(503, "all connections of this server are in use", code="connections", retry_after_s=1)
+    )
+
+
+async def serve(
+    model: ModelProcess,
+    listener: socket.socket,
+    *,
+    name: str,
+    keys: Keys,
+    grace_s: float,
+    on_ready: Callable[[], None],
+    created: int,
+) -> None:
+    """Loads the model and serves until a signal comes, or the model's process cannot be
+    restarted.
+
+    Until it is loaded, requests get 503.
+
+    Args:
+        model: not started yet.
+        listener: from `listen`.
+        name: of the model, for clients.
+        keys: that clients may send.
+        grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends
+            them at once.
+        on_ready: called when the model is loaded, and a request to the server's own address has
+            reached it.
+        created: seconds since 1970, for clients.
+
+    Raises:
+        UnisonoError: if the model is refused, its process died too often, or a different program
+            answers on the port.
+    """
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    stop = asyncio.create_task(signals.get())
+    api = Api(model, name=name, keys=keys, created=created)
+    settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _CLOSE_S}
+    try:
+        async with running_server(api, listener, connection=_Connection, send_s=_SEND_S, **settings):
+            model.start()
+            await _first(stop, model.ready.wait(), model.ended.wait())
+            if model.failure is None and not stop.done():
+                on_ready()
+                await _first(stop, model.ended.wait())
+                await _complete(model, signals, grace_s)
+            model.close()
+    finally:
+        model.close()
+        stop.cancel()
+    if model.failure is not None and not model.is_ending:
+        raise model.failure
+
+
+async def _complete(model: ModelProcess, signals: "asyncio.Queue[int]", grace_s: float) -> None:
+    """Waits until running answers are complete, the time is over, or a second signal comes."""
+    if model.failure is None:
+        model.end()
+        second = asyncio.create_task(signals.get())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_first(second, model.idle.wait(), model.ended.wait()), grace_s)
+        second.cancel()
+
+
+async def _first(task: "asyncio.Task[int]", *others: Any) -> None:
+    """Waits for the first of them."""
+    waits = [asyncio.ensure_future(other) for other in others]
+    try:
+        await asyncio.wait((task, *waits), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

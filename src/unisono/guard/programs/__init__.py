@@ -1,0 +1,3 @@
+"""`unisono run`: starts and watches an existing training script; the code inside that program is in
+`integrations`.
+"""

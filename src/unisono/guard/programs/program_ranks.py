@@ -1,0 +1,479 @@
+"""The ranks of a guarded program on this node: found by their registration in the border or by
+their environment, and watched to their end.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.base.events import Message
+from unisono.guard.facts.limits import oom_kills
+from unisono.guard.facts.processes import exit_status, processes_below, variables_of
+from unisono.guard.integrations import border
+from unisono.guard.integrations.border import Registration, start_of
+from unisono.guard.integrations.worker_stacks import workers_below
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.local_ranks import FINAL_KINDS, RankEnd
+from unisono.guard.watch.views import BeatMemory, WorkerProcess
+from unisono.trainer.plan import DeviceChoice, RankPlace
+
+_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRank:
+    """A process that is a rank by its environment."""
+
+    registration: Registration
+    launcher: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """A snapshot of the descendants of a process.
+
+    Attributes:
+        parents: of each.
+        said: which rank of how many a process is, by its environment. What a rank starts itself has
+            the same one.
+        found: the ranks: of processes that say the same the first ancestor.
+    """
+
+    parents: Mapping[int, int]
+    claims: Mapping[int, tuple[int, int]]
+    found: tuple[FoundRank, ...]
+
+    def is_below(self, pid: int, other: int) -> bool:
+        """Whether a process is a descendant of `other`."""
+        while pid in self.parents:
+            pid = self.parents[pid]
+            if pid == other:
+                return True
+        return False
+
+    def launcher_of(self, pid: int) -> int | None:
+        """The process that started a rank, possibly through a shell; None if the rank is gone."""
+        parent = self.parents.get(pid)
+        while parent is not None and parent in self.claims and self.claims[parent] == self.claims.get(pid):
+            parent = self.parents.get(parent)
+        return parent
+
+
+def search(root: int, host: str) -> Search:
+    """Finds the ranks among all descendants of a process."""
+    parents: dict[int, int] = {}
+    claims: dict[int, tuple[int, int]] = {}
+    found: list[FoundRank] = []
+    for pid, parent in processes_below(root):
+        parents[pid] = parent
+        variables = variables_of(pid, _VARIABLES)
+        try:
+            rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+            local_rank = int(variables["LOCAL_RANK"])
+            local_world_size = int(variables.get("LOCAL_WORLD_SIZE") or 1)
+            attempt = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0)
+            restarts = int(variables.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+        except (KeyError, ValueError):
+            continue
+        claims[pid] = (rank, world_size)
+        started = start_of(pid)
+        if claims.get(parent) == (rank, world_size) or not 0 <= rank < world_size or started is None:
+            continue
+        registration = Registration(
+            pid,
+            started,
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            host,
+            attempt=attempt,
+            sees=(),
+            restarts=restarts,
+        )
+        found.append(FoundRank(registration, parent))
+    return Search(parents, claims, tuple(found))
+
+
+UNKNOWN_END = "how it ended is not known"
+_SEARCH_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass
+class Rank:
+    """One rank.
+
+    Attributes:
+        registered: whether it registered itself; else it was found by its environment, and only its
+            end is seen.
+        last: its final message, `result`, `refused` or `crashed`, once it has arrived.
+        end: how it ended; None while it lives.
+        ended_at: when the end was seen, in the kernel's ticks since boot.
+        grouped: whether it has been in a process group.
+    """
+
+    registration: border.Registration
+    registered: bool
+    pidfd: int
+    memory: BeatMemory | None = None
+    events: border.EventsOf | None = None
+    last: Message | None = None
+    phase: str = "start"
+    step: int = 0
+    end: RankEnd | None = None
+    ended_at: int = 0
+    grouped: bool = False
+
+    def close(self) -> None:
+        """Releases its memory and its descriptor."""
+        if self.memory is not None:
+            self.memory.close()
+        os.close(self.pidfd)
+
+
+@dataclass
+class ProgramRanks:
+    """The ranks of the newest start on this node, for supervise.rank_monitor.
+
+    A launcher may restart its ranks, and a program may start a new launcher when one has ended:
+    each is a start. Of launchers that run at the same time, only the first one's ranks are watched.
+
+    Attributes:
+        folder: of the border.
+        root: the process whose descendants they are.
+        newest: the number of their start, from 0.
+        is_orphaned: whether the program itself has ended: remaining processes are ended by us.
+    """
+
+    folder: Path
+    run: RunDir
+    node_rank: int
+    host: str
+    root: int
+    newest: int = 0
+    is_orphaned: bool = False
+    _ranks: dict[int, Rank] = field(default_factory=dict)
+    _starts_before: int = 0  # those of launchers that have ended
+    _earlier: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
+    _unwatched: set[int] = field(default_factory=set)  # launchers already reported
+    _searched: float = 0.0
+    _looked: float = 0.0
+    _kills_before: int = field(default_factory=lambda: oom_kills() or 0)
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Places of all known ranks."""
+        return [self._place(self._ranks[number]) for number in sorted(self._ranks)]
+
+    @property
+    def world_size(self) -> int:
+        """The world size by the ranks; 0 while there are none."""
+        return max((rank.registration.world_size for rank in self._ranks.values()), default=0)
+
+    @property
+    def _restarts(self) -> int:
+        """How often their launcher restarts them."""
+        return max((rank.registration.restarts for rank in self._ranks.values()), default=0)
+
+    @property
+    def oom_killed(self) -> bool | None:
+        """Whether the kernel counted an OOM kill in this cgroup meanwhile; None if the count cannot
+        be read.
+        """
+        kills = oom_kills()
+        return None if kills is None else kills > self._kills_before
+
+    @property
+    def beats(self) -> dict[int, BeatMemory]:
+        """Heartbeats of the ranks that have them."""
+        return {n: rank.memory for n, rank in self._ranks.items() if rank.memory is not None}
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every known rank has ended; False while none is known."""
+        return bool(self._ranks) and all(rank.end is not None for rank in self._ranks.values())
+
+    @property
+    def unseen(self) -> list[int]:
+        """Ranks without heartbeats, of which only the end is seen."""
+        return sorted(number for number, rank in self._ranks.items() if not rank.registered)
+
+    def pid(self, rank: int) -> int | None:
+        """The pid of a rank's process while it lives."""
+        known = self._ranks.get(rank)
+        return known.registration.pid if known is not None and known.end is None else None
+
+    def workers(self, rank: int) -> list[WorkerProcess]:
+        """Processes that a rank has started, e.g. those of its loaders; the caller closes their
+        files.
+        """
+        pid = self.pid(rank)
+        return workers_below(pid) if pid is not None else []
+
+    def final_message(self, rank: int) -> Message | None:
+        """The final message of a rank, once it has arrived."""
+        known = self._ranks.get(rank)
+        return known.last if known is not None else None
+
+    def fds(self) -> list[int]:
+        """File descriptors that are readable when a rank has ended."""
+        return [rank.pidfd for rank in self._ranks.values() if rank.end is None]
+
+    def close(self) -> None:
+        """Releases memory and descriptors; the ranks are not affected."""
+        for rank in self._ranks.values():
+            rank.close()
+        self._ranks.clear()
+
+    def new_messages(self, *, at_once: bool = False) -> list[Message]:
+        """News for the head: `registered` (the current ranks), `rank_said`, `rank_ended`."""
+        now = time.monotonic()
+        ended = self._take_ends()
+        if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
+            return ended
+        self._looked = now
+        messages, others = self._find(now)
+        found_messages = [
+            message for number in sorted(self._ranks) for message in self._read_messages(number)
+        ]
+        if messages:
+            places = [place.model_dump(mode="json") for place in self.places]
+            others.insert(
+                0,
+                {
+                    "kind": "registered",
+                    "places": places,
+                    "world_size": self.world_size,
+                    "attempt": self.newest,
+                    "unseen": self.unseen,
+                    "restarts": self._restarts,
+                },
+            )
+        return [*others, *found_messages, *ended]
+
+    # --- who is there
+
+    def _find(self, now: float) -> tuple[bool, list[Message]]:
+        """Takes new ranks: whether there are any or one has changed, and messages about launchers
+        that are not watched.
+        """
+        changed = False
+        for one in border.registrations(self.folder):
+            changed |= self._take(one, registered=True)
+        others: list[Message] = []
+        if now - self._searched >= _SEARCH_EVERY_S:
+            self._searched = now
+            seen = search(self.root, self.host)
+            for found in seen.found:
+                changed |= self._take(found.registration, registered=False)
+            changed |= self._keep_to_one_launcher(seen)
+            others = [text for found in seen.found for text in self._unwatched_launchers(found, seen)]
+        return changed, others
+
+    def _take(self, one: border.Registration, *, registered: bool) -> bool:
+        known = self._ranks.get(one.rank)
+        if known is not None and _identity(known.registration) == _identity(one):
+            return self._update(known, one, registered=registered)
+        start = self._start_of(one, known, registered=registered)
+        rank = self._open_process(one) if start is not None else None
+        if start is None or rank is None:
+            return False
+        if start > self.newest:
+            self._earlier |= {_identity(other.registration) for other in self._ranks.values()}
+            self.close()
+            self.newest, self._starts_before = start, start - one.attempt
+        elif known is not None:
+            known.close()
+        self._ranks[one.rank] = rank
+        if registered:
+            self._attach(rank)
+        return True
+
+    def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
+        """The start that a process belongs to; None if it is not watched: of two processes with the
+        same rank the first counts.
+        """
+        if _identity(one) in self._earlier:
+            return None
+        start = self._starts_before + one.attempt
+        if start <= self.newest and self._follows(one, known, registered=registered):
+            return self.newest + 1
+        is_free = start > self.newest or known is None or _runs(known, one, registered=registered)
+        return start if start >= self.newest and is_free else None
+
+    def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
+        """Whether a process is a rank of a new launcher, started after all ranks of the previous
+        one had ended.
+
+        Processes that ranks leave behind have the same environment, but started before the ranks
+        ended, and do not register.
+        """
+        if not self.all_ended or (known is None and one.world_size == self.world_size):
+            return False
+        if registered:
+            return all(one.started > rank.registration.started for rank in self._ranks.values())
+        return all(one.started > rank.ended_at for rank in self._ranks.values())
+
+    def _keep_to_one_launcher(self, seen: Search) -> bool:
+        """Keeps ranks of one launcher only, if several start at the same time and ranks of both
+        were seen; whether any rank was exchanged.
+
+        Ranks with a launcher each, e.g. a shell, stay: no other rank has that launcher.
+        """
+        living = {number: rank for number, rank in sorted(self._ranks.items()) if rank.end is None}
+        launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
+        one = next((launcher for launcher in launchers.values() if launcher is not None), None)
+        changed = False
+        for found in seen.found:
+            number = found.registration.rank
+            known = living.get(number)
+            if known is None or found.launcher != one or launchers[number] in (None, one):
+                continue
+            if (rank := self._open_process(found.registration)) is not None:
+                known.close()
+                self._ranks[number] = rank
+                changed = True
+        return changed
+
+    def _unwatched_launchers(self, found: FoundRank, seen: Search) -> list[Message]:
+        """Reports, once per launcher, that ranks of a further launcher are not watched."""
+        known = self._ranks.get(found.registration.rank)
+        if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
+            return []
+        pid, launcher = known.registration.pid, seen.launcher_of(known.registration.pid)
+        if launcher in (None, found.launcher) or seen.is_below(found.registration.pid, pid):
+            return []
+        self._unwatched.add(found.launcher)
+        text = (
+            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher"
+            " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
+        )
+        return [{"kind": "unwatched", "text": text}]
+
+    def _update(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
+        """Updates a known rank by its newer registration; whether it changed."""
+        if not registered or known.end is not None:
+            return False
+        is_new = not known.registered or known.registration.uuid != one.uuid
+        known.registration = one
+        known.grouped |= one.grouped
+        if not known.registered:
+            self._attach(known)
+        return is_new
+
+    @staticmethod
+    def _open_process(one: border.Registration) -> Rank | None:
+        """A rank for the process; None if the process is gone."""
+        try:
+            pidfd = os.pidfd_open(one.pid)
+        except OSError:
+            return None
+        if border.start_of(one.pid) == one.started:
+            return Rank(one, registered=False, pidfd=pidfd)
+        os.close(pidfd)
+        return None
+
+    def _attach(self, rank: Rank) -> None:
+        rank.registered = True
+        rank.events = border.EventsOf(self.folder, rank.registration.pid)
+        with contextlib.suppress(OSError):
+            rank.memory = border.memory_of(self.folder, rank.registration.pid)
+
+    def _place(self, rank: Rank) -> RankPlace:
+        one = rank.registration
+        uuid = one.uuid or None
+        device = DeviceChoice(
+            kind="cuda" if uuid else "cpu", uuid=uuid, name=uuid or "unknown", memory_bytes=0, bfloat16=False
+        )
+        return RankPlace(
+            rank=one.rank, node_rank=self.node_rank, local_rank=one.local_rank, host=self.host, device=device
+        )
+
+    # --- what they say, and how they end
+
+    def _read_messages(self, number: int) -> list[Message]:
+        rank = self._ranks[number]
+        found_messages = rank.events.new() if rank.events is not None else []
+        for message in found_messages:
+            if message["kind"] in FINAL_KINDS:
+                rank.last = message
+            elif message["kind"] == "phase":
+                rank.phase = str(message.get("phase"))
+        return [{"kind": "rank_said", "rank": number, "message": message} for message in found_messages]
+
+    def _take_ends(self) -> list[Message]:
+        alive = {rank.pidfd: number for number, rank in self._ranks.items() if rank.end is None}
+        messages: list[Message] = []
+        for pidfd in select.select(list(alive), [], [], 0)[0] if alive else []:
+            number = alive[pidfd]
+            messages += self._read_messages(number)
+            rank = self._ranks[number]
+            rank.end = self._end_of(number, rank)
+            rank.ended_at = _ticks()
+            messages.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
+        return messages
+
+    def _end_of(self, number: int, rank: Rank) -> RankEnd:
+        code = exit_status(rank.pidfd, rank.registration.pid)
+        beat = rank.memory.read() if rank.memory is not None else None
+        last = rank.last
+        if last is None and code == 0:
+            last = {"kind": "result"}
+        earlier = any(other.end is not None for other in self._ranks.values())
+        by_launcher = code == -signal.SIGTERM and earlier and last is None
+        why = "its launcher ended it" if by_launcher else ""
+        return RankEnd(
+            rank=number,
+            returncode=code if code is not None else 0,
+            last=last,
+            phase=beat.phase if beat else rank.phase,
+            step=max(0, beat.step - 1) if beat else rank.step,
+            oom_killed=bool(self.oom_killed),
+            end_reason=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
+        )
+
+    def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
+        """Whether its end says nothing about the cause."""
+        if self.is_orphaned:
+            return last is None or last["kind"] != "result"
+        return last is None and (code is None or self._had_left_group(rank, code))
+
+    def _had_left_group(self, rank: Rank, code: int) -> bool:
+        """Whether no peer needed it any longer, since it had left its process group.
+
+        Ray ends its workers like this, with status 1.
+        """
+        found_messages = (
+            one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
+        )
+        now = next(found_messages, rank.registration)
+        return code > 0 and rank.grouped and not now.grouped
+
+
+def _identity(one: border.Registration) -> tuple[int, int]:
+    """The identity of a process, also if its pid is reused."""
+    return one.pid, one.started
+
+
+def _runs(known: Rank, one: border.Registration, *, registered: bool) -> bool:
+    """Whether a process found by its environment is only the shell in which the rank runs."""
+    if known.registered or not registered or known.end is not None:
+        return False
+    return any(pid == one.pid for pid, _ in processes_below(known.registration.pid))
+
+
+def _ticks() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

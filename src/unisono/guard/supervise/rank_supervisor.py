@@ -1,0 +1,445 @@
+"""One start of the ranks on the head, from their first process to their end."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import ValidationError
+
+from unisono.base.causes import Verdict
+from unisono.base.errors import UnisonoError
+from unisono.base.events import Message, Show
+from unisono.base.text import one_line
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.reports import RankReport
+from unisono.guard.control.connection import Event, FileReceived, Left, NodeMessage
+from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
+from unisono.guard.supervise.evidence import RawEvidence
+from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
+from unisono.guard.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate
+from unisono.guard.supervise.postmortem import node_refused
+from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
+from unisono.guard.supervise.timeline import Timeline
+from unisono.guard.watch.views import RunView
+from unisono.trainer.plan import RunPlan
+
+if TYPE_CHECKING:
+    from unisono.guard.control.channel_ends import HeadServer
+
+
+class RunObserver(Protocol):
+    """Works beside the ranks during one start.
+
+    Its methods must not block: long work belongs in a thread or a process.
+    """
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """Takes each message of a rank; rank 0 reports steps and checkpoints."""
+
+    def look(self) -> UnisonoError | Verdict | None:
+        """Called a few times a second.
+
+        An error or a verdict ends the ranks, and the run ends with it.
+        """
+
+    def finish(self) -> None:
+        """Called when the ranks have ended, or are about to be ended.
+
+        Must return in bounded time.
+        """
+
+
+_POLL_S = 0.2
+_TEARDOWN_S = 20.0  # results are final before teardown, so a teardown that hangs is ended without loss
+_GONE_S = 10.0  # for the other nodes to report that their ranks have ended
+_WAITING_EVERY_S = 10.0
+_SHARD_KINDS = ("shard_written", "shard_moves", "shards_over")
+_RANK_0_KINDS = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
+
+
+class ShardPort(Protocol):
+    """Receives the checkpoint parts of other nodes' ranks (`remote_checkpoint.transfers`)."""
+
+    def arrived(self, event: FileReceived, /) -> None:
+        """Takes the news that a part has arrived or failed."""
+
+    def moves(self) -> Message | None:
+        """A progress message for rank 0, from time to time while a part is being sent."""
+
+    def given_up(self, temporary: str, /) -> None:
+        """Rank 0 no longer waits for parts of this checkpoint."""
+
+    def confirmed(self, rank: int, message: Message, /) -> Message:
+        """A rank's message that its part is written, for rank 0, with what has not arrived here."""
+        ...
+
+
+@dataclass
+class Attempt:
+    """State of one start of the ranks.
+
+    Attributes:
+        step: the last step that rank 0 finished.
+        checkpoint: the newest checkpoint, or None.
+        ready: whether rank 0 has loaded everything and trains; before that there is nothing new to
+            save.
+        last: rank 0's final message: `result`, `refused` or `crashed`; None if it ended without
+            one.
+        decision: why the ranks were ended, if they were.
+        decided_at: the time of the decision, in monotonic seconds.
+        stop_signal: the first signal to stop that a front got.
+        seconds: duration of the start.
+        ends: of the ranks, by rank.
+        lost: nodes that are gone, or that did not report that their ranks are.
+        run_view: of the ranks, as last seen.
+        raw: unparsed evidence of the ranks, if something ended them.
+    """
+
+    from_step: int
+    step: int
+    checkpoint: str | None
+    saved_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    ready: bool = False
+    last: Message | None = None
+    decision: Decision | None = None
+    decided_at: float | None = None
+    stop_signal: signal.Signals | None = None
+    seconds: float = 0.0
+    evals: dict[str, Any] = field(default_factory=dict)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    lost: list[NodeLoss] = field(default_factory=list)
+    run_view: RunView | None = None
+    raw: dict[int, RawEvidence] = field(default_factory=dict)
+
+    def note(self, message: Message) -> None:
+        """Takes a message of rank 0."""
+        match message["kind"]:
+            case "step":
+                self.step = int(message["step"])
+                self.tokens = int(message.get("tokens") or 0)
+                self.loss = message.get("loss")
+                self.tokens_per_second = message.get("tokens_per_second")
+            case "ready":
+                self.ready = True
+            case "checkpoint":
+                self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
+            case "eval":
+                found = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
+                self.evals |= {name: value for name, value in found.items() if value is not None}
+            case kind:
+                self.last = message if kind in FINAL_KINDS else self.last
+
+
+def run_attempt(
+    plan: RunPlan,
+    *,
+    local: LocalRanks,
+    server: "HeadServer | None",
+    interrupts: Interrupts,
+    show: Show,
+    on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+    observers: Sequence[RunObserver] = (),
+    shards: "AbstractContextManager[ShardPort] | None" = None,
+) -> Attempt:
+    """Starts the ranks of this node, supervises those of all nodes, and waits for their end.
+
+    Args:
+        plan: already in plan.json on every node.
+        local: the ranks of this node; started and ended here.
+        server: the connections of the other nodes, which start their ranks with the same plan; None
+            for one node.
+        interrupts: signals to stop.
+        on_agreement: gets the ranks' reports and the result of their comparison, before the ranks
+            continue.
+        observers: get the ranks' messages, and may end the ranks.
+        shards: receives the checkpoint parts of other nodes' ranks; None if every rank writes to
+            this node's disk.
+    """
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(local)  # may wait for imports, which a signal ends at once
+        # before anything else: a single rank waits for nobody, and may soon have something to save
+        interrupts.collect()
+        timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
+        supervision = _RankSupervision(
+            plan, local, server, interrupts, show, on_agreement, observers, timeline
+        )
+        stack.callback(supervision.monitor.close)
+        if shards is not None:
+            supervision.shards = stack.enter_context(shards)
+        try:
+            supervision.run()
+            supervision.attempt.run_view = supervision.stall_monitor.run_view
+            if supervision.attempt.decision is not None:
+                supervision.attempt.raw = supervision.stall_monitor.raw()
+        finally:
+            for observer in observers:
+                observer.finish()
+    attempt = supervision.attempt
+    attempt.seconds = time.monotonic() - began
+    attempt.ends = supervision.decider.ends
+    attempt.lost = list(supervision.decider.failures.lost.values())
+    return attempt
+
+
+class _RankSupervision:
+    def __init__(
+        self,
+        plan: RunPlan,
+        local: LocalRanks,
+        server: "HeadServer | None",
+        interrupts: Interrupts,
+        show: Show,
+        on_agreement: Callable[[Mapping[int, RankReport], Agreement], None],
+        observers: Sequence[RunObserver],
+        timeline: Timeline,
+    ) -> None:
+        self.plan = plan
+        self._timeline = timeline
+        self._observers = observers
+        self._on_agreement = on_agreement
+        self.decider = Decider(plan)
+        step = plan.resume.step if plan.resume else 0
+        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
+        self.shards: ShardPort | None = None
+        self._local = local
+        self._server = server
+        self._show = show
+        self._interrupts = interrupts
+        self.monitor = RankMonitor(local, 0)
+        self.stall_monitor = StallMonitor(
+            plan,
+            self.monitor,
+            server,
+            show,
+            stall_after=plan.config.watch.stall_after,
+            mark=timeline.warn,
+        )
+        self._stopping = GracefulStop(interrupts, grace=plan.config.grace, show=self._show_everywhere)
+        self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
+        self._final_since: float | None = None
+        self._missing_reported_at = time.monotonic()
+
+    def run(self) -> None:
+        """Runs until all ranks have ended, well or by a decision."""
+        while not self._is_over():
+            self._receive(_POLL_S)
+            self.attempt.stop_signal = self._interrupts.first
+            if self._local_result() and time.monotonic() - self._since_result() > _TEARDOWN_S:
+                self._end_all("teardown took too long")
+                return
+            self._report_arrivals()
+            self._poll_observers()
+            decision = self.decider.decide(now=time.monotonic())
+            if decision is not None and not self.decider.has_result:
+                self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
+                self.stall_monitor.see()
+                self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
+                return
+            self._pass_on_stop()
+            self._report_missing_ranks()
+
+    def _is_over(self) -> bool:
+        ended = len(self.decider.ends) == self.plan.world_size
+        return self.decider.is_over or (ended and self.decider.has_result)
+
+    def _local_result(self) -> bool:
+        return self.attempt.last is not None and self.attempt.last["kind"] == "result"
+
+    def _since_result(self) -> float:
+        if self._final_since is None:
+            self._final_since = time.monotonic()
+        return self._final_since
+
+    def _receive(self, timeout_s: float) -> None:
+        """Takes the news of ranks and nodes, after waiting for the first."""
+        server = self._server
+        for update in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
+            self._take_update(update)
+        for event in server.receive(0) if server else []:
+            self._take_event(event)
+
+    def _take_update(self, update: RankUpdate) -> None:
+        if isinstance(update, RankEnd):
+            self.decider.failures.rank_ended(update, now=time.monotonic())
+        else:
+            self._take_message(update.rank, update.message)
+
+    def _take_message(self, rank: int, message: Message) -> None:
+        if message["kind"] == "rank_report":
+            self._take_report(RankReport.model_validate(message["report"]))
+            return
+        for observer in self._observers:
+            observer.on_message(rank, message)
+        if message["kind"] == "digest":
+            return
+        if message["kind"] in _SHARD_KINDS:
+            self._take_shard_message(rank, message)
+            return
+        if message["kind"] == "asked":  # a signal to the rank itself, or the echo of one that was passed on
+            self._interrupts.request_stop(
+                signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label
+            )
+            return
+        if rank == 0:
+            self.attempt.note(message)
+        elif message["kind"] in _RANK_0_KINDS:
+            return
+        if message["kind"] not in FINAL_KINDS:
+            self._show(self._placed(rank, message))
+
+    def _report_arrivals(self) -> None:
+        if self.shards is not None and (moves := self.shards.moves()) is not None:
+            self._local.send(moves, rank=0)
+
+    def _placed(self, rank: int, message: Message) -> Message:
+        """The message with its rank. Rank 0 speaks for all, except about its own storage."""
+        if rank == 0 and (message.get("code") != "storage_blocked" or self.plan.world_size == 1):
+            return message
+        where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
+        return {**message, "rank": rank, **where}
+
+    def _take_shard_message(self, rank: int, message: Message) -> None:
+        """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the
+        head when rank 0 is done with it.
+        """
+        if message["kind"] == "shards_over":
+            if rank == 0 and self.shards is not None:
+                self.shards.given_up(str(message.get("temporary")))
+        elif message["kind"] == "shard_written" and self.shards is not None:
+            self._local.send(self.shards.confirmed(rank, message), rank=0)
+        else:
+            self._local.send({**message, "rank": rank}, rank=0)
+
+    def _poll_observers(self) -> None:
+        """Takes verdicts and errors of the stall monitor and the companions."""
+        verdict = self.stall_monitor.look()
+        if verdict is not None:
+            self.decider.judged(verdict)
+        for observer in self._observers:
+            found = observer.look()
+            if isinstance(found, Verdict):
+                self.decider.judged(found)
+            elif found is not None:
+                self.decider.refused_by_us(found)
+
+    def _take_report(self, report: RankReport) -> None:
+        store = self.decider.rank_reported(report)
+        if self.decider.agreement is not None:
+            self._on_agreement(self.decider.reports, self.decider.agreement)
+        if store is None:
+            return
+        go = {"kind": "go", "store": list(store)}
+        self._local.send(go)
+        if self._server is not None:
+            self._server.broadcast(go)
+        self._notify(f"all {self.plan.world_size} ranks agree")
+
+    def _take_event(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Left):
+            if event.node_rank in self._away:
+                self.decider.failures.node_lost(NodeLoss.at_head(event), now=now)
+        elif isinstance(event, FileReceived) and self.shards is not None:
+            self.shards.arrived(event)
+        elif isinstance(event, NodeMessage) and event.node_rank in {
+            node.node_rank for node in self.plan.nodes
+        }:
+            try:
+                self._take_node_message(event.node_rank, event.message)
+            except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+                why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
+                host = self.plan.node(event.node_rank).host
+                self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
+
+    def _take_node_message(self, node_rank: int, message: Message) -> None:
+        own = {place.rank for place in self.plan.on_node(node_rank)}
+        match message["kind"]:
+            case "rank_report":
+                report = RankReport.model_validate(message["report"])
+                if report.rank in own:
+                    self._take_report(report)
+            case "rank_said" if int(message["rank"]) in own:
+                self._take_message(int(message["rank"]), dict(message["message"]))
+            case "rank_ended" if int(message["end"]["rank"]) in own:
+                self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
+            case "beats" | "looked":
+                self.stall_monitor.on_message(node_rank, message)
+            case "timeline":
+                self._timeline.take(node_rank, message, own)
+            case "all_ended":
+                self._away.discard(node_rank)
+            case "refused":  # it has not started its ranks, so there is nothing to wait for
+                self._away.discard(node_rank)
+                host = self.plan.node(node_rank).host
+                self.decider.node_refused(node_refused(node_rank, host, message))
+            case "stop":
+                node = self.plan.node(node_rank)
+                where = f"node {node_rank} ({node.host})"
+                number = signal.Signals[str(message["signal"])]
+                self._interrupts.request_stop(number, where=where, again=message.get("again") is True)
+            case _:
+                pass  # a newer version sends more
+
+    def _end_all(self, why: str) -> None:
+        """Ends all ranks that live, on all nodes, and waits until they have ended."""
+        if self._server is not None:
+            self._server.broadcast({"kind": "end", "why": why})
+        self._local.end(why)
+        limit = time.monotonic() + _GONE_S
+        failures = self.decider.failures
+        while time.monotonic() < limit and (self._away - set(failures.lost) or not self._local.all_ended):
+            self._receive(0.05)
+        for node_rank in sorted(self._away - set(failures.lost)):
+            why = f"it did not report within {_GONE_S:g} s that its ranks have ended"
+            loss = NodeLoss(node_rank, self.plan.node(node_rank).host, why)
+            failures.node_lost(loss, now=time.monotonic())
+
+    def _pass_on_stop(self) -> None:
+        attempt = self.attempt
+        in_memory = self.plan.config.adapter is not None
+        newest = NewestCheckpoint(
+            attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, in_memory=in_memory
+        )
+        action = self._stopping.next_action(ready=attempt.ready, newest=newest, finished=self._local_result())
+        if action == "signal":
+            assert self._interrupts.first is not None
+            number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
+            self._local.signal(number)
+            if self._server is not None:
+                self._server.broadcast({"kind": "stop", "signal": number.name})
+        elif action == "end":
+            self._end_all("it did not stop within the grace period")
+
+    def _report_missing_ranks(self) -> None:
+        """Shows which ranks are missing, while others are ready."""
+        missing = [place for place in self.plan.ranks if place.rank not in self.decider.reports]
+        now = time.monotonic()
+        if not self.decider.reports or not missing or now - self._missing_reported_at < _WAITING_EVERY_S:
+            return
+        self._missing_reported_at = now
+        ready_count = self.plan.world_size - len(missing)
+        self._notify(
+            f"{ready_count} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}"
+        )
+
+    def _notify(self, text: str) -> None:
+        self._show({"kind": "note", "time": time.time(), "text": text})
+
+    def _show_everywhere(self, message: Message) -> None:
+        """Shows a message here and on the other nodes."""
+        self._show(message)
+        if self._server is not None:
+            self._server.broadcast({"kind": "note", "text": message["text"]})
+
+
+def _names(places: Sequence[Any]) -> str:
+    shown = ", ".join(place.label for place in places[:4])
+    return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

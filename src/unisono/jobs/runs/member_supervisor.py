@@ -1,0 +1,559 @@
+"""The ranks of a node that is not the head: started by the head's plan, reported to the head, ended
+at the head's request, or when the head is lost.
+
+Meanwhile its output_dir is watched: what becomes of it when it is removed, renamed or replaced
+while ranks run.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.guard.control.connection import Left
+from unisono.guard.control.file_transfer import FileSender, TransferOutcome
+from unisono.base.errors import Disagreed
+from unisono.base.events import Message, Show
+from unisono.guard.facts.path_probes import PathMonitor, PathState, identity_of
+from unisono.guard.facts.storage import RunsDisk
+from unisono.base.files import make_private_dir, read_object
+from unisono.jobs.runs.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
+from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of, writing_for_head
+from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.jobs.remote_checkpoint.rescue import MemorySender
+from unisono.jobs.remote_checkpoint.transfers import ShardSender
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import Holder, LockTaken, RunLock
+from unisono.guard.rundir.records import RunResult, set_verdict, write_result
+from unisono.guard.supervise.decision import NodeLoss
+from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
+from unisono.guard.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
+from unisono.guard.supervise.postmortem import name_loss
+from unisono.guard.supervise.rank_monitor import MonitorReports
+from unisono.guard.supervise.timeline import Timeline
+from unisono.base.text import one_line, plain
+
+if TYPE_CHECKING:
+    from unisono.guard.rendezvous.meeting_sides import MemberSide
+
+
+_POLL_S = 0.2
+_HEAD_ANSWERS_S = 3.0
+_PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
+"""The messages of a rank that are forwarded to the head, besides its report and its end."""
+_FIX = "end a run first (Ctrl-C), then remove, rename or unmount its directory, on every node"
+
+
+class MemberWatch:
+    """For one start of this node's ranks.
+
+    A directory of this node's own is made again if it was removed; if it was replaced, the head
+    ends the run on all nodes. The head's directory is the head's to make again; this node then
+    writes the logs of its ranks there.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        lock: RunLock | None,
+        plan: RunPlan,
+        places: Sequence[RankPlace],
+        disk: RunsDisk,
+        show: Show,
+        *,
+        send: Callable[[Message], None],
+        write_plan: Callable[[], None],
+    ) -> None:
+        """Begins to watch.
+
+        Args:
+            run: the directory, with this node's copy of the plan.
+            lock: of a directory of this node's own, held; None if the directory is the head's.
+            send: passes a message on to the head.
+            write_plan: writes this node's copy of the plan, with the folders for its ranks.
+        """
+        self._run, self._lock, self._run_id, self._disk, self._show = run, lock, plan.run_id, disk, show
+        self._send, self._write_plan = send, write_plan
+        self._host = places[0].host
+        self._held = HeldFiles(run, places)
+        self._watch: PathMonitor | None = None
+        self._has_ended = False
+        if lock is not None:
+            disk.need("what is in this node's output_dir", self._remember)
+
+    def ranks_ready(self) -> None:
+        """Ranks have opened their files."""
+        self._disk.later(self._held.hold)
+
+    def look(self) -> None:
+        """Acts on what has changed. Never waits if nothing has."""
+        found = self._watch.poll() if self._watch is not None and not self._disk.is_lost else None
+        if found is not None:
+            self._judge(*found)
+
+    def settle(self) -> None:
+        """The last look, once the ranks have ended: what is written at the end needs the
+        directory.
+        """
+        self._has_ended = True
+        if self._lock is not None:
+            seen = self._disk.write("what is in this node's output_dir", self._look_now)
+            if seen is not None:
+                self._judge(*seen)
+        if self._watch is not None:
+            self._watch.close()
+        self._disk.write("logs and events", self._restore_files)
+        self._held.close()
+
+    def _restore_files(self) -> None:
+        if self._lock is not None or read_object(self._run.plan).get("run_id") == self._run_id:
+            self._held.restore()
+
+    def _remember(self) -> None:
+        self._root, self._own_lock = identity_of(self._run.root), identity_of(self._run.lock)
+        self._device = device_of(self._run.root.parent)
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None if self._has_ended else PathMonitor((self._run.root, self._run.lock))
+
+    def _look_now(self) -> list[PathState]:
+        return [PathState(identity_of(path), None) for path in (self._run.root, self._run.lock)]
+
+    def _judge(self, root: PathState, lock: PathState) -> None:
+        assert self._lock is not None
+        if root.identity is None:
+            self._restore(root.now_at)
+        elif root.identity != self._root and self._disk.write("run.lock", self._lock.names_us) is not True:
+            where = f"; this node's own is now {root.now_at}" if root.now_at else ""
+            self._lose(f"a different directory replaced {self._run.root}{where}")
+        elif lock.identity != self._own_lock:
+            what = f"{self._run.lock} was removed or replaced, while its run is active"
+            self._make_good(what, self._lock_again, "it is locked again, and training continues")
+
+    def _restore(self, now_at: str | None) -> None:
+        path = self._run.root
+        what = f"{path} was {f'renamed to {now_at}' if now_at else 'removed'}, while its run is active"
+        if self._disk.write("run.lock", lambda: device_of(path.parent)) != self._device:
+            self._lose(f"{path} is gone, and the file system that it was on")
+            return
+        done = f"it is created again, and training continues; {growing(self._held)}"
+        self._make_good(what, self._make_again, done)
+
+    def _make_good(self, what: str, work: Callable[[], bool], done: str) -> None:
+        try:
+            is_good = self._disk.write("this node's output_dir", work)
+        except LockTaken as taken:
+            self._lose(f"{what}, and a different start has taken it: {taken.holder}")
+            return
+        if is_good is None:
+            self._lose(f"{what}, and it cannot be created again")
+        if not is_good:
+            return
+        self._report(f"{what}: {done}", severity="warning")
+
+    def _make_again(self) -> bool:
+        self._run.root.mkdir(mode=0o700, parents=True)  # fails if there is one by now, of someone else
+        return self._lock_again()
+
+    def _lock_again(self) -> bool:
+        """False if the directory is being removed: the next look finds it gone."""
+        assert self._lock is not None
+        try:
+            self._lock.keep()
+        except FileNotFoundError:
+            return False
+        self._write_plan()
+        self._held.restore()
+        self._remember()
+        return True
+
+    def _lose(self, what: str) -> None:
+        """Nothing is written at the path from here on; the head ends the ranks of all nodes."""
+        self._disk.is_lost = True
+        self._report(what, severity="fatal")
+
+    def _report(self, what: str, *, severity: Literal["fatal", "warning"]) -> None:
+        verdict = Verdict(
+            cause=CAUSE,
+            when="during",
+            severity=severity,
+            summary=one_line(f"on {self._host}: {what}", limit=600),
+            hosts=(self._host,),
+            phase="save",
+            fix=(_FIX,),
+            evidence=(Evidence(where=str(self._run.root), text=f"device and inode were {self._root}"),),
+        )
+        message = warning_of(verdict, Path(self._run.root))
+        self._show(message)
+        self._send(message)
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """The head's last message: `ended` with exit code, verdicts and result; `again` before a new
+    start of the ranks.
+    """
+
+    message: Message
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the ranks are not to be started again."""
+        return self.message["kind"] == "ended"
+
+
+@dataclass(frozen=True)
+class LostHead:
+    """The connection to the head is over without a last word; this node has ended its ranks.
+
+    Attributes:
+        head: node 0's host.
+        loss: what is known of the end of the connection.
+        step: the last step that this node's ranks are known to have finished.
+    """
+
+    head: str
+    loss: NodeLoss
+    step: int
+    plan: RunPlan
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the lost node; the head has the same words if it lives."""
+        return name_loss(self.loss, head=self.head)
+
+
+@dataclass
+class Serving:
+    """Runs this node's ranks for the head, until its last message.
+
+    Attributes:
+        local: the ranks; started and ended here.
+        interrupts: signals that ask to stop; they are passed to the head.
+        show: sees what is worth a line here.
+        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the
+            head; None: the head sees them.
+    """
+
+    link: "MemberSide"
+    local: LocalRanks
+    interrupts: Interrupts
+    show: Show
+    plan: RunPlan
+    disk: RunsDisk
+    checkpoints: Path | None = None
+    _output: MemberWatch | None = field(default=None, init=False)
+    _shards: ShardSender | None = field(default=None, init=False)
+    _kept: MemorySender | None = field(default=None, init=False)
+    _monitor_reports: MonitorReports = field(init=False)
+    _timeline: Timeline = field(init=False)
+    _has_own_directory: bool = field(default=False, init=False)
+    _stop_forwarded: bool = field(default=False, init=False)
+    _second_stop_at: float | None = field(default=None, init=False)
+    _ended_reported: bool = field(default=False, init=False)
+
+    def watch(self, lock: RunLock | None, write_plan: Callable[[], None]) -> None:
+        """Has this node's output_dir watched from now on.
+
+        Args:
+            lock: of a directory of this node's own, held; None if it is the head's.
+            write_plan: writes this node's copy of the plan, with the folders for its ranks.
+        """
+        places = self.local.places
+        self._has_own_directory = lock is not None
+        self._output = MemberWatch(
+            self.local.run,
+            lock,
+            self.plan,
+            places,
+            self.disk,
+            self.show,
+            send=lambda message: self._forward(places[0].rank, message),
+            write_plan=write_plan,
+        )
+
+    def run(self) -> LastWord | LostHead:
+        """Until the end; the ranks are gone then."""
+        try:
+            return self._serve()
+        finally:
+            if self._output is not None:
+                self._output.settle()
+
+    def _serve(self) -> LastWord | LostHead:
+        self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
+        self._timeline = timeline = Timeline(
+            self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self._has_own_directory
+        )
+        reports = contextlib.closing(self._monitor_reports)
+        with self.local, timeline, reports, FileSender(self.link.link) as transfers:
+            self._make_senders(transfers)
+            self.interrupts.collect()
+            self.link.send({"kind": "ranks_started"})
+            while True:
+                for update in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
+                    self._pass_on(update)
+                for outcome in transfers.outcomes():
+                    self._take_outcome(outcome)
+                for event in self.link.receive(0):
+                    if isinstance(event, Left):
+                        own = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
+                        return self._lost(own, "the head is gone")
+                    last = self._obey(event.message)
+                    if last is not None:
+                        return last
+                self._monitor_reports.send()
+                self._send_time()
+                self._forward_stop()
+                if self._output is not None:
+                    self._output.look()
+                if self._head_is_late():
+                    why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
+                    own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
+                    return self._lost(own, "a second signal")
+
+    @property
+    def _head(self) -> str:
+        return self.plan.nodes[0].host
+
+    @property
+    def _node_rank(self) -> int:
+        return self.local.places[0].node_rank
+
+    @property
+    def _host(self) -> str:
+        return self.local.places[0].host
+
+    def _lost(self, loss: NodeLoss, why: str) -> LostHead:
+        """Ends the ranks, after a look at how far they are."""
+        step = max(self.local.from_step, *self.local.finished_steps())
+        self.local.end(why)
+        return LostHead(self._head, loss, step, self.plan)
+
+    def _take_outcome(self, outcome: TransferOutcome) -> None:
+        for sender in (self._shards, self._kept):
+            if sender is not None:
+                sender.transfer_ended(outcome)
+
+    def _make_senders(self, transfers: FileSender) -> None:
+        if self.checkpoints is not None:
+            self._shards = ShardSender(transfers, self.checkpoints, self._forward, self.disk.later)
+        if self.local.shared_memory is not None:
+            self._kept = MemorySender(transfers, self.local.shared_memory, self.link.send)
+
+    def _pass_on(self, update: RankUpdate) -> None:
+        if isinstance(update, RankEnd):
+            self._monitor_reports.send_views()
+            if update.returncode == 0:  # the news of a failure does not wait for a disk
+                self._end_timeline()
+            self.link.send({"kind": "rank_ended", "end": update.to_json()})
+        elif update.message["kind"] == "rank_report":
+            self.link.send(update.message)
+        elif update.message["kind"] == "shard_written" and self._shards is not None:
+            self._shards.written(update.rank, update.message)
+        elif update.message["kind"] in _PASSED_ON:
+            self._forward(update.rank, update.message)
+            if update.message["kind"] == "ready" and self._output is not None:
+                self._output.ranks_ready()
+        self._report_ended()
+
+    def _forward(self, rank: int, message: Message) -> None:
+        """Passes a rank's message to the head."""
+        self.link.send({"kind": "rank_said", "rank": rank, "message": message})
+
+    def _obey(self, message: Message) -> LastWord | None:
+        match message["kind"]:
+            case "go":
+                self.local.send(message)
+            case "stop":
+                number = signal.Signals[str(message["signal"])]
+                self.interrupts.request_stop(number, where=f"node 0 ({self._head})")
+                self._stop_forwarded = True
+                self.local.signal(number)
+            case "end":
+                self.local.end(str(message.get("why", "")))
+                for update in self.local.poll(0):
+                    self._pass_on(update)  # the last of them reports, once, that all have ended
+                self._report_ended()
+            case "look":
+                self._monitor_reports.look(message)
+            case "kept_wanted" if self._kept is not None:
+                self._kept.send_all()
+            case "verdict":
+                self._show_verdict(message)
+            case "note":
+                self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
+            case "ended" | "again":
+                self.local.end("the run is over")
+                return LastWord(message)
+            case _:
+                pass  # a newer head or node may send more kinds of messages
+        return None
+
+    def _show_verdict(self, message: Message) -> None:
+        try:
+            verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        except ValueError:  # of a newer head; its last word follows
+            return
+        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+
+    def _report_ended(self) -> None:
+        """Once: a second message would reach the head during the next start of the ranks and count
+        for those.
+        """
+        if self.local.all_ended and not self._ended_reported:
+            self._ended_reported = True
+            self._end_timeline()
+            self.link.send({"kind": "all_ended"})
+
+    def _end_timeline(self) -> None:
+        """Sends the last lines before the head counts this node as ended."""
+        if self.local.all_ended:
+            self._timeline.close()
+            self._send_time()
+
+    def _send_time(self) -> None:
+        """Sends where the time of the ranks went to a head that does not see this node's file."""
+        news = self._timeline.take_news()
+        if news is not None:
+            self.link.send(news)
+
+    def _forward_stop(self) -> None:
+        """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the
+        step.
+        """
+        first = self.interrupts.first
+        if first is None:
+            return
+        if not self._stop_forwarded:
+            self._stop_forwarded = True
+            self.link.send({"kind": "stop", "signal": first.name})
+        if self.interrupts.twice and self._second_stop_at is None:
+            self._second_stop_at = time.monotonic()
+            self.link.send({"kind": "stop", "signal": first.name, "again": True})
+
+    def _head_is_late(self) -> bool:
+        """Whether a second signal was passed on without effect."""
+        at = self._second_stop_at
+        return at is not None and time.monotonic() - at > _HEAD_ANSWERS_S
+
+
+@dataclass
+class HeadlessEnd:
+    """This node after it lost the connection to a head that sent no last message.
+
+    Attributes:
+        heads: the head, as its lock named it while it lived; None where its directory is not seen
+            here.
+        shared: whether the directory is the head's.
+        show: receives the messages.
+        began: when this front began, in monotonic seconds.
+    """
+
+    run: RunDir
+    last: LostHead
+    heads: Holder | None
+    shared: bool
+    show: Show
+    disk: RunsDisk
+    began: float
+
+    def end(self, *, stop: signal.Signals | None) -> dict[str, Any]:
+        """Reports the lost head, writes verdict and result where this node may, and returns the
+        result.
+
+        Args:
+            stop: the signal that asked the job to stop. In that case a head that exits first is the
+                normal end.
+        """
+        verdict = self.last.verdict
+        known = find_cause(verdict.cause)
+        fields = {**NOTHING_DONE, "step": self.last.step}
+        if self.shared:
+            fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
+        if stop is None:
+            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            ending = Ending(known.exit_code if known else 4, fields, verdict)
+        else:
+            text = f"{verdict.summary}; the run was stopped, and its checkpoints are in its output_dir"
+            self.show({"kind": "note", "time": time.time(), "text": text})
+            ending = Ending(exit_code_of(stop), fields)
+        result = result_of(
+            ending,
+            run_id=self.last.plan.run_id,
+            output_dir=str(self.run.root),
+            restarts=[],
+            seconds=time.monotonic() - self.began,
+        )
+        self.disk.write("how the run ended", partial(self._write, ending, result))
+        return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
+
+    def _write(self, ending: Ending, result: dict[str, Any]) -> None:
+        """The head writes its own files as long as it lives; after its death this node does."""
+        verdicts = [ending.verdict] if ending.verdict is not None else []
+        if not self.shared:
+            _write_end(self.run, verdicts, result)
+            return
+        with writing_for_head(self.run.lock, self.heads, self.last.loss) as is_ours:
+            if is_ours:
+                _write_end(self.run, verdicts, result)
+
+
+def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:
+    for verdict in verdicts:
+        set_verdict(run, verdict)
+    write_result(run, RunResult.from_json(result))
+
+
+def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
+    """The verdict as it is kept on another disk than the head's: the files that it cites are there,
+    and not here.
+    """
+    folder = RunDir(Path()).evidence.name + "/"
+    evidence = [
+        one.model_copy(update={"where": f"{one.where}, on node 0 ({plain(head)})"})
+        if one.where.startswith(folder)
+        else one
+        for one in verdict.evidence
+    ]
+    return verdict.model_copy(update={"evidence": tuple(evidence)})
+
+
+def keep_end(
+    run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
+) -> dict[str, Any]:
+    """Keeps how the run ended, where the head's directory is not seen here.
+
+    A verdict on the ranks has been shown already.
+    """
+    result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
+    verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
+    problems = message.get("problems") or []
+    if problems:
+        show({"kind": "refused", "time": time.time(), "problems": problems})
+    if not shared:
+        disk.write("how the run ended", partial(_write_end, run, verdicts, result))
+    return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}
+
+
+def keep_refusal(run: RunDir, error: Disagreed) -> None:
+    """Copies of verdict.json and result.json for a node that does not see the head's; a run of this
+    node's own stays as it is.
+    """
+    if error.verdict is None or run.plan.exists():
+        return
+    with contextlib.suppress(OSError):  # a disk that is full or read-only may be what the verdict is about
+        make_private_dir(run.root)
+        set_verdict(run, error.verdict)
+        verdict = error.verdict.to_json()
+        write_result(
+            run,
+            RunResult(
+                outcome="disagreed", exit_code=error.exit_code, output_dir=str(run.root), verdict=verdict
+            ),
+        )

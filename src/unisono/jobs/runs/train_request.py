@@ -1,0 +1,407 @@
+"""The request of one training run: command line options, and the config that results from them."""
+
+import ast
+import glob
+import hashlib
+import os
+import shlex
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from unisono import __version__
+from unisono.base.causes import Verdict
+from unisono.trainer.config import LoadedConfig, RunConfig, is_llamafactory, load_config
+from unisono.trainer.config.sections import DIFFUSION, own_objective
+from unisono.trainer.config.yaml_file import read_yaml
+from unisono.base.errors import ConfigError, Problem, UnisonoError, UsageError
+from unisono.base.events import Show, notify
+from unisono.guard.facts import Environment, Probes
+from unisono.guard.facts.environment import all_variables
+from unisono.guard.facts.slurm import SlurmStep
+from unisono.base.files import SOURCE_BYTES, read_bytes
+from unisono.trainer.plan import needed_packages
+from unisono.guard.places.placement import device_words
+from unisono.guard.places.topology import TopologyRequest, parse_hosts
+from unisono.jobs.remote_checkpoint.verification import ReadingRate
+from unisono.guard.rundir import RunDir
+from unisono.jobs.runs.config_changes import read_allowed
+from unisono.jobs.runs.start_decision import decide_start
+from unisono.guard.supervise.child_process import Programs
+from unisono.base.text import nearest
+
+
+class LostNodeSource(Protocol):
+    """The launcher that started the fronts, as a source of the causes of lost nodes."""
+
+    def of_lost(self, node_rank: int) -> tuple[Verdict, float] | None:
+        """Why a node is gone, and how many seconds that word was waited for; None where there is
+        none in bounded time.
+        """
+
+
+def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
+    """The same config with every path absolute.
+
+    Hub ids, URLs and `builtin:` names stay as they are.
+
+    A name counts as a path if it exists relative to `base`.
+    """
+    body = config.model_dump(mode="json", by_alias=True)
+    for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template")):
+        body[section][key] = _absolute(body[section][key], base)
+    if config.adapter is not None:
+        body["adapter"]["from"] = _absolute(config.adapter.from_, base)
+        body["adapter"]["merge"] = [_absolute(path, base) for path in config.adapter.merge]
+    if config.preference.reference != "auto":
+        body["preference"]["reference"] = _absolute(config.preference.reference, base)
+    if config.objective == DIFFUSION:
+        body["diffusion"]["prior"] = _absolute(config.diffusion.prior, base)
+    if own := own_objective(config.objective):
+        body["objective"] = f"{_absolute(str(own[0]), base)}:{own[1]}"
+    for role in ("train", "eval"):
+        body["data"][role] = _absolute_sources(body["data"][role], base)
+    body["output_dir"] = str(_joined(config.output_dir, base))
+    return RunConfig.model_validate(body)
+
+
+def config_yaml(config: RunConfig, *, command: str) -> str:
+    """The text of config.yaml: runnable as it is."""
+    body = config.model_dump(mode="json", by_alias=True)
+    return (
+        f"# Written by unisono {__version__}: the complete config, defaults included.\n"
+        f"# Run it again with: {command}\n"
+        + yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=110)
+    )
+
+
+def _absolute_sources(sources: Any, base: Path) -> Any:
+    if isinstance(sources, list):
+        return [
+            (
+                {**entry, "path": _absolute(entry["path"], base)}
+                if isinstance(entry, dict)
+                else _absolute(entry, base)
+            )
+            for entry in sources
+        ]
+    return _absolute(sources, base)
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not value or "://" in value:
+        return value
+    path = _joined(value, base)
+    there = path.exists() or (glob.has_magic(value) and _matches(path))
+    return str(path) if there else value
+
+
+def _joined(value: str, base: Path) -> Path:
+    return Path(os.path.normpath(base / Path(value).expanduser()))
+
+
+def _matches(pattern: Path) -> bool:
+    """Whether a glob pattern finds anything."""
+    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - Path.glob takes no absolute pattern
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """One `unisono train`: the command line's part, and what tests put in place of the machine.
+
+    Attributes:
+        overrides: `key.sub=value`, laid over it.
+        resume: also start where nothing exists, and extend a finished run.
+        fresh: rename what is there, and begin.
+        allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
+        trust: also resume from a checkpoint that is not signed with this user's key. Node 0
+            decides.
+        trust_code: run an objective of the user's own file, on this node.
+        devices: `--devices` as it was typed: indices or UUIDs between commas.
+        nodes: how many there are: a number, or MIN:MAX.
+        node_rank: which of them this is.
+        head: where node 0 is: HOST or HOST:PORT.
+        hosts: `--hosts` as it was typed: this machine and those that it starts over ssh, between
+            commas.
+        token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then
+            this front's end.
+        join_timeout_s: how long the nodes wait for each other.
+        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has
+            the same command.
+        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this
+            machine.
+        time: the limit of a Slurm job, as Slurm writes it.
+        origins: where each value of the config came from, where another front has resolved it;
+            None: as it is read here.
+        debug_comm: enable verbose communication logs of the ranks.
+        rehearse: several ranks make a checkpoint after the first step, which is read back.
+        limit_rows: only so many rows are read; a rehearsal's.
+        programs: what is started as worker and task.
+        ssh: the program that starts `--hosts`, with options; tests have a port and keys of their
+            own.
+        probes: how this machine is inspected; tests replace it.
+        faults: written into the plan; only tests and drills do.
+        rhythm: how fast checkpoints are re-read during the run; tests use a faster one.
+        lost_node_source: the launcher's knowledge of lost nodes; None if the launcher knows no more
+            than the head.
+    """
+
+    config_path: Path
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    fresh: bool = False
+    allow: tuple[str, ...] = ()
+    trust: bool = False
+    trust_code: bool = False
+    devices: str | None = None
+    restarts: int | None = None
+    nproc: int | None = None
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    hosts: str | None = None
+    token_file: str | None = None
+    join_timeout_s: float = 300.0
+    launcher: str | None = None
+    ray_address: str | None = None
+    origins: dict[str, str] | None = None
+    partition: str | None = None
+    time: str | None = None
+    debug_comm: bool = False
+    rehearse: bool = True
+    limit_rows: int | None = None
+    programs: Programs = field(default_factory=Programs)
+    ssh: tuple[str, ...] = ("ssh",)
+    probes: Probes = field(default_factory=Probes)
+    faults: dict[str, Any] = field(default_factory=dict)
+    rhythm: ReadingRate = field(default_factory=ReadingRate)
+    lost_node_source: LostNodeSource | None = None
+
+    @property
+    def command(self) -> str:
+        """The command line that it came from, near enough to be pasted."""
+        options = (("--nproc", self.nproc), ("--devices", self.devices))
+        given = [f"{name} {value}" for name, value in options if value is not None]
+        return " ".join(["unisono train", str(self.config_path), *map(shlex.quote, self.overrides), *given])
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The names given to `--allow`.
+
+        Raises:
+            UsageError: with each word that names nothing.
+        """
+        return read_allowed(self.allow)
+
+    @property
+    def topology(self) -> TopologyRequest:
+        """The request's part about nodes and ranks.
+
+        Raises:
+            UsageError: if a list has an empty entry.
+        """
+        return TopologyRequest(
+            nproc=self.nproc,
+            nodes=self.nodes,
+            node_rank=self.node_rank,
+            head=self.head,
+            devices=device_words(self.devices),
+            hosts=parse_hosts(self.hosts),
+            command=self.command,
+        )
+
+
+def load_requested(request: TrainRequest) -> LoadedConfig:
+    """The config with overrides and options laid over it, its paths absolute.
+
+    Raises:
+        ConfigError: with every problem that was found.
+        UsageError: if the options contradict each other.
+    """
+    if request.resume and request.fresh:
+        raise UsageError.of(
+            "--resume and --fresh contradict each other",
+            where="command line",
+            fix="--resume continues the run, --fresh renames it and starts a new one",
+        )
+    _ = request.allowed  # a misspelt key is refused before anything else is looked at
+    overrides = request.overrides
+    if request.restarts is not None:
+        overrides = (*overrides, f"restarts={request.restarts}")
+    loaded = load_config(request.config_path, overrides)
+    if not request.trust_code:
+        refuse_code(loaded.config, where=loaded.origins.get("objective", "objective"))
+    origins = loaded.origins if request.origins is None else request.origins
+    return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
+
+
+def refuse_code(config: RunConfig, *, where: str) -> None:
+    """Refuses an objective of the user's own, without --trust-code.
+
+    Args:
+        where: the origin of the config.
+
+    Raises:
+        UsageError: if the config has one.
+    """
+    if own_objective(config.objective):
+        raise UsageError.of(
+            f"objective: {config.objective} is code that has not been trusted",
+            where=where,
+            why="each rank would execute the file, with your rights",
+            fix="read it, and pass --trust-code (in Python: trust_code=True) on every node",
+        )
+
+
+def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) -> None:
+    """Refuses a config with options whose packages are missing, which would fail when they are
+    first used.
+
+    Raises:
+        ConfigError: with the command that installs them.
+    """
+    problems = []
+    for needed in needed_packages(loaded.config):
+        missing = [name for name in needed.names if name not in installed]
+        if missing:
+            what = f"{needed.words} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+            where = loaded.origins.get(needed.key, needed.key)
+            problems.append(Problem(what, where, "not installed here", f"pip install {' '.join(missing)}"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def read_objective(config: RunConfig) -> dict[str, str]:
+    """The digest of the file of an own objective, by `objective FILE`; empty for ours.
+
+    It is read, not executed.
+
+    Raises:
+        ConfigError: if it cannot be read, is not Python, or has no such class.
+    """
+    own = own_objective(config.objective)
+    if own is None:
+        return {}
+    path, name = own
+    try:
+        source = read_bytes(path, most_bytes=SOURCE_BYTES)
+        tree = ast.parse(source, str(path))
+    except SyntaxError as error:
+        raise ConfigError.of(
+            f"the objective is not Python: {error.msg}",
+            where=f"{path}:{error.lineno}",
+            fix="fix the file: each rank would fail to import it",
+        ) from None
+    except (RecursionError, MemoryError):  # what Python raises for thousands of brackets or terms
+        raise ConfigError.of(
+            "the objective is nested too deep for Python",
+            where=str(path),
+            fix="write it with fewer brackets and shorter sums",
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError.of(
+            "the file of the objective cannot be read",
+            where=str(path),
+            why=why,
+            fix="check the path in `objective`",
+        ) from None
+    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if name not in kinds:
+        near = nearest(name, kinds)
+        raise ConfigError.of(
+            f"the file of the objective has no class {name}",
+            where=str(path),
+            why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
+            fix=(
+                f"did you mean `{path.name}:{near}`?"
+                if near
+                else "name a class of the file, as FILE.py:CLASS"
+            ),
+        )
+    return {f"objective {path.name}": hashlib.sha256(source).hexdigest()[:16]}
+
+
+def with_overwriting(request: TrainRequest) -> TrainRequest:
+    """The request with `fresh` if a LLaMA-Factory file says `overwrite_output_dir: true` and its
+    directory has a finished or a different run.
+
+    An unfinished run of the same config is still resumed: the same command after a failure
+    continues.
+    """
+    if request.resume or request.fresh or not request.config_path.is_file():  # a pipe can be read only once
+        return request
+    try:
+        raw, _ = read_yaml(request.config_path)
+        if not is_llamafactory(raw):
+            return request
+        loaded = load_requested(request)
+    except UnisonoError:
+        return request  # refused when it is loaded for the run
+    if loaded.translation is None or not loaded.translation.values["overwrite_output_dir"]:
+        return request
+    run = RunDir(Path(loaded.config.output_dir))
+    try:
+        decide_start(run, loaded.config, resume=False, fresh=False, allow=request.allowed)
+    except UsageError:
+        return replace(request, fresh=True)
+    return request
+
+
+def show_notes(loaded: LoadedConfig, show: Show) -> None:
+    """Says once that a file of LLaMA-Factory was read, what of it was ignored, and what differs."""
+    if loaded.translation is not None:
+        for text in loaded.translation.notes(all_variables()):
+            notify(show, text)
+
+
+def refuse_live_launcher(environment: Environment, request: TrainRequest) -> None:
+    """unisono starts its ranks itself; under a launcher each of its processes would train the same
+    run.
+
+    Raises:
+        UsageError: if this process is one of several ranks of torchrun or srun.
+    """
+    _refuse_several_tasks(environment.slurm_step, request)
+    launcher = environment.live_launcher
+    if launcher is None:
+        return
+    variable = "TORCHELASTIC_RUN_ID" if launcher == "torchrun" else "SLURM_NTASKS"
+    nodes = environment.slurm_nodes or 1
+    many = launcher == "srun" and nodes > 1
+    start = {"torchrun": "", "srun": "srun --ntasks-per-node=1 " if many else "srun --ntasks=1 "}[launcher]
+    launcher_size = environment.leftovers.get("LOCAL_WORLD_SIZE", "")
+    ranks = (
+        f" --nproc {launcher_size}"
+        if launcher_size.isdigit() and int(launcher_size) > 1 and request.nproc is None
+        else ""
+    )
+    raise UsageError.of(
+        f"unisono train was started by {launcher} as one of {environment.world_size} ranks",
+        where=f"WORLD_SIZE={environment.world_size}, {variable} is set",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"run it once{' on each node' if many else ''}: {start}{request.command}{ranks}",
+    )
+
+
+def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None:
+    """Also without WORLD_SIZE: each task would take the run's directory for its own.
+
+    Raises:
+        UsageError: if this process is one of several tasks of a step on its node.
+    """
+    if step is None or step.tasks <= step.nodes:
+        return
+    each, rest = divmod(step.tasks, step.nodes)
+    ranks = f" --nproc {each}" if request.nproc is None and not rest else ""
+    start = "srun --ntasks-per-node=1" if step.nodes > 1 else "srun --ntasks=1"
+    raise UsageError.of(
+        f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes}"
+        f" node{'' if step.nodes == 1 else 's'}",
+        where=f"step {step.name}, SLURM_STEP_NUM_TASKS={step.tasks}",
+        why="it starts its ranks itself; started several times, all would train the same run",
+        fix=f"one task on each node: {start} {request.command}{ranks}",
+    )

@@ -1,0 +1,510 @@
+"""The base class of config sections and the types of their fields; the objectives with their
+sections, `preference` and `diffusion`, and which objective uses which keys.
+"""
+
+import re
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
+from unisono.trainer.config.yaml_file import Takes
+
+DIFFUSION = "diffusion"
+
+TargetWord = Literal["all-linear", "unet", "unet+text"]
+"""Words of `adapter.targets`; the last two are for image models."""
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_single_items(cls, value: Any) -> Any:
+        """A text where a list of texts is expected is a list of one, and so is a section: `track:
+        wandb`, `train: {path: a.csv}`.
+        """
+        if not isinstance(value, dict):
+            return value
+        fields = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        return {
+            key: [one] if isinstance(one, str | dict) and _needs_list(fields.get(key), one) else one
+            for key, one in value.items()
+        }
+
+
+def _needs_list(annotation: Any, one: str | dict[str, Any]) -> bool:
+    """Whether a key takes lists of texts, or of sections, and not this text or section itself."""
+    members = list(_members(annotation))
+    items = [item for kind in members if get_origin(kind) is list for item in _members(get_args(kind)[0])]
+    if isinstance(one, dict):
+        return not any(map(_is_section, members)) and any(map(_is_section, items))
+    takes_it = str in members or any(
+        get_origin(kind) is Literal and one in get_args(kind) for kind in members
+    )
+    return not takes_it and any(item is str or get_origin(item) is Literal for item in items)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types of a union, without their bounds."""
+    if get_origin(annotation) is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation
+
+
+def _check_duration(text: str) -> str:
+    Duration.parse(text)
+    return text
+
+
+def _check_warmup(text: str) -> str:
+    Warmup.parse(text)
+    return text
+
+
+def _check_seconds(text: str) -> str:
+    parse_seconds(text)
+    return text
+
+
+def _check_bytes(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _text_of_yaml(value: Any) -> Any:
+    """The text where YAML reads a date."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _check_date(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        raise ValueError(f"{text!r} is not a date; write YYYY-MM-DD")
+    date.fromisoformat(text)
+    return text
+
+
+def _check_storage(text: str) -> str:
+    scheme, found, place = text.partition("://")
+    if not found or not scheme or not place.strip("/"):
+        raise ValueError(f"{text!r} is not a URL; write s3://bucket/runs or file:///mnt/copies")
+    if scheme in ("file", "local") and not place.startswith("/"):
+        raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{place}")
+    return text
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:  # the last two: `a{99999999999}`, and (((…
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from error
+    return text
+
+
+def float_of_yaml(value: Any) -> Any:
+    """The number where YAML 1.1 reads a string, e.g. `1e-4`."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+DurationText = Annotated[
+    str,
+    AfterValidator(_check_duration),
+    Takes("an amount with its unit, e.g. `3 epochs`, `500 steps` or `2M tokens`"),
+]
+WarmupText = Annotated[
+    str, AfterValidator(_check_warmup), Takes("a share or a number of steps, e.g. `3%` or `100 steps`")
+]
+SecondsText = Annotated[
+    str, AfterValidator(_check_seconds), Takes("a time, e.g. `25 seconds` or `2 minutes`")
+]
+PatienceText = Annotated[
+    str,
+    AfterValidator(lambda text: text if text == "auto" else _check_seconds(text)),
+    Takes("`auto`, or a time, e.g. `5 minutes`"),
+]
+BytesText = Annotated[str, AfterValidator(_check_bytes), Takes("a size, e.g. `1 GB` or `50 MB`")]
+StorageText = Annotated[
+    str, AfterValidator(_check_storage), Takes("a URL, e.g. `s3://bucket/runs` or `file:///mnt/copies`")
+]
+DateText = Annotated[
+    str, BeforeValidator(_text_of_yaml), AfterValidator(_check_date), Takes("a date as YYYY-MM-DD")
+]
+Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
+Share = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0)]
+NotNegative = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0)]
+
+
+Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "diffusion"]
+
+OwnObjective = Annotated[
+    str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
+]
+
+
+def own_objective(objective: str) -> tuple[Path, str] | None:
+    """File and class of an objective of the user's own; None for ours."""
+    path, found, name = objective.rpartition(":")
+    return (Path(path), name) if found and path.endswith(".py") else None
+
+
+def rows_of(objective: str) -> str:
+    """The objective whose rows it has: those of `sft` for one of the user's own."""
+    return "sft" if own_objective(objective) else objective
+
+
+PAIRS = ("reward", "dpo", "orpo", "simpo")
+"""Objectives whose rows are a chosen and a rejected answer."""
+
+RATINGS = ("kto",)
+"""Objectives whose rows are one answer with a label."""
+
+PREFERENCE = (*PAIRS, *RATINGS)
+"""All objectives of preference rows."""
+
+USED: dict[str, tuple[str, ...]] = {
+    "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "sft_weight", "reference"),
+    "orpo": ("beta", "sft_weight"),
+    "simpo": ("beta", "gamma", "sft_weight"),
+}
+"""The keys of `preference` that each objective uses; the others use none."""
+
+
+class PreferenceSection(Section):
+    """The loss of preference objectives."""
+
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
+        default="sigmoid",
+        description=(
+            "for dpo: the loss function; hinge: arXiv:2305.10425; ipo (arXiv:2310.12036): squared, on"
+            " log-probabilities per token"
+        ),
+    )
+    beta: Positive = Field(
+        default=0.1,
+        description=(
+            "dpo, kto: how strongly deviations from the reference are penalized; orpo: weight of the odds"
+            " ratio; simpo: scale of the reward"
+        ),
+    )
+    label_smoothing: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=0.5)] = Field(
+        default=0.0,
+        description="for dpo with `loss: sigmoid`: share of pairs that are assumed to have swapped labels",
+    )
+    sft_weight: NotNegative = Field(
+        default=0.0,
+        description=(
+            "weight of an added term: the mean cross entropy per token of the chosen (kto: desirable) answers"
+        ),
+    )
+    gamma: NotNegative = Field(default=0.5, description="for simpo: the target reward margin")
+    desirable_weight: Positive = Field(default=1.0, description="for kto: weight of rows with `label: true`")
+    undesirable_weight: Positive = Field(
+        default=1.0, description="for kto: weight of rows with `label: false`"
+    )
+    reference: str = Field(
+        default="auto",
+        min_length=1,
+        description=(
+            "for dpo and kto: the reference model, a path; auto: the model without its adapter (also with"
+            " adapter.from; adapters of adapter.merge are part of the model), or with full fine-tuning the"
+            " starting weights"
+        ),
+    )
+
+
+def keys_of(objective: str) -> tuple[str, ...]:
+    """The keys of `preference` that an objective uses."""
+    return USED.get(objective, ())
+
+
+def sides_of(objective: str) -> int:
+    """The number of rows of tokens that a unit of an objective has: 2 for a pair, and for a rated
+    answer with the mismatched one.
+    """
+    return 2 if objective in PREFERENCE else 1
+
+
+assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", *PREFERENCE}
+
+
+Resolution = (
+    Annotated[int, Field(ge=8)]
+    | Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=2, max_length=2)]
+)
+"""The side of a square of pixels, or [width, height]."""
+
+CaptionExtension = Annotated[str, Field(pattern=r"^\.[A-Za-z0-9_-]+$")]
+
+
+class DiffusionSection(Section):
+    """LoRA training of Stable Diffusion models on pictures with captions."""
+
+    prediction: Literal["auto", "epsilon", "v_prediction"] = Field(
+        default="auto",
+        description=(
+            "what the UNet predicts: the noise, or v (arXiv:2202.00512); auto: as the scheduler of the model"
+            " says"
+        ),
+    )
+    min_snr_gamma: Positive | None = Field(
+        default=None,
+        description=(
+            "γ of the loss weights min(SNR, γ) / SNR (arXiv:2303.09556; with v: / (SNR + 1)); 5 is usual;"
+            " null: no weights"
+        ),
+    )
+    noise_offset: NotNegative = Field(
+        default=0.0, description="scale of a random constant that is added to the noise of each channel"
+    )
+    prior: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "a folder of regularization pictures (prior preservation, arXiv:2208.12242); they are repeated"
+            " until they are as many as the training pictures of their resolution with their repeats"
+        ),
+    )
+    prior_weight: NotNegative = Field(
+        default=1.0, description="weight of the loss of regularization pictures"
+    )
+    caption_extensions: list[CaptionExtension] = Field(
+        default=[".txt", ".caption"],
+        min_length=1,
+        description=(
+            "suffixes of caption files, in order of preference; a `metadata.jsonl` in the folder counts, too"
+        ),
+    )
+    folder_captions: bool = Field(
+        default=False,
+        description=(
+            "a picture without a caption gets the name of its folder, `4_NAME`, as in sd-scripts; false: it"
+            " is a bad row"
+        ),
+    )
+    caption_dropout: Share = Field(
+        default=0.0, description="share of captions that are replaced by an empty one, in training"
+    )
+    shuffle_captions: bool = Field(
+        default=False, description="shuffle the parts of a caption between commas each time it is used"
+    )
+    tag_dropout: Share = Field(
+        default=0.0,
+        description=(
+            "share of the parts of a caption between commas that are omitted, drawn each time it is used"
+        ),
+    )
+    keep_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="with `shuffle_captions` and `tag_dropout`: number of parts at the beginning that stay",
+    )
+    keep_tokens_separator: str = Field(
+        default="",
+        description=(
+            "a text in captions, e.g. `|||`: the parts before the first one stay, and those after a second"
+            " one, whatever `keep_tokens` is; it is removed"
+        ),
+    )
+    caption_separator: str = Field(
+        default=",", min_length=1, description="the text between the parts of a caption"
+    )
+    secondary_separator: str = Field(
+        default="",
+        description=(
+            "a text in captions, e.g. `;;;`, between parts that are shuffled and omitted as one; it becomes"
+            " `caption_separator`"
+        ),
+    )
+    wildcards: bool = Field(
+        default=False,
+        description=(
+            "each time a caption is used one of its lines is drawn, and of `{a|b}` one of the alternatives;"
+            " `{{` and `}}` are braces. Evaluation has the first ones"
+        ),
+    )
+    tag_warmup: WarmupText = Field(
+        default="0 steps",
+        description=(
+            "steps, or share of all steps, in which the number of parts of a caption that are trained grows"
+            " to all of them; those that stay are always there"
+        ),
+    )
+    tag_warmup_min: int = Field(default=1, ge=0, description="with `tag_warmup`: number of parts at step 1")
+    caption_prefix: str = Field(default="", description="text before each caption, with a space between them")
+    caption_suffix: str = Field(default="", description="text after each caption, with a space between them")
+    clip_skip: int | None = Field(
+        default=None,
+        ge=1,
+        le=12,
+        description=(
+            "the hidden states of the text encoder that the UNet sees, counted from its end: 1 is the last"
+            " layer; null: as the pipeline of the model does it"
+        ),
+    )
+    flip: bool = Field(
+        default=False,
+        description=(
+            "half of the uses of a picture in training, drawn each time, are mirrored left to right; latents"
+            " of both are cached"
+        ),
+    )
+    buckets: bool = Field(
+        default=True,
+        description=(
+            "pictures keep about their aspect ratio, in one of a few sizes of about the area of"
+            " `data.resolution`; false: all are cut to it"
+        ),
+    )
+    min_side: int = Field(default=256, ge=8, description="with `buckets`: shortest side, pixels")
+    max_side: int = Field(default=2048, ge=8, description="with `buckets`: longest side, pixels")
+    bucket_step: int = Field(
+        default=64, ge=8, description="with `buckets`: sides are multiples of this many pixels"
+    )
+    upscale: bool = Field(
+        default=True,
+        description=(
+            "with `buckets`: smaller pictures are enlarged to the area of `data.resolution`; false: they keep"
+            " their size, cut to the step"
+        ),
+    )
+    max_tokens: Literal[75, 150, 225] = Field(
+        default=75,
+        description=(
+            "tokens of a caption; more than 75 are encoded in parts of 75 that the UNet sees one after the"
+            " other"
+        ),
+    )
+    cache: bool = Field(
+        default=True,
+        description=(
+            "compute the latents of pictures and the embeddings of captions once, before training, and keep"
+            " them on disk; false: in each step"
+        ),
+    )
+    text_lr: Positive | None = Field(
+        default=None,
+        description="with `adapter.targets: unet+text`: learning rate of the text encoders; null: optim.lr",
+    )
+    eval_seed: int | None = Field(
+        default=None,
+        description=(
+            "seed of the choice of pictures that `data.eval`, or `pictures.eval` of a source, takes from"
+            " those for training; null: `seed`"
+        ),
+    )
+    prompts: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description=(
+            "prompts of sample pictures, which are drawn at each evaluation into `samples/`, beside those of"
+            " `eval.samples`"
+        ),
+    )
+    sample_steps: int = Field(default=20, ge=1, le=1000, description="denoising steps of sample pictures")
+    guidance: NotNegative = Field(
+        default=7.5, description="scale of the classifier-free guidance of sample pictures; up to 1: none"
+    )
+
+
+class PicturesSection(Section):
+    """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and
+    some that only a source has.
+    """
+
+    resolution: Resolution | None = Field(default=None, description="like data.resolution, for this source")
+    flat: bool = Field(
+        default=False,
+        description=(
+            "only the pictures directly in the folder, whatever its name; false: also those of its folders"
+            " `4_NAME`"
+        ),
+    )
+    caption: str | None = Field(
+        default=None,
+        description="the caption of pictures without a caption file; null: see `diffusion.folder_captions`",
+    )
+    prior: bool = Field(
+        default=False, description="they are regularization pictures, like those of `diffusion.prior`"
+    )
+    eval: Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, le=1.0)] = Field(
+        default=0.0,
+        description=(
+            "share of them that is held out for evaluation, chosen with `diffusion.eval_seed`; 1: all"
+        ),
+    )
+    caption_extensions: Annotated[list[CaptionExtension], Field(min_length=1)] | None = Field(
+        default=None, description="like diffusion.caption_extensions"
+    )
+    caption_dropout: Share | None = Field(default=None, description="like diffusion.caption_dropout")
+    shuffle_captions: bool | None = Field(default=None, description="like diffusion.shuffle_captions")
+    tag_dropout: Share | None = Field(default=None, description="like diffusion.tag_dropout")
+    keep_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="like diffusion.keep_tokens"
+    )
+    keep_tokens_separator: str | None = Field(
+        default=None, description="like diffusion.keep_tokens_separator"
+    )
+    caption_separator: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="like diffusion.caption_separator"
+    )
+    secondary_separator: str | None = Field(default=None, description="like diffusion.secondary_separator")
+    wildcards: bool | None = Field(default=None, description="like diffusion.wildcards")
+    tag_warmup: WarmupText | None = Field(default=None, description="like diffusion.tag_warmup")
+    tag_warmup_min: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="like diffusion.tag_warmup_min"
+    )
+    caption_prefix: str | None = Field(default=None, description="like diffusion.caption_prefix")
+    caption_suffix: str | None = Field(default=None, description="like diffusion.caption_suffix")
+    flip: bool | None = Field(default=None, description="like diffusion.flip")
+    buckets: bool | None = Field(default=None, description="like diffusion.buckets")
+    min_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.min_side")
+    max_side: Annotated[int, Field(ge=8)] | None = Field(default=None, description="like diffusion.max_side")
+    bucket_step: Annotated[int, Field(ge=8)] | None = Field(
+        default=None, description="like diffusion.bucket_step"
+    )
+    upscale: bool | None = Field(default=None, description="like diffusion.upscale")
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Only what differs, so that what was not set does not read as set."""
+        fields = type(self).model_fields
+        return {key: value for key, value in dump(self).items() if value != fields[key].default}
+
+    def applied_to(self, section: DiffusionSection) -> DiffusionSection:
+        """The settings of all pictures with those of this source."""
+        own = {
+            key: value
+            for key in DiffusionSection.model_fields
+            if (value := getattr(self, key, None)) is not None
+        }
+        return section.model_copy(update=own)

@@ -1,0 +1,474 @@
+"""Builds a token table: ingests rows, selects those for training and evaluation, packs them, and
+writes the table.
+"""
+
+import hashlib
+import math
+import random
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import date
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.base.errors import DataError
+from unisono.base.events import Reporter
+from unisono.trainer.config.lf_template import lf_name, lf_template_of
+from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
+from unisono.trainer.config.sections import PREFERENCE, RATINGS, sides_of
+from unisono.trainer.data import Ledger, Place
+from unisono.trainer.data.encode import Encoder, RowEncoder
+from unisono.trainer.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
+from unisono.trainer.data.lf_encoder import LfEncoder
+from unisono.trainer.data.sources import Source
+from unisono.trainer.data.token_table import Split, TokenWriter, write_meta, write_split
+from unisono.trainer.plan.run_plan import permutation
+
+Ints = npt.NDArray[np.int64]
+
+
+def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder | LfEncoder:
+    """The encoder of a config's rows.
+
+    Args:
+        config: of the run.
+        tokenizer: of transformers; a template of LLaMA-Factory changes it.
+        directory: of the tokenizer.
+
+    Raises:
+        DataError: if the template is missing, is not valid, or does not match the other settings.
+    """
+    data, pretrain = config.data, config.objective == "pretrain"
+    name, template = lf_name(data.template), lf_template_of(data.template, system=data.system)
+    if template is not None:
+        return LfEncoder(
+            tokenizer,
+            template,
+            loss_on="all" if pretrain else data.loss_on,
+            thinking=data.thinking,
+            cut_at=data.max_length if data.too_long == "balanced" else None,
+            pretrain=pretrain,
+            control_tokens=data.control_tokens,
+            today=None if data.date is None else date.fromisoformat(data.date),
+        )
+    unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
+    return Encoder(
+        tokenizer,
+        directory=directory,
+        template_file=data.template if name is None else None,
+        loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
+        check_template=data.check_template and not pretrain,
+        end_at_stop=config.objective != "reward",
+        show_first=None if name is None else unknown,
+        thoughts=data.thoughts,
+        control_tokens=data.control_tokens,
+    )
+
+
+def build_table(
+    config: RunConfig,
+    sources: list[Source],
+    encoder: RowEncoder,
+    *,
+    directory: Path,
+    report: Reporter,
+    limit_rows: int | None = None,
+) -> None:
+    """Writes the token table of some sources, or of the first rows of each, into an empty
+    directory.
+
+    Raises:
+        DataError: if a file or a row is refused, or nothing is left to train on.
+    """
+    notes = directory / "notes.jsonl"
+    progress = Progress(report, expected_rows([file for source in sources for file in source.files]))
+    with Ledger(notes) as ledger:
+        with TokenWriter(directory / "tokens.arrow") as writer:
+            intake = Ingest(
+                config.data,
+                encoder,
+                ledger,
+                writer,
+                progress,
+                objective=config.objective,
+                limit_rows=limit_rows,
+            )
+            for source in sources:
+                intake.read(source)
+            intake.refuse()
+            report.phase("pack", "selecting and packing rows")
+        splits, warnings = _write_splits(config, sources, intake, ledger, writer, directory)
+        ledger.write(directory / "ledger.json")
+    notes.unlink()
+    template = encoder.template
+    if template is not None:
+        (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
+    meta = {
+        "splits": splits,
+        "sides": sides_of(config.objective),
+        "has_shares": writer.has_shares,
+        "total": ledger.total(),
+        "formats": intake.formats,
+        "highest_id": writer.highest,
+        "digest": writer.digest.hexdigest(),
+        "warnings": [*encoder.warnings, *intake.warnings, *warnings],
+        "stop_ids": sorted(encoder.stop_ids),
+        "absent_tokens": encoder.absent_tokens,
+        "eos": encoder.tokenizer.eos_token_id,
+        "template": template.origin if template else "none: rows are plain text",
+    }
+    write_meta(directory, meta, files=list(intake.files.items()))
+
+
+def _one_sided(labels: Sequence[int]) -> list[str]:
+    """A warning if all rated answers of the training have the same label."""
+    if len(set(labels)) != 1:
+        return []
+    other = "undesirable" if labels[0] else "desirable"
+    return [
+        f"all {len(labels)} rows for training have label: {'true' if labels[0] else 'false'}; objective kto"
+        f" compares desirable answers with undesirable ones, and there is no {other} one"
+        f" (preference.{other}_weight has no effect)"
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The use of each usable row.
+
+    Attributes:
+        train: (rows,) int64, how often each row is trained on in an epoch.
+        eval: (rows,) int64, how often each row occurs in an evaluation; it is not trained on then.
+        is_picked: (rows,) bool, True unless the `weight` or `samples` of its source has left it
+            out; `data.mix` may leave out more.
+    """
+
+    train: Ints
+    eval: Ints
+    is_picked: npt.NDArray[np.bool_]
+
+    def count(self, split: Split) -> Ints:
+        """How often each row occurs in one pass over a split."""
+        return self.eval if split == "eval" else self.train
+
+
+def _write_splits(
+    config: RunConfig,
+    sources: list[Source],
+    intake: Ingest,
+    ledger: Ledger,
+    writer: TokenWriter,
+    directory: Path,
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Writes both splits, and counts their rows in the ledger; gives the figures of each split, and
+    warnings.
+    """
+    usable = {
+        part.name: np.array(getattr(intake.usable, part.name), dtype=np.int64) for part in fields(UsableRows)
+    }
+    choice = _select_rows(config, sources, usable["source"])
+    _note_rows(config, sources, intake, choice, ledger)
+    lengths, loss = np.array(writer.lengths, dtype=np.int64), np.array(writer.loss, dtype=np.int64)
+    figures: dict[str, dict[str, int]] = {}
+    warnings: list[str] = []
+    splits: tuple[Split, ...] = ("train", "eval")
+    for split in splits:
+        count = choice.count(split)
+        chosen = np.flatnonzero(count)
+        if not len(chosen):
+            continue
+        row = np.repeat(chosen, usable["pieces"][chosen])  # the usable row of each piece
+        first_of_row = np.repeat(
+            np.cumsum(usable["pieces"][chosen]) - usable["pieces"][chosen], usable["pieces"][chosen]
+        )
+        sides = sides_of(config.objective)
+        stored = usable["first"][row] + (np.arange(len(row)) - first_of_row) * sides
+        of_side = [stored + side for side in range(sides)]
+        columns = {
+            "stored": stored,
+            "length": sum((lengths[side] for side in of_side), np.zeros(len(row), np.int64)),
+            "loss": sum((loss[side] for side in of_side), np.zeros(len(row), np.int64)),
+            "file": usable["file"][row],
+            "number": usable["number"][row],
+        }
+        if config.objective in RATINGS:
+            columns["label"] = usable["label"][row]
+            warnings += _one_sided(columns["label"].tolist()) if split == "train" else []
+            writer.digest.update(columns["label"].data)
+        if sides > 1:
+            writer.digest.update(f"{sides} sides".encode())
+        sequences = _sequences(
+            columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length * sides
+        )
+        write_split(directory, split, columns, sequences)
+        for rows in sequences:
+            writer.digest.update(stored[rows].data)
+        longest = max(int(lengths[side].max()) for side in of_side)
+        figures[split] = _figures(columns, count[row], sequences, longest_row=longest)
+        _count(ledger, usable["source"], columns, count, row, split=split)
+    _refuse_nothing(config, ledger, figures)
+    return figures, warnings
+
+
+def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
+    counts: dict[str, Ints] = {role: np.zeros(len(source_of), np.int64) for role in ("train", "eval")}
+    picks = []
+    for number, source in enumerate(sources):
+        rows = np.flatnonzero(source_of == number)
+        picks.append(rows[picked_rows(len(rows), source.section, seed=config.seed, source=number)])
+    is_picked = np.zeros(len(source_of), np.bool_)
+    is_picked[np.concatenate(picks)] = True
+    sizes = [len(pick) for pick, source in zip(picks, sources, strict=True) if source.role == "train"]
+    taken = mixed_counts(sizes, config.data.mix, seed=config.seed)
+    for number, (pick, source) in enumerate(zip(picks, sources, strict=True)):
+        count = taken[number] if source.role == "train" else len(pick)  # sources for training come first
+        np.add.at(counts[source.role], np.resize(pick, count), 1)
+    train, evaluated = counts["train"], counts["eval"]
+    if isinstance(config.data.eval, float | int):
+        trained = np.flatnonzero(train)
+        evaluated[trained[eval_rows(len(trained), share=config.data.eval, seed=config.seed)]] = 1
+    return _Selection(np.where(evaluated, 0, train), evaluated, is_picked)
+
+
+def _note_rows(
+    config: RunConfig, sources: list[Source], intake: Ingest, choice: _Selection, ledger: Ledger
+) -> None:
+    """Enters the rows that are left out, and the changes to rows that are used."""
+    rows, names = intake.usable, list(intake.files.items())
+    unused = (choice.train == 0) & (choice.eval == 0)
+    changed = np.array(rows.is_cut, dtype=np.bool_) | np.array(rows.is_split, dtype=np.bool_)
+    incomplete = np.zeros(len(unused), np.bool_)
+    incomplete[list(intake.not_rendered)] = True
+    for i in np.flatnonzero(unused | changed | incomplete):
+        counts = ledger.sources[rows.source[i]]
+        place = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
+        if unused[i]:
+            by, why = _why_left_out(
+                sources[rows.source[i]].section, config.data.mix, is_picked=bool(choice.is_picked[i])
+            )
+            counts.dropped[by] += 1
+            ledger.note(place, "dropped", why)
+            continue
+        if incomplete[i]:
+            counts.not_rendered += 1
+            parts = intake.not_rendered[int(i)]
+            ledger.note(place, "not rendered", "; ".join(parts), parts=parts)
+        if not changed[i]:
+            continue
+        counts.cut += rows.is_cut[i]
+        counts.split += rows.is_split[i]
+        counts.tokens_cut += rows.tokens_cut[i]
+        what = "cut" if rows.is_cut[i] else "split"
+        why = explain_fit(
+            what,
+            lengths=[length for length in (rows.length[i], rows.other_length[i]) if length],
+            max_length=config.data.max_length,
+            pieces=rows.pieces[i],
+            tokens_cut=rows.tokens_cut[i],
+            too_long=config.data.too_long,
+            sides=sides_of(config.objective),
+        )
+        ledger.note(place, what, why)
+
+
+def _why_left_out(section: SourceSection, mix: MixSection, *, is_picked: bool) -> tuple[str, str]:
+    """The key that left a row out, and the reason for the ledger."""
+    if is_picked:
+        return "mix", f"not reached: {mix.strategy} ends when the first source is exhausted"
+    if section.samples is not None:
+        return "samples", f"not among the {_samples(section)} rows picked by samples"
+    return "weight", f"not in the share selected by weight {section.weight:g}"
+
+
+def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list[list[int]]:
+    """The rows of each sequence; a row that occurs twice per epoch is in two sequences."""
+    occurrences = np.repeat(np.arange(len(often)), often)
+    if not packing:
+        return [[row] for row in occurrences.tolist()]
+    return [occurrences[rows].tolist() for rows in pack(lengths[occurrences].tolist(), limit=limit)]
+
+
+def _figures(
+    columns: dict[str, Ints], often: Ints, sequences: list[list[int]], *, longest_row: int
+) -> dict[str, int]:
+    lengths = columns["length"]
+    return {
+        "rows": int(often.sum()),
+        "sequences": len(sequences),
+        "tokens": int((lengths * often).sum()),
+        "loss_tokens": int((columns["loss"] * often).sum()),
+        "longest_row": longest_row,
+        "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences),
+    }
+
+
+def _count(
+    ledger: Ledger, source_of: Ints, columns: dict[str, Ints], count: Ints, row: Ints, *, split: Split
+) -> None:
+    """Adds the rows of a split to the ledger: rows once, tokens as often as they occur in an
+    epoch.
+    """
+    for number, counts in enumerate(ledger.sources):
+        is_own = source_of[row] == number
+        used = int(np.count_nonzero(count[source_of == number]))
+        counts.used += used
+        counts.eval += used if split == "eval" else 0
+        counts.tokens += int((columns["length"] * count[row])[is_own].sum())
+        counts.loss_tokens += int((columns["loss"] * count[row])[is_own].sum())
+
+
+def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[str, int]]) -> None:
+    missing = [key for key, split in (("train", "train"), ("eval", "eval")) if split not in figures]
+    if config.data.eval is None:
+        missing = [key for key in missing if key != "eval"]
+    if not missing:
+        return
+    total = ledger.total()
+    dropped = ", ".join(f"{n} dropped ({why})" for why, n in total["dropped"].items()) or "0 dropped"
+    first_bad = f" (the first is {ledger.first_bad})" if ledger.first_bad else ""
+    raise DataError.of(
+        f"no rows are left to {'train on' if missing[0] == 'train' else 'evaluate on'}",
+        where=f"data.{missing[0]}",
+        why=(
+            f"of {total['rows']} rows {total['bad']} are bad{first_bad}, {dropped}, {total['eval']} for"
+            " evaluation"
+        ),
+        fix="raise data.max_length, fix the rows (data.on_bad_row: error lists them), or lower data.eval",
+    )
+
+
+# `permutation` is keyed by (seed, epoch); no epoch is negative, so these streams are independent of
+# the order of training.
+_EVAL, _WEIGHT = -1, -2
+
+
+def eval_rows(n: int, *, share: float | int, seed: int) -> list[int]:
+    """The rows split off for evaluation, in order: a share of `n`, rounded, at least one; or, as an
+    int, that many.
+
+    The seed alone decides.
+    """
+    count = share if isinstance(share, int) else max(1, round(share * n))
+    return sorted(permutation(n, seed=seed, epoch=_EVAL)[:count])
+
+
+def picked_rows(n: int, section: SourceSection, *, seed: int, source: int) -> Ints:
+    """The rows of a source with `n` usable rows that are used, in order; a row that is used twice
+    is listed twice.
+
+    With `samples` they are in the order of the pick: all rows in a seeded order, and after these
+    further draws with replacement.
+    """
+    if section.samples is None:
+        counts = row_repeats(n, weight=section.weight, seed=seed, source=source)
+        return np.repeat(np.arange(n), counts)
+    wanted = _samples(section)
+    order = permutation(n, seed=seed, epoch=_WEIGHT - source)[:wanted]
+    draw = _generator("samples", seed, source) if n else None
+    more = [int(draw() * n) for _ in range(wanted - n)] if draw else []
+    return np.array([*order, *more], dtype=np.int64)
+
+
+def _samples(section: SourceSection) -> int:
+    """The size of the pick: `rows` keeps its first rows."""
+    assert section.samples is not None
+    return section.samples if section.rows is None else min(section.samples, section.rows)
+
+
+def _generator(purpose: str, seed: int, number: int) -> Callable[[], float]:
+    """Draws from [0, 1): `random.Random.random`, the one generator whose sequence Python promises
+    to keep.
+    """
+    material = hashlib.sha256(f"unisono {purpose} {seed} {number}".encode()).digest()
+    return random.Random(int.from_bytes(material, "big")).random  # noqa: S311 - a selection, not a secret
+
+
+def mixed_counts(sizes: Sequence[int], mix: MixSection, *, seed: int) -> list[int]:
+    """How many rows are taken from each source, from its beginning; beyond its size it starts
+    over.
+
+    The strategies are those of `datasets.interleave_datasets`: first_exhausted (under),
+    all_exhausted (over), and all_exhausted_without_replacement (once). Without probabilities the
+    sources take turns.
+
+    Args:
+        sizes: rows of each source.
+        mix: the strategy, and the probabilities of the sources.
+        seed: of the draws.
+    """
+    if mix.strategy in ("concat", "interleave_once") or not sizes:
+        return list(sizes)
+    if mix.probabilities is None:
+        count = min(sizes) if mix.strategy == "interleave_under" else max(sizes)
+        return [count if size else 0 for size in sizes]
+    counts, draw = [0] * len(sizes), _generator("mix", seed, 0)
+    borders = list(accumulate(mix.probabilities))[:-1]
+    exhausted = {number for number, size in enumerate(sizes) if not size}
+    enough = 1 if mix.strategy == "interleave_under" else len(sizes)
+    while len(exhausted) < enough:
+        number = bisect_right(borders, draw())
+        if sizes[number]:
+            counts[number] += 1
+        if counts[number] >= sizes[number]:
+            exhausted.add(number)
+    return counts
+
+
+def row_repeats(n: int, *, weight: float, seed: int, source: int) -> list[int]:
+    """How often each of a source's `n` rows occurs in an epoch.
+
+    Every row occurs floor(weight) times, and a share of rows that is selected by the seed once
+    more: weight 2 gives all rows twice, weight 0.5 gives half of them.
+    """
+    whole = math.floor(weight)
+    counts = [whole] * n
+    for row in permutation(n, seed=seed, epoch=_WEIGHT - source)[: round((weight - whole) * n)]:
+        counts[row] += 1
+    return counts
+
+
+def pack(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Packs rows into bins of at most `limit` tokens, by best fit decreasing; each row is in one
+    bin.
+
+    Longer rows are placed first, each in the fullest bin with room for it. Rows of equal length
+    keep their order, a bin lists its rows in order, and bins are ordered by their first row.
+
+    Args:
+        lengths: tokens of each row, each in 1..limit.
+        limit: maximum tokens of a bin.
+
+    Raises:
+        ValueError: if a row is longer than the limit.
+    """
+    bins: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # free tokens: the bins with exactly that many
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[row]
+        if length > limit:
+            raise ValueError(f"row {row} has {length} tokens, more than the limit of {limit}")
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        else:
+            room, chosen = limit, len(bins)
+            bins.append([])
+        bins[chosen].append(row)
+        left = room - length
+        if left:
+            if left not in by_room:
+                by_room[left] = []
+                insort(rooms, left)
+            by_room[left].append(chosen)
+    for rows in bins:
+        rows.sort()
+    return sorted(bins)

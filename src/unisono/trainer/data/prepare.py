@@ -1,0 +1,445 @@
+"""From a config to a DataSummary: finds the token table of its rows in the cache, or builds it.
+
+The cache has a directory for each set of ingredients, written completely or not at all:
+
+    CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
+    CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache
+    miss can report what changed
+
+Ingredients are the bytes of the data files, the settings that shape rows, the template, the
+tokenizer's files and what transformers makes of them, the encoder's version, and the versions of
+the packages that encode.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from unisono.base.child import loading_modules
+from unisono.base.errors import (
+    DataError,
+    ModelError,
+    UnfitError,
+    storage_reason,
+    storage_remedy,
+    storage_words,
+)
+from unisono.base.events import Reporter
+from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
+from unisono.base.text import Duration
+from unisono.trainer.config.lf_template import LF_VERSION, lf_name
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import rows_of
+from unisono.trainer.data import flat_total
+from unisono.trainer.data.encode import ENCODER_VERSION
+from unisono.trainer.data.lf_pieces import local_day
+from unisono.trainer.data.sources import Source, find_sources
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
+from unisono.trainer.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
+
+_LOADED = "the loaded tokenizer's "
+_PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
+
+Ingredients = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLookup:
+    """The cache entry for a set of ingredients.
+
+    Attributes:
+        directory: of the table, whether or not it exists.
+        hit: whether the table exists and is complete.
+        reason: one line for the user.
+    """
+
+    directory: Path
+    hit: bool
+    reason: str
+
+
+def gather_ingredients(
+    config: RunConfig,
+    sources: list[Source],
+    *,
+    tokenizer: RunTokenizer,
+    limit_rows: int | None = None,
+    today: str | None = None,
+) -> Ingredients:
+    """Everything that determines the table of a config.
+
+    Args:
+        config: of the run.
+        sources: its sources.
+        tokenizer: its tokenizer.
+        limit_rows: rows to read of each source.
+        today: the date that prompts state if data.date does not say. Without it, a run that is
+            resumed on a later day has the rows of its first day, as long as the cache has them.
+
+    Raises:
+        DataError: if a file cannot be read.
+        ModelError: if the tokenizer cannot be read.
+    """
+    data = config.data
+    split_off = data.eval if isinstance(data.eval, float | int) else None
+    found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": rows_of(config.objective)}
+    found |= {f"the version of {name}": version(name) for name in _PACKAGES}
+    keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
+    found |= {f"data.{key}": getattr(data, key) for key in keys}
+    found["data.eval"] = split_off
+    if data.ignore:
+        found["data.ignore"] = sorted(data.ignore)
+    if data.mix.strategy != "concat":
+        found["data.mix"] = data.mix.model_dump(mode="json")
+    if limit_rows is not None:
+        found["limit_rows"] = limit_rows
+    draws = [source.section.weight % 1 or source.section.samples is not None for source in sources]
+    if split_off is not None or any(draws) or data.mix.probabilities is not None:
+        found["seed"] = config.seed
+    for number, source in enumerate(sources):
+        settings = source.section.model_dump(mode="json", exclude={"path"})
+        found[f"the settings of source {number + 1} ({source.section.path})"] = settings | {
+            "role": source.role
+        }
+        found |= {
+            f"the file {file.name} (source {number + 1})": digest_file(file.path, file.name)
+            for file in source.files
+        }
+    if lf_name(data.template) is not None:
+        found["data.template"] = data.template
+        found["encoder version"] = f"{ENCODER_VERSION}, LLaMA-Factory's {LF_VERSION}"
+        found["data.thinking"], found["data.date"] = data.thinking, data.date or today
+        if data.system is not None:
+            found["data.system"] = data.system
+    else:
+        found["data.thoughts"] = data.thoughts
+    if data.template is not None and lf_name(data.template) is None:
+        found["data.template"] = digest_file(expand(data.template), data.template)
+    for file in tokenizer_files(tokenizer.directory):
+        found[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
+    return found | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
+
+
+def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> CacheLookup:
+    """Looks the table up; on a miss the reason names the ingredients that changed."""
+    key = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+    directory = cache_dir / "tables" / key
+    damage = _damage(directory)
+    if damage is None:
+        return CacheLookup(
+            directory, hit=True, reason="the same rows, settings, template and tokenizer as before"
+        )
+    if directory.exists():
+        return CacheLookup(directory, hit=False, reason=f"the cached table is damaged: {damage}")
+    try:
+        last = read_json(_index_file(cache_dir, sources))
+    except (OSError, ValueError):
+        return CacheLookup(directory, hit=False, reason="first use of these sources")
+    return CacheLookup(directory, hit=False, reason=_difference(last, ingredients))
+
+
+def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> None:
+    """Stores the ingredients, so that the next miss can report what changed."""
+    path = _index_file(cache_dir, sources)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, ingredients)
+
+
+@contextlib.contextmanager
+def writing_table(directory: Path) -> Iterator[Path]:
+    """Gives an empty directory to write a table to; at the end it is synced and renamed to
+    `directory`.
+
+    If another process was faster, its table, which is identical, stays.
+
+    Raises:
+        UnfitError: if the cache cannot be written.
+    """
+    root = directory.parent
+    temporary = root / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        temporary.mkdir(mode=0o700)
+        yield temporary
+        _seal(temporary)
+        if _damage(directory) is not None and directory.exists():
+            directory.rename(temporary.with_name(temporary.name + "-old"))
+        with contextlib.suppress(FileExistsError):
+            _publish(temporary, directory)
+        fsync_dir(root)
+    except OSError as error:
+        raise UnfitError.of(
+            f"the cache of token tables cannot be written: {storage_words(error)}",
+            where=str(root),
+            why=storage_reason(error),
+            fix=storage_remedy(
+                error,
+                full="free space there, or set XDG_CACHE_HOME to a disk with free space",
+                else_="fix that file system, or set XDG_CACHE_HOME to a different place",
+            ),
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary.with_name(temporary.name + "-old"), ignore_errors=True)
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if _damage(directory) is not None:
+            raise
+
+
+def _seal(temporary: Path) -> None:
+    """Syncs all files, and writes their sizes to meta.json, so that an incomplete table can be
+    detected.
+    """
+    meta = read_json(temporary / "meta.json")
+    files = sorted(path for path in temporary.iterdir() if path.name != "meta.json")
+    meta["sizes"] = {path.name: path.stat().st_size for path in files}
+    for path in files:
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    write_json(temporary / "meta.json", meta)
+    fsync_dir(temporary)
+
+
+def _damage(directory: Path) -> str | None:
+    """The problem with a table, or None if it is complete."""
+    try:
+        sizes = read_json(directory / "meta.json")["sizes"]
+        wrong = [name for name, size in sizes.items() if (directory / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return str(error)
+    return f"{wrong[0]} has a different size" if wrong else None
+
+
+def _sweep(root: Path) -> None:
+    """Removes temporary directories of processes on this machine that no longer exist."""
+    prefix = f".tmp-{socket.gethostname()}-"
+    for path in root.glob(prefix + "*"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdigit() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _index_file(cache_dir: Path, sources: list[Source]) -> Path:
+    names = [[source.role, source.section.path] for source in sources]
+    return cache_dir / "index" / (hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32] + ".json")
+
+
+def _difference(old: Ingredients, new: Ingredients) -> str:
+    """The names of the ingredients that differ, with their values if short."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if before == now:
+            continue
+        if name not in old or name not in new:
+            changed.append(f"{name} is {'new' if name not in old else 'gone'}")
+        elif (
+            name.startswith(("data.", "seed", "objective", "the version", "encoder", f"{_LOADED}class"))
+            and name != "data.template"
+        ):
+            changed.append(f"{name} was {before}, is {now}")
+        else:
+            changed.append(f"{name} changed")
+    shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+    return shown or "it is no longer in the cache"
+
+
+def prepare_data(
+    config: RunConfig,
+    *,
+    tokenizer: Path,
+    vocab_size: int | None,
+    cache_dir: Path,
+    report: Reporter,
+    ledger: Path | None = None,
+    limit_rows: int | None = None,
+    is_preview: bool = False,
+) -> DataSummary:
+    """The summary of a config's rows; afterwards their token table is in the cache.
+
+    Args:
+        config: of the run.
+        tokenizer: the directory of its tokenizer.
+        vocab_size: rows of the model's embedding; None if it is resized to the tokenizer.
+        cache_dir: the directory of tables and downloads.
+        report: receives progress.
+        ledger: where to write data.json, if anywhere.
+        limit_rows: rows to read of each source; for a rehearsal.
+        is_preview: whether rows are only shown: then tokens that the model does not have are a
+            warning, and a date is today's.
+
+    Raises:
+        DataError: if sources, rows or the template are refused.
+        ModelError: if the tokenizer cannot be read, or does not fit the model.
+        UnfitError: if the cache cannot be written.
+    """
+    report.phase("data", "looking up the rows in the cache")
+    sources = find_sources(config.data, cache_dir=cache_dir)
+    gather = partial(
+        gather_ingredients,
+        config,
+        sources,
+        limit_rows=limit_rows,
+        today=local_day().isoformat() if is_preview else None,
+    )
+    of_run = RunTokenizer(tokenizer, config.model.trust_remote_code, cache_dir)
+    ingredients = gather(tokenizer=of_run)
+    found = look_up_table(cache_dir, ingredients, sources)
+    if not found.hit:
+        report.phase("tokenize", f"tokenizing: {found.reason}")
+        with writing_table(found.directory) as temporary:
+            _build(config, sources, of_run, temporary, report, limit_rows=limit_rows)
+            _refuse_if_changed(ingredients, gather(tokenizer=replace(of_run)))
+        if limit_rows is None:
+            store_ingredients(cache_dir, ingredients, sources)
+    meta = read_json(found.directory / "meta.json")
+    if meta["has_shares"]:
+        _refuse_weights(config)
+    try:
+        _check_vocabulary(meta, vocab_size, tokenizer, config)
+    except ModelError as error:
+        if not is_preview or lf_name(config.data.template) is None:
+            raise
+        meta["warnings"] += [f"training will refuse this: {problem.what}" for problem in error.problems]
+    if ledger is not None:
+        with whole_file(ledger) as temporary:
+            shutil.copyfile(found.directory / "ledger.json", temporary)
+    return _summary(config, found, meta, ingredients)
+
+
+def _build(
+    config: RunConfig,
+    sources: list[Source],
+    tokenizer: RunTokenizer,
+    directory: Path,
+    report: Reporter,
+    *,
+    limit_rows: int | None,
+) -> None:
+    with loading_modules():
+        from unisono.trainer.data.build import build_table, make_encoder
+
+    encoder = make_encoder(config, tokenizer.loaded, tokenizer.directory)
+    build_table(config, sources, encoder, directory=directory, report=report, limit_rows=limit_rows)
+
+
+def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
+    """Refuses files that changed while they were read: their rows would be cached under the wrong
+    digest.
+    """
+    changed = [name for name in before if before[name] != after.get(name)]
+    if changed:
+        raise DataError.of(
+            f"{changed[0]} changed while it was read",
+            where="data.train",
+            fix="run again when no process writes to it",
+        )
+
+
+def _refuse_weights(config: RunConfig) -> None:
+    """Refuses answers that count in part where the loss has no weights of tokens.
+
+    Raises:
+        DataError: with what to change.
+    """
+    smoothed = bool(config.optim.label_smoothing)
+    if config.objective == "sft" and not smoothed:
+        return
+    raise DataError.of(
+        "answers have a weight between 0 and 1, and this loss has no weights of tokens",
+        where="optim.label_smoothing" if smoothed else "objective",
+        why="weights are those of objective sft, without label smoothing",
+        fix="set the weights to 0 or 1, or skip them with data.ignore: [weight, loss]",
+    )
+
+
+def _check_vocabulary(
+    meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
+) -> None:
+    if meta["absent_tokens"]:
+        raise ModelError.of(
+            f"the tokenizer has no token {' and no token '.join(meta['absent_tokens'])}",
+            where=str(tokenizer),
+            why=f"{config.data.template} writes it",
+            fix="set data.template to the template of the model's family",
+        )
+    highest = meta["highest_id"]
+    if vocab_size is None or highest < vocab_size:
+        return
+    raise ModelError.of(
+        f"the tokenizer does not match the model: it gives token {highest}, but the model has {vocab_size}"
+        f" tokens (0 to {vocab_size - 1})",
+        where=str(tokenizer),
+        why="the embedding has no row for it",
+        fix="set model.tokenizer to the model's own, or set model.resize_vocabulary: true",
+    )
+
+
+def _summary(
+    config: RunConfig, found: CacheLookup, meta: dict[str, Any], ingredients: Ingredients
+) -> DataSummary:
+    splits = {name: SplitSummary(**figures) for name, figures in meta["splits"].items()}
+    tokenizer_parts = sorted(
+        f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
+    )
+    tokenizer_traits = sorted(
+        f"{name} {value}" for name, value in ingredients.items() if name.startswith(_LOADED)
+    )
+    contents = [
+        str(value)
+        for name, value in ingredients.items()
+        if name.startswith("the file ") or name == "data.template"
+    ]
+    return DataSummary(
+        cache_dir=str(found.directory),
+        cache_hit=found.hit,
+        cache_reason=found.reason,
+        train=splits["train"],
+        eval=splits.get("eval"),
+        ledger=flat_total(meta["total"]),
+        formats=meta["formats"],
+        template=meta["template"],
+        total_steps=_total_steps(config, splits["train"], found.directory),
+        digest=digest_text(meta["digest"], *tokenizer_parts),
+        rows_digest=meta["digest"],
+        files_digest=digest_text(*contents),
+        tokenizer_digest=digest_text(*tokenizer_parts),
+        tokenizer_traits=digest_text(*tokenizer_traits),
+        warnings=meta["warnings"],
+    )
+
+
+def digest_text(*parts: str) -> str:
+    """The xxh3-128 of texts."""
+    return xxhash.xxh3_128("\n".join(parts).encode()).hexdigest()
+
+
+def _total_steps(config: RunConfig, train: SplitSummary, directory: Path) -> int:
+    duration = Duration.parse(config.duration)
+    batch = 1 if config.batch.per_rank is not None else config.batch.global_  # the plan divides by it
+    if duration.unit == "steps":
+        return int(duration.amount)
+    if duration.unit == "epochs":
+        return math.ceil(math.ceil(duration.amount * train.sequences) / batch)
+    lengths = TokenTable.open(directory, "train").sequence_tokens().tolist()
+    return steps_for_tokens(lengths, target=int(duration.amount), global_batch=batch, seed=config.seed)

@@ -1,0 +1,62 @@
+"""The thoughts of a row's answers: where rows have them, and where a template reads them. Pure."""
+
+import re
+
+from unisono.trainer.data import Conversation, Message
+from unisono.trainer.data.formats import THOUGHT_KEYS
+
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+def placed(conversation: Conversation, *, key: str | None, in_content: bool) -> Conversation:
+    """The conversation with the thought of each message where the template reads it.
+
+    A thought that the template reads nowhere stays under `reasoning_content`.
+
+    Args:
+        conversation: with thoughts under any of THOUGHT_KEYS.
+        key: that the template reads; None if there is none.
+        in_content: whether the template reads thoughts at the beginning of the content.
+    """
+    messages = [_placed(message, key, in_content=in_content) for message in conversation.messages]
+    return Conversation(messages, conversation.tools)
+
+
+def has_keys(conversation: Conversation) -> bool:
+    """Whether a message has a thought under a key."""
+    return any(key in message for message in conversation.messages for key in THOUGHT_KEYS)
+
+
+def stripped(conversation: Conversation) -> Conversation:
+    """The conversation without thoughts."""
+    return Conversation([_stripped(message) for message in conversation.messages], conversation.tools)
+
+
+def thought_of(message: Message) -> str:
+    """The thought that a message has under one of THOUGHT_KEYS; "" without one."""
+    texts = (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
+    return next((text for text in texts if text.strip()), "")
+
+
+def _placed(message: Message, key: str | None, *, in_content: bool) -> Message:
+    if not any(name in message for name in THOUGHT_KEYS):
+        return message
+    thought = thought_of(message)
+    rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
+    if not thought:
+        return rest
+    if key is None and in_content:
+        return rest | {"content": "\n".join(("<think>", thought, "</think>", "", rest["content"]))}
+    return rest | {key or THOUGHT_KEYS[0]: thought}
+
+
+def _stripped(message: Message) -> Message:
+    if message["role"] != "assistant":
+        return message
+    rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
+    return rest | {"content": _THOUGHT.sub("", rest["content"])}
+
+
+def key_in(source: str) -> str | None:
+    """The key under which a template reads thoughts; None if there is none."""
+    return next((name for name in THOUGHT_KEYS if re.search(rf"[.'\"]{name}\b", source)), None)

@@ -1,0 +1,663 @@
+"""Finds the directory of a model or tokenizer (a path, `builtin:NAME`, a hub id), and reads without
+torch what the model is.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from unisono.base.errors import ModelError
+from unisono.base.files import path_below, read_bytes
+from unisono.base.text import library_words, nearest, one_line
+from unisono.guard.facts import read_environment
+from unisono.guard.facts.environment import check_hub_answers, hub_silence, read_hub
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.model.file_settings import (
+    ADAPTER_FILE,
+    Quantization,
+    dense_headers,
+    find_adapters,
+    grouped_shapes,
+    quantization_of,
+    refuse_training,
+)
+from unisono.trainer.model.files import (
+    TensorHeader,
+    WeightContents,
+    check_directory,
+    check_tokenizer_files,
+    odd_weights,
+    read_contents,
+    read_json_object,
+    read_safetensors_header,
+    weight_files,
+)
+from unisono.trainer.plan.run_plan import ModelFacts
+
+_BUILTIN = "builtin:"
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""A tokenizer has at least one of these files."""
+_HIDDEN, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
+_MOST_LAYERS = 10_000  # no model has a thousand; each costs milliseconds before the first weight is read
+_LARGEST = 2**31
+_PACKED = ("U8", "I8", "I32")
+_TIMES_HELD = 4  # a config may ask for this many times the weights in the files, as layers may share theirs
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+
+
+def locate_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
+    """The directory with the model's files; of a run with full fine-tuning, that of its result.
+
+    `key` is where the config names it.
+
+    Raises:
+        ModelError: if there is no such directory or built-in model, or the hub does not provide it.
+    """
+    if path.startswith(_BUILTIN):
+        return _builtin(path)
+    directory = Path(path).expanduser()
+    if (directory / "plan.json").is_file() and (directory / "model" / "config.json").is_file():
+        directory /= "model"
+    if directory.is_dir():
+        check_directory(directory)
+        if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
+            raise ModelError.of(
+                f"{path} is not a model directory",
+                where=str(directory),
+                why="there is no config.json in it",
+                fix="pass the directory with config.json, the weights and the tokenizer",
+            )
+        return directory.resolve()
+    if _is_path(path):
+        raise ModelError.of(
+            f"there is no model directory {path}",
+            where=key,
+            fix="check the path; relative paths start at the working directory",
+        )
+    return from_hub(path, revision, key=key)
+
+
+def locate_tokenizer(config: RunConfig) -> Path:
+    """The directory with the tokenizer's files: the model's own unless `model.tokenizer` is set.
+
+    Raises:
+        ModelError: as locate_model, or if the directory has no tokenizer, or a file of it cannot be
+            read.
+    """
+    named = config.model.tokenizer
+    directory = _tokenizer_directory(named) if named else _own_tokenizer(config)
+    if not any((directory / name).is_file() for name in _TOKENIZER):
+        raise ModelError.of(
+            f"{directory} has no tokenizer",
+            where="model.tokenizer" if named else "model.path",
+            why=f"none of {', '.join(_TOKENIZER)} is in it",
+            fix="set model.tokenizer to the directory or hub id of a tokenizer",
+        )
+    check_tokenizer_files(directory)
+    return directory
+
+
+def _own_tokenizer(config: RunConfig) -> Path:
+    """The model's directory; one without a model is enough to show rows."""
+    directory = Path(config.model.path).expanduser()
+    if not (directory / "config.json").is_file() and any((directory / n).is_file() for n in _TOKENIZER):
+        return directory.resolve()
+    return locate_model(config.model.path, config.model.revision)
+
+
+def _tokenizer_directory(named: str) -> Path:
+    directory = Path(named).expanduser()
+    return directory.resolve() if directory.is_dir() else locate_model(named)
+
+
+def _builtin(path: str) -> Path:
+    name = path.removeprefix(_BUILTIN)
+    root = resources.files("unisono") / "builtin"
+    with resources.as_file(root) as folder:
+        known = (
+            sorted(entry.name for entry in folder.iterdir() if (entry / "config.json").is_file())
+            if folder.is_dir()
+            else []
+        )
+        if name in known:
+            return folder / name
+    near = nearest(name, known)
+    raise ModelError.of(
+        f"there is no built-in model {name!r}",
+        where="model.path",
+        fix=(
+            f"did you mean builtin:{near}?"
+            if near
+            else f"one of {', '.join(_BUILTIN + entry for entry in known)}"
+        ),
+    )
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a model's or tokenizer's name is a hub id: there is no such directory, and it does
+    not have the form of a path.
+    """
+    return not (path.startswith(_BUILTIN) or Path(path).expanduser().is_dir() or _is_path(path))
+
+
+def _is_path(path: str) -> bool:
+    """Whether it can only be a path: a hub id is NAME or OWNER/NAME of letters, digits, `-`, `_`
+    and `.`.
+    """
+    parts = path.split("/")
+    return len(parts) > 2 or path.startswith((".", "/", "~")) or not all(parts)
+
+
+def from_hub(path: str, revision: str | None, *, key: str, patterns: Sequence[str] = _DOWNLOADED) -> Path:
+    """The directory of a hub id in the hub's cache, with the files of these patterns, downloaded if
+    they are not there.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    folder = read_environment().hub_cache
+    hub = read_hub(folder)
+    silence = hub_silence(hub)
+    check_hub_answers()
+    fix = "set it to a branch, tag or commit of the model"
+    try:
+        path_below(folder, revision or "main")
+    except ValueError as error:
+        raise ModelError.of(
+            f"{path} has no revision {revision!r}", where="model.revision", why=str(error), fix=fix
+        ) from None
+    try:
+        return Path(
+            snapshot_download(
+                path, revision=revision, allow_patterns=list(patterns), local_files_only=bool(silence)
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelError.of(
+            f"access to {path} is restricted",
+            where=key,
+            why="the model is gated",
+            fix="accept its terms on its page of the hub, and set HF_TOKEN in the environment",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError.of(
+            f"{path} has no revision {revision!r}", where="model.revision", fix=fix
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory on this machine nor a visible model at {hub.endpoint}",
+            where=key,
+            why="it does not exist there, or it is private" + ("" if hub.token else ", and no token is set"),
+            fix="check the spelling; for a private one set HF_TOKEN; for a directory write ./NAME",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError.of(
+            f"{path} is neither a directory on this machine nor available from the hub",
+            where=key,
+            why=f"it is not in {folder}, and {silence or error}",
+            fix=(
+                f"unset {hub.offline}, or copy the hub's cache from a machine that has it"
+                if hub.offline
+                else (
+                    "check the spelling and the network (a proxy is named by HTTPS_PROXY, a mirror by"
+                    " HF_ENDPOINT); for a directory write ./NAME"
+                )
+            ),
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError.of(
+            f"{path} is neither a directory on this machine nor available from the hub",
+            where=key,
+            why=library_words(error, library="huggingface_hub"),
+            fix="check the spelling and the network; for a directory write ./NAME",
+        ) from error
+
+
+VerifyFiles = Callable[[Path, dict[str, tuple[int, str]]], None]
+"""Called with a model's directory, and size and XXH3-128 of its files by name; raises if they are
+not as expected.
+"""
+
+
+def inspect_model(
+    config: RunConfig, *, verify_files: VerifyFiles = lambda _directory, _digests: None
+) -> ModelFacts:
+    """The figures of the config's model; downloads it first if it is a hub id.
+
+    Reads its weights once.
+
+    Args:
+        config: of the run.
+        verify_files: called after all files are read, before NaN and infinite weights are refused:
+            damage can cause such values.
+
+    Raises:
+        ModelError: if files are missing, damaged, or do not belong together, or weights are NaN or
+            infinite.
+    """
+    directory = locate_model(config.model.path, config.model.revision)
+    settings = read_model_config(directory)
+    refuse_other_task(directory, settings, reward=config.objective == "reward")
+    _refuse_lost_parts(directory, settings)
+    text = settings.get("text_config", settings)
+    quantized = quantization_of(config.model, directory, settings)
+    refuse_training(config, directory, quantized)
+    if config.model.weights == "random":
+        return _facts_from_config(directory, settings, text, quantized)
+    files = weight_files(directory)
+    headers = [header for file in files for header in read_safetensors_header(file)]
+    refuse_larger_config(directory, text, headers)
+    if config.objective == "reward":  # the head of a language model is not loaded
+        headers = [header for header in headers if header.name != "lm_head.weight"]
+    contents = {file: read_contents(file) for file in files}
+    digests = {"config.json": _digest_file(directory / "config.json")} | {
+        file.name: (found.bytes, found.digest) for file, found in contents.items()
+    }
+    verify_files(directory, digests)
+    if config.adapter is not None:
+        contents |= _read_adapters(config, digests, verify_files)
+    if config.preference.reference != "auto":
+        contents |= _read_reference(config.preference.reference, text, digests, verify_files)
+    odd = {file: found.odd for file, found in contents.items() if found.odd}
+    if odd:
+        raise odd_weights(odd)
+    known = _quantized_facts(quantized)
+    if quantized is not None and quantized.layout:
+        shapes = grouped_shapes(quantized, headers, str(directory))
+        headers = dense_headers(headers, shapes)
+        weights = sum(shape.outs * shape.ins for shape in shapes.values())
+        known["quantized_bits"] = sum(s.outs * s.ins * s.bits for s in shapes.values()) / weights
+        known["quantized_bytes"] = sum(shape.bytes for shape in shapes.values()) / weights
+    elif quantized is not None and quantized.stored:  # the shapes in its files are those of packed values
+        facts = _facts_from_config(directory, settings, text, quantized)
+        size = sum(file.stat().st_size for file in files)
+        return facts.model_copy(update={"weight_bytes": size, "digest": _digest(digests)})
+    matrices = [h.shape for h in headers if len(h.shape) == 2 and not is_embedding(h.name)]
+    return ModelFacts(
+        directory=str(directory),
+        model_type=str(settings.get("model_type", "unknown")),
+        parameters=sum(_count(h.shape) for h in headers),
+        hidden_size=_positive_int(text, *_HIDDEN),
+        layers=_positive_int(text, *_LAYERS),
+        intermediate_size=_positive_int(
+            text, "intermediate_size", "n_inner", default=4 * _positive_int(text, *_HIDDEN)
+        ),
+        vocab_size=_positive_int(text, "vocab_size"),
+        linear_parameters=sum(_count(shape) for shape in matrices),
+        linear_in_out=sum(sum(shape) for shape in matrices),
+        weight_bytes=sum(file.stat().st_size for file in files),
+        digest=_digest(digests),
+        positions=_positions(text),
+        has_plain_mlps=_has_plain_mlps(text, [header.name for header in headers]),
+        norms_heads=any(".q_norm." in header.name for header in headers),
+        ties_head=config.objective != "reward" and _ties_head(settings, text, headers),
+        **known,
+    )
+
+
+def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
+    """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the
+    names of the weights.
+    """
+    gates = sum(name.endswith((".mlp.gate_proj.weight", ".mlp.gate_proj.qweight")) for name in names)
+    layers = _positive_int(text, *_LAYERS)
+    return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
+
+
+def _ties_head(settings: dict[str, Any], text: dict[str, Any], headers: list[TensorHeader]) -> bool:
+    """Whether embedding and head share one matrix; what config.json leaves open depends on the
+    model type, but files have no such head.
+    """
+    for part in (text, settings):
+        if isinstance(part.get("tie_word_embeddings"), bool):
+            return bool(part["tie_word_embeddings"])
+    return not any(header.name.endswith(("lm_head.weight", "embed_out.weight")) for header in headers)
+
+
+def _is_silu(text: dict[str, Any]) -> bool:
+    return text.get("hidden_act", "silu") in ("silu", "swish")
+
+
+def _quantized_facts(quantized: Quantization | None) -> dict[str, Any]:
+    if quantized is None:
+        return {}
+    return {
+        "quantized": quantized.kind,
+        "quantized_double": quantized.double,
+        "quantized_embeddings": quantized.embeddings,
+    }
+
+
+def _read_adapters(
+    config: RunConfig, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+) -> dict[Path, WeightContents]:
+    """Reads the adapters that the config names, and adds their digests by config key."""
+    found: dict[Path, WeightContents] = {}
+    assert config.adapter is not None
+    for adapter in find_adapters(config.adapter, reward=config.objective == "reward"):
+        file = adapter.directory / ADAPTER_FILE
+        found[file] = contents = read_contents(file)
+        verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
+        what = f"{contents.digest} {adapter.kind} {adapter.rank} {adapter.scaling!r}"
+        digests[f"{adapter.key} {ADAPTER_FILE}"] = (contents.bytes, what)
+    return found
+
+
+def _read_reference(
+    named: str, text: dict[str, Any], digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+) -> dict[Path, WeightContents]:
+    """Reads the weights of the reference of preference objectives, and adds their digests by config
+    key.
+
+    Raises:
+        ModelError: if it has a different vocabulary than the model, whose tokens it has to read.
+    """
+    directory = locate_model(named, key="preference.reference")
+    settings = read_model_config(directory)
+    size, own = settings.get("text_config", settings).get("vocab_size"), text.get("vocab_size")
+    if size != own:
+        raise ModelError.of(
+            f"the reference has {size} tokens, and the model {own}",
+            where=f"preference.reference: {named}",
+            why="both must read the same tokens",
+            fix="use a model of the same family, or set preference.reference: auto",
+        )
+    found = {file: read_contents(file) for file in weight_files(directory)}
+    own_digests = {file.name: (contents.bytes, contents.digest) for file, contents in found.items()}
+    own_digests["config.json"] = _digest_file(directory / "config.json")
+    verify_files(directory, own_digests)
+    digests |= {f"preference.reference {name}": value for name, value in own_digests.items()}
+    return found
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """config.json as a mapping.
+
+    Raises:
+        ModelError: if it is missing or is not a JSON object, or has no model type or impossible
+            sizes.
+    """
+    file = directory / "config.json"
+    try:
+        settings = read_json_object(file, fix="copy it again")
+    except FileNotFoundError:
+        raise ModelError.of(
+            f"{directory} has no config.json", where=str(file), fix="use a model in the Hugging Face layout"
+        ) from None
+    kind = settings.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError.of(
+            "config.json has no model_type" if kind is None else f"model_type in config.json is {kind!r}",
+            where=str(file),
+            why="it selects the model's code in transformers",
+            fix="copy config.json of the model again",
+        )
+    text = settings.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ModelError.of(
+            "text_config in config.json is not a JSON object", where=str(file), fix="copy it again"
+        )
+    for part in (settings, text):
+        _refuse_odd_numbers(file, part)
+    return settings
+
+
+def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
+    """Refuses sizes that no model has; some model types have a list of sizes, one for each
+    layer.
+    """
+    for name in (*_HIDDEN, *_LAYERS, "num_attention_heads", "n_head", "vocab_size"):
+        value, most = settings.get(name), _MOST_LAYERS if name in _LAYERS else _LARGEST
+        if (
+            value is not None
+            and not isinstance(value, list)
+            and not (type(value) is int and 0 < value < most)
+        ):
+            raise ModelError.of(
+                f"{name} in config.json of the model must be a number from 1 to {most:,}",
+                where=str(file),
+                why=f"{name} is {one_line(repr(value), limit=60)}",
+                fix="copy config.json of the model again",
+            )
+
+
+def refuse_larger_config(directory: Path, text: dict[str, Any], headers: Sequence[TensorHeader]) -> None:
+    """Refuses a config.json for a far larger model than the files hold: the rest would be
+    allocated, and drawn at random.
+
+    Args:
+        directory: of the model.
+        text: the part of its config.json that describes the language model.
+        headers: of all its weights.
+
+    Raises:
+        ModelError: with the numbers.
+    """
+    hidden, layers = _positive_int(text, *_HIDDEN, default=1), _positive_int(text, *_LAYERS, default=1)
+    inner, vocab, head = (
+        _positive_int(text, name, default=1) for name in ("intermediate_size", "vocab_size", "head_dim")
+    )
+    heads = _positive_int(text, "num_attention_heads", "n_head", default=1)
+    least = vocab * hidden + layers * hidden * max(hidden, inner, head * heads)
+    # Packed integers hold up to four weights in a byte.
+    held = sum(4 * (h.end - h.begin) if h.dtype in _PACKED else _count(h.shape) for h in headers)
+    if least > _TIMES_HELD * held or layers > len(headers):
+        raise ModelError.of(
+            f"config.json is that of a larger model: {layers:,} layers and at least {least:,} parameters",
+            where=str(directory / "config.json"),
+            why=f"the weight files have {len(headers):,} tensors, with at most {held:,} parameters",
+            fix="use config.json and weights of the same model",
+        )
+
+
+def is_classifier(settings: dict[str, Any]) -> bool:
+    """Whether config.json is that of a sequence classification model, as reward models are."""
+    names = settings.get("architectures") or []
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool) -> bool:
+    """Whether the model in a directory is a reward model already, with a head for its value.
+
+    Args:
+        directory: of the model.
+        settings: its config.json.
+        reward: whether it has to be a reward model, or to become one.
+
+    Raises:
+        ModelError: if it is a classifier, and a language model is wanted; or if it cannot be a
+            reward model.
+    """
+    where, classifies = str(directory / "config.json"), is_classifier(settings)
+    if not reward:
+        if classifies:
+            raise ModelError.of(
+                f"{directory} is a reward model, or another classifier, not a language model",
+                where=where,
+                why=f"architectures is {', '.join(map(str, settings['architectures']))}",
+                fix="use a language model, or set objective: reward to train it further",
+            )
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    name = "AutoModelForSequenceClassification"
+    known = settings["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    own_code = settings.get("auto_map")
+    if not known and not (isinstance(own_code, dict) and name in own_code):
+        raise no_reward_model(directory, settings["model_type"], f"it has no {name} in transformers")
+    names = settings.get("id2label")
+    labels = len(names) if isinstance(names, dict) else settings.get("num_labels", 2)  # transformers' default
+    if classifies and labels != 1:
+        raise ModelError.of(
+            f"the classifier in {directory} has {labels} labels",
+            where=where,
+            why="a reward is one value",
+            fix="use a language model, or a classifier with one label",
+        )
+    return classifies
+
+
+def _refuse_lost_parts(directory: Path, settings: dict[str, Any]) -> None:
+    """Refuses a multimodal checkpoint whose text part alone is what transformers loads for text.
+
+    Raises:
+        ModelError: with how to get a model of text from it.
+    """
+    names = settings.get("architectures")
+    own = str(names[0]) if isinstance(names, list) and names else ""
+    if "text_config" not in settings or not own.endswith("ForConditionalGeneration"):
+        return
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings["model_type"], own)
+    if own == text:  # what is trained is the checkpoint's own class
+        return
+    raise ModelError.of(
+        f"{directory} is a multimodal model, and rows of text would train another model than that",
+        where=str(directory / "config.json"),
+        why=(
+            f"transformers loads its text part alone, as {text}: in {own}, the class of the checkpoint, an"
+            " adapter of it would change nothing, and a merged or fully trained model would lack everything"
+            " else"
+        ),
+        fix=(
+            'train its text part as a model of its own: python -c "from transformers import'
+            " AutoModelForCausalLM as M, AutoTokenizer as T;"
+            f" [c.from_pretrained('{directory}').save_pretrained('TEXT') for c in (M, T)]\", and set"
+            " model.path: TEXT"
+        ),
+    )
+
+
+def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
+    """The error for a model that cannot become a reward model."""
+    return ModelError.of(
+        f"a model of type {kind} cannot become a reward model",
+        where=str(directory / "config.json"),
+        why=why,
+        fix="use a decoder of another family, e.g. Llama or Qwen",
+    )
+
+
+def _facts_from_config(
+    directory: Path, settings: dict[str, Any], text: dict[str, Any], quantized: Quantization | None
+) -> ModelFacts:
+    """Estimated figures of a model whose weights are not read; the worker counts them exactly."""
+    facts = facts_of_shape(text, model_type=str(settings.get("model_type", "unknown")))
+    digest = _digest({"config.json": _digest_file(directory / "config.json")})
+    known = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
+    if quantized is not None and quantized.layout:
+        stored = settings["quantization_config"]
+        group = stored.get("group_size")
+        size = group if isinstance(group, int) and group > 0 else facts.hidden_size
+        known |= {"quantized_bits": stored["bits"], "quantized_bytes": stored["bits"] / 8 + 3 / size}
+    return facts.model_copy(update=known)
+
+
+def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> ModelFacts:
+    """The figures of a decoder by its config.json alone, if its blocks are those of Llama.
+
+    Raises:
+        ModelError: if a number is missing.
+    """
+    hidden, layers = _positive_int(settings, *_HIDDEN), _positive_int(settings, *_LAYERS)
+    intermediate = _positive_int(settings, "intermediate_size", "n_inner", default=4 * hidden)
+    vocab = _positive_int(settings, "vocab_size")
+    heads = _positive_int(settings, "num_attention_heads", "n_head", default=1)
+    head = _positive_int(settings, "head_dim", default=hidden // heads)
+    q, kv = head * heads, head * _positive_int(settings, "num_key_value_heads", default=heads)
+    block = 2 * hidden * q + 2 * hidden * kv + 3 * hidden * intermediate
+    in_out = 2 * (hidden + q) + 2 * (hidden + kv) + 3 * (hidden + intermediate)
+    embeddings = vocab * hidden * (1 if settings.get("tie_word_embeddings", True) else 2)
+    return ModelFacts(
+        directory="",
+        model_type=model_type,
+        parameters=layers * (block + 2 * hidden) + embeddings + hidden,
+        hidden_size=hidden,
+        layers=layers,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        linear_parameters=layers * block,
+        linear_in_out=layers * in_out,
+        weight_bytes=0,
+        digest="",
+        positions=_positions(settings),
+        has_plain_mlps=_is_silu(settings)
+        and not settings.get("mlp_bias")
+        and not any("expert" in name for name in settings),
+        norms_heads=model_type.startswith("qwen3"),  # there are no weights to look at
+    )
+
+
+def _positive_int(settings: dict[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        value = settings.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    if default is not None:
+        return default
+    raise ModelError.of(
+        f"{names[0]} in config.json of the model is not a positive integer",
+        where=names[0],
+        why=_why_no_number(settings, names),
+        fix="use a causal language model in the Hugging Face layout",
+    )
+
+
+def _positions(text: dict[str, Any]) -> int:
+    """The positions that RoPE is scaled from: the original ones if it is already scaled."""
+    for value in (text.get("rope_parameters"), text.get("rope_scaling"), text):
+        if isinstance(value, dict):
+            name = "max_position_embeddings" if value is text else "original_max_position_embeddings"
+            if isinstance(value.get(name), int):
+                return int(value[name])
+    return 0
+
+
+def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:
+    there = [name for name in names if name in settings]
+    if there:
+        return f"{there[0]} is {one_line(repr(settings[there[0]]), limit=60)}"
+    return "it is not a supported language model"
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor of this name is an embedding or a head; adapters do not change these."""
+    return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    product = 1
+    for n in shape:
+        product *= n
+    return product
+
+
+def _digest(digests: dict[str, tuple[int, str]]) -> str:
+    """The digest of file names and contents."""
+    total = hashlib.sha256()
+    for name, (_, digest) in digests.items():
+        total.update(f"{name} {digest}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def _digest_file(file: Path) -> tuple[int, str]:
+    data = read_bytes(file)
+    return len(data), xxhash.xxh3_128_hexdigest(data)

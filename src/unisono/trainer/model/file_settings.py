@@ -1,0 +1,451 @@
+"""What a model's and an adapter's files contain, compared with the config: the adapters it starts
+from, and how weights are quantized.
+
+Without torch.
+"""
+
+from dataclasses import dataclass
+from importlib import metadata
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+from unisono.base.errors import ModelError, Problem
+from unisono.trainer.config.schema import AdapterSection, ModelSection, RunConfig
+from unisono.trainer.model.files import TensorHeader, read_json_object
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_SETTINGS = "adapter_config.json"
+_FIX = "copy adapter_config.json again"
+_REWARD = "SEQ_CLS"
+_REWARD_HEADS = {"score", "classifier"}
+"""Heads that peft stores with every adapter of a classifier, whether they are listed or not."""
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in a directory.
+
+    Attributes:
+        key: the config key that names it.
+        directory: with ADAPTER_FILE and ADAPTER_SETTINGS.
+        settings: the contents of ADAPTER_SETTINGS.
+    """
+
+    key: str
+    directory: Path
+    settings: dict[str, Any]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that decide what it does."""
+        return [self.directory / ADAPTER_SETTINGS, self.directory / ADAPTER_FILE]
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return int(self.settings["r"])
+
+    @property
+    def kind(self) -> str:
+        """As in `adapter.kind`."""
+        if self.settings.get("use_dora"):
+            return "dora"
+        return "rslora" if self.settings.get("use_rslora") else "lora"
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether it belongs to a reward model, or to another classifier."""
+        return bool(self.settings.get("task_type") == _REWARD)
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B·A."""
+        alpha = float(self.settings["lora_alpha"])
+        return alpha / (sqrt(self.rank) if self.kind == "rslora" else self.rank)
+
+
+def find_adapters(section: AdapterSection, *, reward: bool) -> list[StoredAdapter]:
+    """The adapters of `adapter.merge` in order, and that of `adapter.from` last, if there are any.
+
+    Args:
+        section: `adapter` of the config.
+        reward: whether a reward model is trained.
+
+    Raises:
+        ModelError: if one is missing, is not a LoRA adapter, or differs from what the section says.
+    """
+    found = [_read(name, f"adapter.merge.{i}") for i, name in enumerate(section.merge)]
+    for adapter in found:
+        _refuse_unmergeable(adapter)
+    if section.from_ is not None:
+        found.append(_read(section.from_, "adapter.from"))
+        _refuse_other_task(found[-1], reward=reward)
+        _refuse_differences(found[-1], section)
+    return found
+
+
+def adapter_directory(name: str, key: str) -> Path:
+    """The directory of an adapter: the one that is named, or `adapter` in that of a run.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    directory = Path(name).expanduser()
+    for place in (directory, directory / "adapter"):
+        if (place / ADAPTER_SETTINGS).is_file() and (place / ADAPTER_FILE).is_file():
+            return place.resolve()
+    raise ModelError.of(
+        f"there is no adapter in {name}",
+        where=key,
+        why=(
+            f"neither it nor its folder `adapter` has {ADAPTER_SETTINGS} and {ADAPTER_FILE}"
+            if directory.is_dir()
+            else "there is no such directory; relative paths start at the working directory"
+        ),
+        fix="pass the directory of an adapter in peft's layout, or of a finished run",
+    )
+
+
+def _read(name: str, key: str) -> StoredAdapter:
+    directory = adapter_directory(name, key)
+    file = directory / ADAPTER_SETTINGS
+    settings = read_json_object(file, fix=_FIX)
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ModelError.of(
+            f"{name} is an adapter of type {kind!r}",
+            where=key,
+            why="only LoRA, rsLoRA and DoRA are trained",
+            fix="use a LoRA adapter, or merge it into the model first",
+        )
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise ModelError.of(
+            f"r is {rank!r} and lora_alpha {alpha!r}",
+            where=str(file),
+            why="both must be numbers above 0",
+            fix=_FIX,
+        )
+    uneven = [name for name in ("rank_pattern", "alpha_pattern") if settings.get(name)]
+    if uneven:
+        raise ModelError.of(
+            f"the modules of {name} have different ranks or scales ({uneven[0]} in {ADAPTER_SETTINGS})",
+            where=key,
+            why="an adapter has one rank and one alpha here",
+            fix="`unisono export --merge` writes the model with this adapter merged; train on that",
+        )
+    return StoredAdapter(key, directory, settings)
+
+
+def _refuse_unmergeable(adapter: StoredAdapter) -> None:
+    """Refuses an adapter whose change of the base weights is more than B·A: the result could not be
+    stored as an adapter.
+    """
+    what = None
+    if adapter.kind == "dora":
+        what = "it is a DoRA adapter"
+    elif adapter.settings.get("modules_to_save"):
+        what = f"it has fully trained modules ({', '.join(adapter.settings['modules_to_save'])})"
+    if what is not None:
+        raise ModelError.of(
+            f"{adapter.directory} cannot be merged in memory",
+            where=adapter.key,
+            why=f"{what}, which an adapter on the unchanged base model cannot express",
+            fix="`unisono export --merge` writes the model with this adapter merged; set model.path to that",
+        )
+
+
+def _refuse_other_task(adapter: StoredAdapter, *, reward: bool) -> None:
+    """Refuses to continue an adapter of a language model as that of a reward model, and the
+    reverse.
+    """
+    if adapter.is_reward == reward:
+        return
+    kinds = ("a language model", "a reward model")
+    raise ModelError.of(
+        f"{adapter.directory} is an adapter of {kinds[adapter.is_reward]}, and {kinds[reward]} is trained",
+        where=adapter.key,
+        why=f"task_type is {adapter.settings.get('task_type')!r} in {ADAPTER_SETTINGS}",
+        fix=(
+            "move it to adapter.merge: training starts from the model with it merged"
+            if reward
+            else "set objective: reward, or use an adapter of a language model"
+        ),
+    )
+
+
+def _refuse_differences(adapter: StoredAdapter, section: AdapterSection) -> None:
+    """Refuses what `adapter` says differently from the adapter that training continues with."""
+    implied = _REWARD_HEADS if adapter.is_reward else set()
+    modules = sorted({*(adapter.settings.get("modules_to_save") or [])} - implied)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("kind", section.kind, adapter.kind),
+        ("rank", section.rank, adapter.rank),
+        ("alpha", float(section.alpha), float(adapter.settings["lora_alpha"])),
+        ("modules_to_save", sorted({*section.modules_to_save} - implied), modules),
+    ]
+    problems = [
+        Problem(
+            f"adapter.{key} is {_shown(mine)}, and {_shown(theirs)} in"
+            f" {adapter.directory / ADAPTER_SETTINGS}",
+            f"adapter.{key}",
+            "training continues with that adapter's weights",
+            f"set adapter.{key}: {_shown(theirs)}",
+        )
+        for key, mine, theirs in pairs
+        if mine != theirs
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+Kind = Literal["nf4", "fp4", "int8", "gptq", "awq"]
+LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+"""The layouts that are read of files of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978); in the
+first, zero points are stored less one.
+"""
+_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,)}  # bits of a weight
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
+_LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
+"""What transformers needs to quantize weights and to read quantized ones, with the first tested
+version.
+"""
+_INSTALL = "pip install bitsandbytes accelerate"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the linear layers of a base model are quantized.
+
+    Attributes:
+        kind: the data type of bitsandbytes (nf4, fp4, int8), or the method by which files were
+            quantized.
+        double: whether the scales of blocks are quantized, too.
+        stored: whether the model's files have quantized weights; if not, weights are quantized when
+            they are loaded.
+        layout: of files of GPTQ and AWQ, one of LAYOUTS.
+        embeddings: whether embedding and head are in int8, too.
+    """
+
+    kind: Kind
+    double: bool
+    stored: bool
+    layout: str = ""
+    embeddings: bool = False
+
+
+def quantization_of(section: ModelSection, directory: Path, settings: dict[str, Any]) -> Quantization | None:
+    """How the weights in memory will be quantized; None if they will not be.
+
+    Args:
+        section: `model` of the config.
+        directory: of the model.
+        settings: its config.json.
+
+    Raises:
+        ModelError: if the files are quantized in another way than the config says, or a library is
+            missing.
+    """
+    stored = stored_quantization(directory, settings)
+    if stored is None:
+        if section.quantize is None:
+            return None
+        _require_libraries(f"model.quantize: {section.quantize}")
+        double = section.quantize_double and section.quantize != "int8"
+        return Quantization(section.quantize, double, stored=False, embeddings=section.quantize_embeddings)
+    if section.quantize not in (None, stored.kind):
+        raise ModelError.of(
+            f"the weights in {directory} are already quantized as {stored.kind}",
+            where=f"model.quantize: {section.quantize}",
+            why="quantized weights are not quantized again",
+            fix="set model.quantize: null, or use the model's original files",
+        )
+    if section.quantize_embeddings:
+        raise ModelError.of(
+            f"the weights in {directory} are already quantized as {stored.kind}",
+            where="model.quantize_embeddings: true",
+            why="their embedding and head are left as they are in the files",
+            fix="set model.quantize_embeddings: false, or use the model's original files",
+        )
+    return stored
+
+
+def refuse_training(config: RunConfig, directory: Path, stored: Quantization | None) -> None:
+    """Refuses to train weights themselves that are quantized in their files.
+
+    Raises:
+        ModelError: if there is no adapter, or it changes the base weights.
+    """
+    adapter = config.adapter
+    if stored is None or not stored.stored:
+        return
+    if adapter is None:
+        raise ModelError.of(
+            f"the weights in {directory} are quantized as {stored.kind}, and cannot be trained themselves",
+            where="adapter: null",
+            fix="set adapter: {kind: lora}, or use the model's original files",
+        )
+    for key, is_set in (("init: pissa", adapter.init == "pissa"), ("merge", bool(adapter.merge))):
+        if is_set:
+            raise ModelError.of(
+                f"the weights in {directory} are quantized as {stored.kind}, and cannot be changed",
+                where=f"adapter.{key}",
+                fix=f"remove adapter.{key.partition(':')[0]}, or use the model's original files",
+            )
+
+
+def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantization | None:
+    """How the weights in a model's files are quantized, by its config.json.
+
+    Raises:
+        ModelError: if the method is not supported, or its library is missing.
+    """
+    found = settings.get("quantization_config")
+    if not isinstance(found, dict):
+        return None
+    method = str(found.get("quant_method", "bitsandbytes"))
+    where = str(directory / "config.json")
+    if method == "bitsandbytes":
+        _require_libraries(f"{where}: quant_method {method}")
+        if found.get("load_in_8bit") or found.get("_load_in_8bit"):
+            return Quantization("int8", double=False, stored=True)
+        kind: Kind = "nf4" if found.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+        return Quantization(kind, bool(found.get("bnb_4bit_use_double_quant")), stored=True)
+    if method in LAYOUTS:
+        return _grouped(method, found, directory)
+    raise ModelError.of(
+        f"the weights in {directory} are quantized with {method!r}",
+        where=where,
+        why="bitsandbytes, GPTQ and AWQ are read",
+        fix=_ORIGINAL,
+    )
+
+
+def _grouped(method: str, found: dict[str, Any], directory: Path) -> Quantization:
+    """How weights are stored that GPTQ or AWQ quantized."""
+    named = [str(found[key]).lower() for key in ("checkpoint_format", "version", "format") if found.get(key)]
+    layout = named[0] if named else LAYOUTS[method][0]
+    what = None
+    if layout not in LAYOUTS[method] or found.get("is_marlin_format"):
+        what = f"in the layout {layout if layout not in LAYOUTS[method] else 'marlin'!r}"
+    elif found.get("bits") not in _WIDTHS[method]:
+        what = f"to {found.get('bits')} bits"
+    if what is not None:
+        raise ModelError.of(
+            f"the weights in {directory} are quantized with {method.upper()} {what}",
+            where=str(directory / "config.json"),
+            why=f"{' and '.join(LAYOUTS[method])} with {', '.join(map(str, _WIDTHS[method]))} bits are read",
+            fix=_ORIGINAL,
+        )
+    return Quantization("gptq" if method == "gptq" else "awq", double=False, stored=True, layout=layout)
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """A matrix (outs, ins) in files of GPTQ or AWQ: `bits` for each weight, and a scale and a zero
+    point for each of `groups` of inputs.
+
+    `parts` are its tensors by their last name.
+    """
+
+    outs: int
+    ins: int
+    bits: int
+    groups: int
+    parts: dict[str, TensorHeader]
+
+    @property
+    def bytes(self) -> float:
+        """Of weights, scales and zero points in memory."""
+        return self.outs * (self.ins * self.bits / 8 + self.groups * 3)
+
+
+def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -> dict[str, GroupedShape]:
+    """The matrices that GPTQ or AWQ quantized, by the name of their layer.
+
+    Raises:
+        ModelError: if there are none, if shapes contradict each other, or if the head is among
+            them.
+    """
+    parts: dict[str, dict[str, TensorHeader]] = {}
+    for header in headers:
+        layer, _, last = header.name.rpartition(".")
+        if last in _PARTS:
+            parts.setdefault(layer, {})[last] = header
+    found = {layer: _grouped_shape(how, layer, tensors, where) for layer, tensors in parts.items()}
+    head = next((layer for layer in found if layer.endswith("lm_head")), None)
+    if head is not None or not found:
+        raise ModelError.of(
+            f"{head} is quantized" if head else f"no weight is quantized with {how.kind.upper()}",
+            where=where,
+            why="the head is computed with dense weights" if head else "it is the method in config.json",
+            fix=_ORIGINAL if head else "copy config.json and the weights again",
+        )
+    return found
+
+
+def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> GroupedShape:
+    shapes = {name: header.shape for name, header in parts.items()}
+    packed, zeros, scales = (shapes.get(name, ()) for name in _PARTS[:3])
+    dtypes = {parts[name].dtype for name in ("qweight", "qzeros") if name in parts}
+    if dtypes == {"I32"} and len(packed) == len(zeros) == len(scales) == 2 and all(scales):
+        groups, outs = scales
+        bits = zeros[1] * 32 // outs
+        ins = packed[0] if how.kind == "awq" else packed[0] * 32 // max(bits, 1)
+        wanted = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
+        fits = (packed, zeros) == (wanted, (groups, outs * bits // 32)) and ins % groups == 0
+        if fits and bits in _WIDTHS[how.kind] and shapes.get("g_idx", (ins,)) == (ins,):
+            return GroupedShape(outs, ins, bits, groups, parts)
+    raise ModelError.of(
+        f"the tensors of {layer} are not those of a matrix that {how.kind.upper()} quantized to"
+        f" {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
+        where=where,
+        why=", ".join(f"{name} {parts[name].dtype} {shape}" for name, shape in shapes.items()),
+        fix=f"copy the weights again, or {_ORIGINAL}",
+    )
+
+
+def dense_headers(headers: list[TensorHeader], shapes: dict[str, GroupedShape]) -> list[TensorHeader]:
+    """The tensors of the model before it was quantized."""
+    kept = [h for h in headers if h.name.rpartition(".")[2] not in _PARTS]
+    return kept + [
+        TensorHeader(f"{layer}.weight", "I32", (shape.outs, shape.ins)) for layer, shape in shapes.items()
+    ]
+
+
+def _require_libraries(where: str) -> None:
+    """Refuses quantized weights where a library is missing or too old.
+
+    Raises:
+        ModelError: with how to install it.
+    """
+    for name, least in _LIBRARIES.items():
+        version = installed(name)
+        if version is None or _release(version) < least:
+            wanted = ".".join(map(str, least))
+            raise ModelError.of(
+                f"quantized weights need {name} {wanted} or newer, which is not installed"
+                + (f": {version} is" if version else ""),
+                where=where,
+                fix=f"{_INSTALL}, or set model.quantize: null",
+            )
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package; None if it is missing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

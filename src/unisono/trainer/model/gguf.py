@@ -1,0 +1,576 @@
+"""GGUF, the files of llama.cpp and Ollama: settings, tensors and tokenizer of a model, written and
+read back.
+
+The package `gguf` has the names of tensors of all architectures. What a tensor must look like
+differs for some; this module knows the architectures in ARCHITECTURES. How llama.cpp splits words
+is found by trying what it knows.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from gguf import GGUFReader, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer
+
+from unisono.base.errors import IntegrityError, ModelError
+from unisono.base.text import one_line
+from unisono.trainer.model.gguf_limits import GEMMAS, find_difference, longest_context
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+}
+"""By the `model_type` of config.json."""
+DTYPES = {
+    "f32": (GgmlType.F32, LlamaFileType.ALL_F32),
+    "f16": (GgmlType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GgmlType.BF16, LlamaFileType.MOSTLY_BF16),
+}
+"""What is written without llama.cpp's own tool: the type of matrices; vectors are always
+float32.
+"""
+_INTERLEAVED = ("llama", "mistral")
+"""Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
+_QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
+
+Setting = tuple[str, str, Any]
+"""A key, the type of GGUF ("uint32", "float32", "bool", "string", "array"), and the value."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "gpt-2": ((_GPT2,), False),
+    "qwen2": ((_LLAMA3 % "",), False),
+    "llama-bpe": ((_LLAMA3 % "{1,3}",), True),
+    "dbrx": ((_LLAMA3 % "{1,3}",), False),
+    "smollm": ((r"\p{N}", _GPT2), False),
+    "tekken": ((_CASED,), True),
+    "bloom": ((r" ?[^(\s|.,!?…。，、।۔،)]+",), False),
+}
+"""llama.cpp's names for ways to split a text before merges; whether a word that is a token is taken
+without merging.
+"""
+TEXTS = (
+    "Hello, world! It's 10:45 on May 3rd, 2026; that'll be $1,234.50 (or €99).",
+    "don't I'VE we'd THEY'LL 'still' 'title' \"quoted\" — dash – and…",
+    "  two  spaces\tand\ttabs \n\n new lines\r\n   indented\n\n\nend  ",
+    'def f(x):\n    return x**2 + 3*y_1  # comment\n\n{"intent": "timer", "minutes": 15}',
+    "https://example.org/a?b=c&d=%20 me@mail.com #tag @user C:\\path\\file.txt",
+    "你好，世界。今天是2026年5月3日！ こんにちは 안녕하세요 Привет мир Ελληνικά עברית العربية",
+    "naïve café résumé Ångström ﬁ ½ ² 🙂🙃👩‍👩‍👧 ~`|^<>[]{}()=+-*/_",
+    "('still) [\"'twas'] x't 'move",
+    "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e.",
+)
+"""Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer."""
+_PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model of transformers is laid out in a GGUF file.
+
+    Attributes:
+        config: of the text model.
+        kind: its `model_type`.
+        names: from names of transformers to those of llama.cpp.
+    """
+
+    config: Any
+    kind: str
+    names: Any
+
+    @classmethod
+    def of(cls, config: Any) -> "Layout":
+        """The layout for a config of transformers.
+
+        Raises:
+            ModelError: if the architecture, or a setting of it, cannot be written.
+        """
+        text = config.get_text_config()
+        kind = str(text.model_type)
+        if kind not in ARCHITECTURES:
+            raise ModelError.of(
+                f"a model of type {kind} cannot be written as GGUF here",
+                where="config.json: model_type",
+                why=f"the types that can be are {', '.join(ARCHITECTURES)}",
+                fix=(
+                    "write a directory with `unisono export --merge`, and convert it with llama.cpp's"
+                    " convert_hf_to_gguf.py"
+                ),
+            )
+        found = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
+        found._check()
+        return found
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name."""
+        return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[self.kind]]
+
+    @property
+    def head_dim(self) -> int:
+        """Of a head of attention."""
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self._heads)
+
+    @property
+    def _heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def _rope(self) -> dict[str, Any]:
+        """The rotary settings, those of the layers that see all tokens."""
+        found: dict[str, Any] = self.config.rope_parameters or {}
+        return found.get("full_attention", found)
+
+    def _check(self) -> None:
+        found = find_difference(self.kind, self.config)
+        if found is not None:
+            key, value, why = found
+            raise ModelError.of(
+                f"llama.cpp has nothing for {key} {one_line(value, limit=60)} in a model of type {self.kind}",
+                where=f"config.json: {key}",
+                why=why,
+                fix="keep the model for transformers and vLLM: `unisono export --merge`",
+            )
+
+    def settings(self, vocabulary: int) -> list[Setting]:
+        """The keys of the architecture.
+
+        Args:
+            vocabulary: rows of the embedding.
+        """
+        config, name = self.config, self.architecture
+        window = getattr(config, "sliding_window", None)
+        found: list[Setting] = [
+            ("vocab_size", "uint32", vocabulary),
+            ("context_length", "uint32", longest_context(self.kind, config)),
+            ("embedding_length", "uint32", config.hidden_size),
+            ("block_count", "uint32", config.num_hidden_layers),
+            ("feed_forward_length", "uint32", config.intermediate_size),
+            ("attention.head_count", "uint32", self._heads),
+            ("attention.head_count_kv", "uint32", config.num_key_value_heads),
+            ("attention.key_length", "uint32", self.head_dim),
+            ("attention.value_length", "uint32", self.head_dim),
+            ("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps),
+            ("rope.freq_base", "float32", float(self._rope.get("rope_theta", 10000.0))),
+            (
+                "rope.dimension_count",
+                "uint32",
+                int(self.head_dim * self._rope.get("partial_rotary_factor", 1.0)),
+            ),
+        ]
+        if window and self.kind in ("gemma2", "gemma3_text"):
+            found.append(("attention.sliding_window", "uint32", int(window)))
+        if self.kind == "gemma3_text":
+            own = config.rope_parameters["sliding_attention"]
+            found.append(("rope.freq_base_swa", "float32", float(own.get("rope_theta", 10000.0))))
+        if self.kind == "gemma2":
+            found.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
+            found.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
+        found += self._scaling()
+        return [(f"{name}.{key}", kind, value) for key, kind, value in found]
+
+    def _scaling(self) -> list[Setting]:
+        rope = self._rope
+        if rope.get("rope_type") not in ("linear", "yarn"):
+            return []
+        found: list[Setting] = [
+            ("rope.scaling.type", "string", rope["rope_type"]),
+            ("rope.scaling.factor", "float32", float(rope["factor"])),
+        ]
+        if rope["rope_type"] == "yarn":
+            trained = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            found.append(("rope.scaling.original_context_length", "uint32", int(trained)))
+        return found
+
+    def tensors(self, base: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a model in the file's names and layout, in float32, one after the other.
+
+        Raises:
+            ModelError: if llama.cpp has no name for one.
+        """
+        tied = base.get_input_embeddings().weight is getattr(base.get_output_embeddings(), "weight", None)
+        for name, tensor in base.state_dict().items():
+            if name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+                continue
+            yield self.name(name), self._laid_out(name, tensor.detach().float())
+        if self._rope.get("rope_type") == "llama3":
+            yield "rope_freqs.weight", self._llama3_factors()
+
+    def name(self, name: str) -> str:
+        """The file's name for a tensor.
+
+        Raises:
+            ModelError: if there is none.
+        """
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ModelError.of(
+                f"llama.cpp has no name for the tensor {name}",
+                where=f"model type {self.kind}",
+                fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
+            )
+        return str(found)
+
+    def _laid_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self.kind in GEMMAS and name.endswith("norm.weight"):
+            return tensor + 1  # these norms multiply by 1 + weight, and llama.cpp by what the file has
+        return self.interleaved(name, tensor)
+
+    def interleaved(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The outputs of q_proj and k_proj in the order of llama.cpp: a head's two halves become
+        pairs.
+
+        Others are unchanged.
+        """
+        if self.kind not in _INTERLEAVED or not any(f".{part}_proj." in name for part in "qk"):
+            return tensor
+        heads = self._heads if ".q_proj." in name else int(self.config.num_key_value_heads)
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+
+    def _llama3_factors(self) -> torch.Tensor:
+        """(head_dim / 2,): by what llama.cpp divides each rotary frequency."""
+        rope = self._rope
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        trained = rope["original_max_position_embeddings"]
+        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
+        waves = 2 * math.pi * float(rope["rope_theta"]) ** (steps / self.head_dim)  # in tokens
+        smooth = ((trained / waves - low) / (high - low)).clamp(0, 1)
+        return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def write_gguf(
+    path: Path,
+    settings: Iterable[Setting],
+    tensors: "Iterable[tuple[str, torch.Tensor]]",
+    shapes: "Iterable[tuple[str, tuple[int, ...]]]",
+    *,
+    architecture: str,
+    dtype: str,
+) -> None:
+    """Writes a file, tensor by tensor.
+
+    Args:
+        path: new.
+        settings: keys besides the architecture.
+        tensors: in the file's names and layout, float32.
+        shapes: of the same tensors in the same order.
+        architecture: llama.cpp's name.
+        dtype: of matrices, one of DTYPES.
+    """
+    writer = GGUFWriter(path, architecture)
+    for key, kind, value in settings:
+        getattr(writer, f"add_{kind}")(key, value)
+    for name, shape in shapes:
+        kept = _type_of(shape, dtype)
+        bytes_each = 4 if kept == GgmlType.F32 else 2
+        size = math.prod(shape) * bytes_each
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kept)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors:
+        writer.write_tensor_data(_stored(name, tensor, dtype))
+    writer.close()
+
+
+def _type_of(shape: tuple[int, ...], dtype: str) -> GgmlType:
+    return DTYPES[dtype][0] if len(shape) > 1 else GgmlType.F32
+
+
+def _stored(name: str, tensor: torch.Tensor, dtype: str) -> "np.ndarray[Any, Any]":
+    """The values as they are in the file.
+
+    Raises:
+        ModelError: if one is out of the range of the type.
+    """
+    kept = _type_of(tuple(tensor.shape), dtype)
+    values = tensor.cpu().contiguous().numpy()
+    if kept == GgmlType.F16:
+        if float(np.abs(values).max(initial=0.0)) > float(np.finfo(np.float16).max):
+            raise ModelError.of(
+                f"{name} has values out of the range of f16",
+                where=name,
+                why="they would become infinite",
+                fix="add --quantize bf16",
+            )
+        return values.astype(np.float16)
+    return quantize(values, GgmlType.BF16) if kept == GgmlType.BF16 else values
+
+
+def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtype: str | None) -> float:
+    """Compares every tensor of a file with what it should hold.
+
+    Args:
+        path: of the file.
+        tensors: that were written.
+        dtype: one of DTYPES: values must be equal; None: they were quantized since, and must be
+            near.
+
+    Returns:
+        The largest root mean square difference of a tensor, relative to that of its values; 0 for
+        equal ones.
+
+    Raises:
+        IntegrityError: if one is missing, differs, or is there in addition.
+    """
+    found = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    worst = 0.0
+    for name, tensor in tensors:
+        here = found.pop(name, None)
+        if here is None or [*reversed(here.shape.tolist())] != list(tensor.shape):
+            raise _damaged(path, name, "it is missing, or has a different shape")
+        if dtype is not None:
+            if not np.array_equal(np.asarray(here.data), _stored(name, tensor, dtype)):
+                raise _damaged(path, name, "its values differ from those that were written")
+            continue
+        worst = max(worst, _difference(here, tensor))
+    if found:
+        raise _damaged(path, next(iter(found)), "the model has no such tensor")
+    if worst > _QUANTIZED_DIFFERENCE:
+        raise _damaged(path, "a tensor", f"quantized values differ by {worst:.2g} of their size")
+    return worst
+
+
+def _difference(here: Any, tensor: torch.Tensor) -> float:
+    try:
+        values = dequantize(np.asarray(here.data), here.tensor_type).reshape(tensor.shape)
+    except NotImplementedError:  # of a type that the package cannot read; name and shape are compared
+        return 0.0
+    wanted = tensor.cpu().numpy()
+    size = float(np.sqrt(np.mean(np.square(wanted, dtype=np.float64))))
+    return float(np.sqrt(np.mean(np.square(values - wanted, dtype=np.float64)))) / max(size, 1e-12)
+
+
+def _damaged(path: Path, name: str, why: str) -> IntegrityError:
+    return IntegrityError.of(
+        f"{name} in {path.name} is not what was written", where=str(path), why=why, fix="export again"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What llama.cpp does with the spaces beside special tokens.
+
+    Attributes:
+        prefix: for SentencePiece's BPE: it puts one before a text, and before what follows a
+            special token.
+        strips: special tokens take the white space after them. It does that by the name of the
+            model, `general.name`.
+    """
+
+    prefix: bool
+    strips: bool
+
+    def named(self, name: str) -> str:
+        """The name in the file: with `phi-3` in it, special tokens strip."""
+        if self.strips:
+            return name if _PHI3.search(name) else f"phi-3 {name}"
+        return _PHI3.sub("phi 3", name)
+
+
+def find_spaces(tokenizer: Any, texts: Sequence[str]) -> Spaces:
+    """What llama.cpp must do with spaces to give the same tokens for some texts.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        texts: e.g. rendered conversations.
+
+    Raises:
+        ModelError: if it can do nothing of the kind.
+    """
+    real = tokenizer.backend_tokenizer
+    raw = json.loads(real.to_str())
+    if raw["model"].get("type") != "BPE":
+        raise _unknown(f"a tokenizer of type {raw['model'].get('type')}")
+    wanted = _encoded(real, texts)
+    known = {*raw["model"]["vocab"], *(token["content"] for token in raw["added_tokens"])}
+    pieces = bool(raw["model"].get("byte_fallback"))
+    for strips in (False, True) if known.issuperset((*_UNSTRIPPED, "</s>")) else (False,):
+        for prefix in (True, False) if pieces else (False,):
+            found = Spaces(prefix, strips)
+            if _encoded(Tokenizer.from_str(json.dumps(_with_spaces(raw, found))), texts) == wanted:
+                return found
+    raise _unknown("the way in which this tokenizer treats spaces beside special tokens")
+
+
+def _with_spaces(raw: dict[str, Any], spaces: Spaces) -> dict[str, Any]:
+    """A tokenizer.json that treats spaces as llama.cpp does."""
+    added = [
+        token | {"lstrip": False, "rstrip": spaces.strips and token["content"] not in _UNSTRIPPED}
+        for token in raw["added_tokens"]
+    ]
+    if not raw["model"].get("byte_fallback"):
+        return raw | {"added_tokens": added}
+    parts: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if spaces.prefix else []
+    parts.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+    normalizer = {"type": "Sequence", "normalizers": parts}
+    return raw | {"added_tokens": added, "normalizer": normalizer, "pre_tokenizer": None}
+
+
+def tokenizer_settings(
+    tokenizer: Any,
+    *,
+    rows: int,
+    template: str | None,
+    stops: Iterable[int],
+    end_of_turn: int | None,
+    spaces: Spaces,
+) -> list[Setting]:
+    """The keys of a tokenizer.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        rows: of the embedding: as many tokens are written. One without a text gets a placeholder;
+            one without a row is not written.
+        template: the chat template, as Jinja.
+        stops: the tokens that end an answer. llama.cpp has keys for three: the end of sequence, of
+            a turn, and of a message.
+        end_of_turn: the one that the template writes.
+        spaces: as `find_spaces` gives it.
+
+    Raises:
+        ModelError: if llama.cpp has no such tokenizer.
+    """
+    raw = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens, kinds = _tokens(raw, rows)
+    found = (
+        _pieces(raw, rows, prefix=spaces.prefix)
+        if raw["model"].get("byte_fallback")
+        else _bytes(raw, tokenizer)
+    )
+    found += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
+    ends = [end_of_turn] if end_of_turn is not None else []
+    ends += [stop for stop in stops if stop not in (end_of_turn, tokenizer.eos_token_id)]
+    ids = {
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "padding": tokenizer.pad_token_id,
+        "unknown": tokenizer.unk_token_id,
+        **dict(zip(("eot", "eom"), ends, strict=False)),
+    }
+    found += [
+        (f"tokenizer.ggml.{name}_token_id", "uint32", number)
+        for name, number in ids.items()
+        if isinstance(number, int) and number < rows
+    ]
+    first = tokenizer("a").input_ids[0]
+    found.append(("tokenizer.ggml.add_bos_token", "bool", first == tokenizer.bos_token_id))
+    found.append(("tokenizer.ggml.add_eos_token", "bool", False))
+    if template is not None:
+        found.append(("tokenizer.chat_template", "string", template))
+    return found
+
+
+def _unknown(what: str) -> ModelError:
+    return ModelError.of(
+        f"llama.cpp has nothing for {what}",
+        where="tokenizer.json",
+        why="byte-level BPE and SentencePiece's BPE can be written",
+        fix=(
+            "convert a merged export with llama.cpp's convert_hf_to_gguf.py, or keep it for transformers and"
+            " vLLM"
+        ),
+    )
+
+
+def _bytes(raw: dict[str, Any], tokenizer: Any) -> list[Setting]:
+    """The keys of byte-level BPE."""
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
+    return [
+        ("tokenizer.ggml.model", "string", "gpt2"),
+        ("tokenizer.ggml.pre", "string", find_split(raw, tokenizer.backend_tokenizer)),
+        ("tokenizer.ggml.merges", "array", merges),
+    ]
+
+
+def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
+    """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS.
+
+    Args:
+        raw: tokenizer.json.
+        real: the same tokenizer.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    wanted = _encoded(real, TEXTS)
+    for name, (patterns, ignore_merges) in _SPLITS.items():
+        splits = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in patterns
+        ]
+        whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        changed = raw | {
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
+            "model": raw["model"] | {"ignore_merges": ignore_merges},
+        }
+        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == wanted:
+            return name
+    raise _unknown("the way in which this tokenizer splits texts")
+
+
+def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def _pieces(raw: dict[str, Any], count: int, *, prefix: bool) -> list[Setting]:
+    """The keys of SentencePiece's BPE. tokenizer.json has no scores; their order is that of the
+    merges.
+    """
+    merged: dict[str, int] = {}
+    for rank, merge in enumerate(raw["model"]["merges"]):
+        merged.setdefault(merge.replace(" ", "") if isinstance(merge, str) else "".join(merge), rank)
+    by_id = {number: text for text, number in raw["model"]["vocab"].items()}
+    scores = [-float(merged.get(by_id.get(i, ""), 0)) for i in range(count)]
+    return [
+        ("tokenizer.ggml.model", "string", "llama"),
+        ("tokenizer.ggml.pre", "string", "default"),
+        ("tokenizer.ggml.scores", "array", scores),
+        ("tokenizer.ggml.add_space_prefix", "bool", prefix),
+    ]
+
+
+def _tokens(raw: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """The text and the kind of every token of the embedding."""
+    by_id = {number: text for text, number in raw["model"]["vocab"].items()}
+    unknown = raw["model"].get("unk_token")
+    kinds = dict.fromkeys(by_id, _NORMAL)
+    if raw["model"].get("byte_fallback"):
+        kinds |= {number: _BYTE for number, text in by_id.items() if _is_byte(text)}
+    for added in raw["added_tokens"]:
+        by_id[added["id"]] = added["content"]
+        kinds[added["id"]] = _CONTROL if added["special"] else _USER
+    kinds |= {number: _UNKNOWN for number, text in by_id.items() if text == unknown}
+    return [by_id.get(i, f"[PAD{i}]") for i in range(rows)], [kinds.get(i, _UNUSED) for i in range(rows)]
+
+
+def _is_byte(text: str) -> bool:
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")

@@ -1,0 +1,696 @@
+"""Base models with quantized linear layers (QLoRA, arXiv:2305.14314) and embeddings: loading,
+products with their weights, merging.
+
+Letters: T tokens, W (out, in) a base weight, A (r, in) and B (out, r) of its adapter, s the
+adapter's scaling; of embedding and head V vocabulary, E hidden size.
+
+A quantized weight is dequantized for each product, in the forward pass and again in the backward
+pass, and freed before the next one: at most one weight exists in full. `forward` of bitsandbytes is
+not used: in evaluation mode on a CPU with AVX512-BF16, bitsandbytes 0.50 packs the weights in
+memory differently, and later products with them have no gradient.
+"""
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.base.errors import ModelError
+from unisono.trainer.config.schema import ModelSection, RunConfig
+from unisono.trainer.model.directory import read_model_config
+from unisono.trainer.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
+from unisono.trainer.model.files import read_safetensors_header, weight_files
+from unisono.trainer.model.kernels import load_kernels, product, product_back
+
+_LARGEST_INT8 = 127.0
+_READER = "unisono_grouped"  # our name among the methods of transformers
+_AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_ROWS = 1024  # of an embedding that are dequantized at a time: their bfloat16 copy stays in a CPU's cache
+_ROWS_ON_GPU = 16_384  # fewer kernels; not measured
+
+
+@dataclass(frozen=True)
+class QuantizedLoad:
+    """How to load a model with quantized weights.
+
+    Attributes:
+        how: data type, and whether the files are quantized already.
+        compute: dtype that weights are dequantized to.
+        device: where weights are quantized, and stay.
+    """
+
+    how: Quantization
+    compute: torch.dtype
+    device: torch.device
+
+    def options(self, directory: Path, settings: Any) -> dict[str, Any]:
+        """The keyword arguments of `from_pretrained`, for the files of a directory; changes their
+        config where unisono reads them itself.
+
+        Raises:
+            ModelError: if bitsandbytes does not support the device.
+        """
+        if self.how.layout:
+            _register_reader()
+            how = {"kind": self.how.kind, "double": False, "stored": True, "layout": self.how.layout}
+            settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
+            return {}
+        self._check_device()
+        found: dict[str, Any] = {"device_map": {"": str(self.device)}}
+        return found if self.how.stored else {**found, "quantization_config": self._settings()}
+
+    def _settings(self) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        if self.how.kind == "int8":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.how.kind,
+            bnb_4bit_use_double_quant=self.how.double,
+            bnb_4bit_compute_dtype=self.compute,
+        )
+
+    def _check_device(self) -> None:
+        import bitsandbytes
+
+        known = sorted(bitsandbytes.supported_torch_devices)
+        if self.device.type not in known:
+            raise ModelError.of(
+                f"bitsandbytes {bitsandbytes.__version__} does not support the device {self.device.type}",
+                where=f"model.quantize: {self.how.kind}",
+                why=f"it supports {', '.join(known)}",
+                fix="set model.quantize: null, or device: cpu",
+            )
+
+
+def quantized_load(
+    config: RunConfig | None, directory: Path, *, dtype: str, device: torch.device
+) -> QuantizedLoad | None:
+    """How the weights of a model's directory are quantized in memory, by a run's config and its
+    files; None if they are not.
+
+    Raises:
+        ModelError: if files and config contradict each other, or a library is missing.
+    """
+    section = config.model if config is not None else ModelSection(path=str(directory))
+    how = quantization_of(section, directory, read_model_config(directory))
+    if how is None:
+        return None
+    compute = section.quantize_compute
+    return QuantizedLoad(how, getattr(torch, dtype if compute == "auto" else compute), device)
+
+
+@contextlib.contextmanager
+def without_heap() -> Iterator[None]:
+    """A context in which glibc gives each tensor above 1 MB memory of its own, and returns it to
+    the system when it is freed.
+
+    While a model is quantized, parts of freed weights stay in the heap between what lives on: at
+    135 M parameters up to 500 MB, differently in each run. Afterwards the heap is used again, which
+    is faster, with the thresholds that glibc finds for itself after large tensors.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_threshold = mallopt or (lambda _name, _bytes: 0)
+    set_threshold(_M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_threshold(_M_MMAP_THRESHOLD, 32 << 20)
+        set_threshold(_M_TRIM_THRESHOLD, 64 << 20)
+
+
+def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> None:
+    """Replaces the forward of the quantized layers by `DequantizedProduct`.
+
+    Raises:
+        ModelError: if most of the model's matrices are not linear layers, so that they are not
+            quantized.
+    """
+    layers = [layer for _, layer in quantized_layers(model)]
+    for layer in layers:
+        if isinstance(layer, GroupedLinear):
+            layer.pack(load.how.layout, load.device, where=where)
+    inside = sum(layer.in_features * layer.out_features for layer in layers)
+    outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
+    if inside == 0 or sum(outside.values()) > inside:
+        largest = max(outside, key=lambda name: outside[name], default="")
+        raise ModelError.of(
+            f"the weights of this model cannot be quantized as {load.how.kind}",
+            where=where,
+            why=(
+                f"most of them are not in linear layers, e.g. {largest}"
+                if largest
+                else "it has no linear layers besides its head"
+            ),
+            fix="set model.quantize: null",
+        )
+    for layer in layers:
+        if not load.how.layout and (state := getattr(layer, "quant_state", None)) is not None:
+            state.dtype = load.compute
+        layer.compute_dtype = load.compute
+        layer.forward = types.MethodType(_forward, layer)
+    if load.how.embeddings:
+        _pack_embeddings(model)
+    if not load.how.stored:
+        _release_files(model)
+
+
+def _release_files(model: torch.nn.Module) -> None:
+    """Copies the weights that are not quantized, which otherwise keep whole files mapped into
+    memory, and returns freed memory to the system.
+    """
+    packed = {id(layer.weight) for _, layer in quantized_layers(model)}
+    for parameter in model.parameters():
+        if id(parameter) not in packed and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # of glibc; without it the memory stays with the process, for later use
+    if trim is not None:
+        trim(0)
+
+
+def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and module of each linear layer with a quantized weight."""
+    for name, module in model.named_modules():
+        # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the
+        # same names, and no compute_dtype or state.
+        kind = type(module)
+        is_theirs = kind.__module__.startswith("bitsandbytes.")
+        if kind is GroupedLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
+            yield name, module
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Whether it has quantized layers."""
+    return next(quantized_layers(model), None) is not None
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """The number of weights, tied ones counted once; a packed byte may hold several."""
+    packed = {
+        id(layer.weight): layer.in_features * layer.out_features for _, layer in quantized_layers(model)
+    }
+    return sum(packed.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+
+
+def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors by which quantized weights are dequantized, by name.
+
+    With the packed weights they determine the values.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in quantized_layers(model):
+        state = state_of(layer)
+        if isinstance(state, torch.Tensor):
+            found[f"{name}.weight.scale"] = state
+            continue
+        if isinstance(state, Groups):
+            found |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
+            continue
+        found[f"{name}.weight.absmax"] = state.absmax
+        if state.nested:
+            found[f"{name}.weight.nested_absmax"] = state.state2.absmax
+            found[f"{name}.weight.nested_offset"] = state.offset
+    return found | {f"{name}.weight.scale": table.scale for name, table in _tables(model)}
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The quantized weights as they are stored, by name: bytes, not numbers."""
+    return {f"{name}.weight": module.weight for name, module in [*quantized_layers(model), *_tables(model)]}
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights in memory: tied ones once, quantized ones with their scales."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in [*model.parameters(), *scales_of(model).values()]
+    }
+    return sum(storages.values())
+
+
+def state_of(layer: Any) -> Any:
+    """What dequantizes its weight: the state of bitsandbytes, or of int8 the largest value of each
+    row, (out,) float32.
+    """
+    if hasattr(layer, "quant_state"):
+        return layer.quant_state
+    scale = layer.state.SCB
+    return layer.weight.SCB if scale is None else scale
+
+
+def keep_scales(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves the scales of quantized weights to a device, and keeps them at their layers: sharding
+    replaces the parameters that hold them.
+    """
+    for _, layer in quantized_layers(model):
+        state = state_of(layer)
+        if isinstance(state, torch.Tensor):
+            layer.state.SCB = state.to(device)
+        else:
+            state.to(device)
+
+
+def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """W (out, in), a new tensor.
+
+    Args:
+        packed: the weight as it is stored.
+        state: of its layer.
+        dtype: of the result.
+    """
+    if isinstance(state, torch.Tensor):
+        scale = state * (1.0 / _LARGEST_INT8)
+        # torch multiplies bfloat16 by float32 numbers in place 30 times slower on a CPU, with the
+        # same result.
+        compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
+        kernels = load_kernels() if compiled else None
+        return kernels.dequantize(packed, scale) if kernels else packed.to(dtype).mul_(scale[:, None])
+    if isinstance(state, Groups):
+        return state.dequantized(packed, dtype)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(packed.data, state).to(dtype)
+
+
+class DequantizedProduct(torch.autograd.Function):
+    """x (…, in), W (out, in) packed and frozen, bias (out,) or None frozen → (…, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, state: Any, bias: Any) -> torch.Tensor:
+        """The product in the dtype of x."""
+        ctx.save_for_backward(packed)
+        ctx.state = state
+        return torch.nn.functional.linear(x, dequantized(packed, state, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of x."""
+        (packed,) = ctx.saved_tensors
+        return grad @ dequantized(packed, ctx.state, grad.dtype), None, None, None
+
+
+def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a quantized layer without an adapter of its own, in the dtype of x."""
+    dtype = layer.compute_dtype
+    with torch.autocast(x.device.type, enabled=False):  # it would change the dtype of the product
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return DequantizedProduct.apply(x.to(dtype), layer.weight, state_of(layer), bias).to(x.dtype)
+
+
+def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """The peft layers whose base layer is quantized."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    quantized = {id(layer) for _, layer in quantized_layers(model)}
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and id(module.get_base_layer()) in quantized:
+            yield module
+
+
+# ---- files of GPTQ and AWQ
+
+
+@dataclass
+class Groups:
+    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o,
+    g]), where g is the group of input i.
+
+    Attributes:
+        bits: of a code; a byte has several, the first one in its lowest bits.
+        scales: (out, groups) in the dtype of the files.
+        zeros: (out, groups) uint8.
+        places: (in,) int64, where among the codes, which are in the order of groups, each input is;
+            None if inputs are in that order.
+    """
+
+    bits: int
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    places: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        found = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def to(self, device: torch.device) -> None:
+        """Moves the tensors."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes (out, in · bits / 8).
+
+        Differences and products are exact in float32, and rounded once.
+        """
+        outs, width = packed.shape[0], packed.shape[1] * 8 // self.bits
+        compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
+        whole_bytes = width // self.scales.shape[1] * self.bits % 8 == 0
+        if compiled and whole_bytes and (kernels := load_kernels()):
+            return kernels.dequantize_groups(packed, self.scales.float(), self.zeros, self.places, self.bits)
+        found = torch.empty(outs, width, dtype=dtype, device=packed.device)
+        step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
+        for first in range(0, outs, step):
+            rows = slice(first, first + step)
+            scales, zeros = self.scales[rows, :, None], self.zeros[rows, :, None]
+            codes = _unpacked(packed[rows], self.bits).unflatten(1, (scales.shape[1], -1))
+            values = codes.float().sub_(zeros).mul_(scales).flatten(1)
+            found[rows] = values if self.places is None else values[:, self.places]
+        return found
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """(…, n) bytes → (…, n · 8 / bits) codes, uint8."""
+    if bits == 8:
+        return packed
+    parts = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The reverse."""
+    parts = [codes[..., place :: 8 // bits] << (place * bits) for place in range(8 // bits)]
+    return torch.stack(parts).sum(0, dtype=torch.uint8)
+
+
+class GroupedLinear(torch.nn.Linear):
+    """A linear layer whose weight was quantized by GPTQ or AWQ.
+
+    It has the tensors of the files until `pack` makes one weight of them.
+
+    It is a `Linear`, so that peft adapts it, and has the interface of HQQ's layers, from which peft
+    gets dense weights for DoRA.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, shape: GroupedShape) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bits = shape.ins, shape.outs, shape.bits
+        self.bias, self.compute_dtype = linear.bias, torch.float32
+        self.weight: torch.nn.Parameter
+        self.register_parameter("weight", None)
+        for name, header in shape.parts.items():
+            dtype = _DTYPES[header.dtype]
+            self.register_buffer(name, torch.empty(header.shape, dtype=dtype, device=linear.weight.device))
+
+    def pack(self, layout: str, device: torch.device, *, where: str) -> None:
+        """Makes the weight and its state of the tensors of the files.
+
+        Raises:
+            ModelError: if the groups of inputs differ in size.
+        """
+        parts = {name: tensor.to(device) for name, tensor in self.named_buffers(recurse=False)}
+        packed, zeros, places = parts["qweight"], parts["qzeros"], None
+        if layout == "gemm":
+            packed = _packed(_awq_codes(packed).t(), self.bits)
+            zeros = _awq_codes(zeros)
+        else:
+            packed = packed.t().contiguous().view(torch.uint8)
+            if layout == "gptq":  # stored less one, as one number of 32 bits
+                zeros = zeros + sum(1 << shift for shift in range(0, 32, self.bits))
+            zeros = _unpacked(zeros.contiguous().view(torch.uint8), self.bits)
+        if "g_idx" in parts:
+            packed, places = self._by_group(packed, parts["g_idx"].long(), len(zeros), where)
+        self.quant_state = Groups(self.bits, parts["scales"].t().contiguous(), zeros.t().contiguous(), places)
+        for name in parts:
+            delattr(self, name)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    def _by_group(
+        self, packed: torch.Tensor, index: torch.Tensor, groups: int, where: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The codes in the order of the groups (in,) of inputs, and where each input is then."""
+        sizes = index.clamp(min=0).bincount(minlength=groups)
+        if not torch.equal(sizes, torch.full_like(index[:groups], len(index) // groups)):
+            raise ModelError.of(
+                f"the {len(index)} numbers of a g_idx are not those of {groups} groups of one size",
+                where=where,
+                fix="copy the weights again, or use the model's original files",
+            )
+        order = index.argsort(stable=True)
+        if torch.equal(order, torch.arange(len(order), device=order.device)):
+            return packed, None
+        return _packed(_unpacked(packed, self.bits)[:, order], self.bits), order.argsort()
+
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802 - peft's
+        """The packed weight; peft calls `dequantize` where there is one of this name."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """W (out, in), for peft."""
+        return self.quant_state.dequantized(self.weight, self.compute_dtype)
+
+
+_DTYPES = {"I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
+    """(n, out / 8) int32 → (n, out) uint8."""
+    codes = _unpacked(packed.contiguous().view(torch.uint8), 4)
+    return codes.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
+
+
+@cache
+def _register_reader() -> None:
+    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs
+    gptqmodel, and a CUDA device for most kernels.
+    """
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_READER)
+    class _Settings(QuantizationConfigMixin):
+        def __init__(self, quant_method: str, directory: str, how: dict[str, Any]) -> None:
+            self.quant_method, self.directory, self.how = quant_method, directory, how
+
+    @register_quantizer(_READER)
+    class _Reader(HfQuantizer):
+        is_trainable = False
+
+        def is_serializable(self, *_args: Any, **_kwargs: Any) -> bool:
+            return False
+
+        def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> None:
+            settings = self.quantization_config
+            _put_grouped_layers(model, Path(settings.directory), Quantization(**settings.how))
+
+        def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> None:
+            pass
+
+
+def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
+    """Replaces the linear layers of which the files have quantized weights; the model is on the
+    meta device.
+    """
+    headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
+    linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    for name, shape in grouped_shapes(how, headers, str(directory)).items():
+        layer = linear.get(name)
+        if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
+            has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
+            raise ModelError.of(
+                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {name}, but the"
+                f" model has {has}",
+                where=str(directory),
+                why="layers of experts, for example, are one tensor in this version of transformers",
+                fix="use the model's original files",
+            )
+        model.set_submodule(name, GroupedLinear(layer, shape))
+
+
+# ---- embedding and head in 8 bits
+
+
+class Table(torch.nn.Module):
+    """An embedding or a head (V, E) in int8 with one scale for each token: the largest value of its
+    row, (V,) float32.
+
+    Quantized by unisono, not by bitsandbytes, whose function divides by 0 for a row of zeros and
+    needs float16 on a GPU.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight
+        self.scale: torch.Tensor
+        self.register_buffer("scale", scale, persistent=False)
+        self.dtype = dtype
+
+    def dense(self, dtype: torch.dtype) -> torch.nn.Parameter:
+        """(V, E): the values that are computed with."""
+        return torch.nn.Parameter(
+            dequantized(self.weight, self.scale, self.dtype).to(dtype), requires_grad=False
+        )
+
+
+class PackedEmbedding(Table):
+    """Embeds with a table."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (…) int64 → (…, E); only the rows of these tokens are dequantized."""
+        flat = ids.flatten()
+        return dequantized(self.weight[flat], self.scale[flat], self.dtype).view(*ids.shape, -1)
+
+
+class PackedHead(Table):
+    """The logits by a table, for what does not compute them in chunks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, E) → (…, V)."""
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        logits: torch.Tensor = _TableProduct.apply(rows, self.weight, self.scale)
+        return logits.view(*x.shape[:-1], -1)
+
+
+class _TableProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight, scale)
+        return times_transposed(x, weight, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return times(grad, *ctx.saved_tensors), None, None
+
+
+def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x (n, E) times the transposed head (V, E) → (n, V); one in int8 is dequantized in blocks of
+    tokens of the vocabulary.
+    """
+    if scale is None:
+        return product(x, weight)
+    found = x.new_empty(len(x), len(weight))
+    size = _ROWS_ON_GPU if x.is_cuda else _ROWS
+    for out, packed, of_rows in zip(found.split(size, 1), weight.split(size), scale.split(size), strict=True):
+        torch.mm(x, dequantized(packed, of_rows, x.dtype).t(), out=out)
+    return found
+
+
+def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x (n, V) times the head (V, E) → (n, E); blocks of one in int8 are added up in float32."""
+    if scale is None:
+        return product_back(x, weight)
+    total = x.new_zeros(len(x), weight.shape[1], dtype=torch.float32)
+    size = _ROWS_ON_GPU if x.is_cuda else _ROWS
+    for columns, packed, of_rows in zip(x.split(size, 1), weight.split(size), scale.split(size), strict=True):
+        total += columns @ dequantized(packed, of_rows, x.dtype)
+    return total.to(x.dtype)
+
+
+def _tables(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Table):
+            yield name, module
+
+
+def _pack_embeddings(model: Any) -> None:
+    """Replaces embedding and head by tables in int8; tied ones share theirs.
+
+    Raises:
+        ModelError: if one is more than a matrix.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    made: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+    for module, plain, kind in (
+        (model.get_input_embeddings(), torch.nn.Embedding, PackedEmbedding),
+        (model.get_output_embeddings(), torch.nn.Linear, PackedHead),  # None in a reward model
+    ):
+        if module is None:
+            continue
+        if type(module) is not plain or getattr(module, "bias", None) is not None:
+            raise ModelError.of(
+                f"{names[id(module)]} of this model cannot be quantized",
+                where="model.quantize_embeddings: true",
+                why=f"it is more than one matrix: {module}",
+                fix="set model.quantize_embeddings: false",
+            )
+        weight = module.weight
+        if id(weight) not in made:
+            made[id(weight)] = _in_eight_bits(weight.data)
+        model.set_submodule(names[id(module)], kind(*made[id(weight)], weight.dtype))
+
+
+def _in_eight_bits(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.Tensor]:
+    """(V, E) int8 and the scales (V,) of a matrix."""
+    packed = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(len(weight), device=weight.device)
+    for rows, to, of_rows in zip(weight.split(_ROWS), packed.split(_ROWS), scale.split(_ROWS), strict=True):
+        wide = rows.float()
+        of_rows.copy_(wide.abs().amax(1))
+        factor = _LARGEST_INT8 / of_rows.clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros stays 0
+        to.copy_(wide.mul_(factor[:, None]).round_())
+    return torch.nn.Parameter(packed, requires_grad=False), scale
+
+
+# ---- the dense model that a quantized one computes with
+
+
+def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
+    """Replaces quantized layers by linear ones, in place; an adapter on them is merged.
+
+    Sums are in float32, and rounded once.
+
+    Args:
+        model: of peft, or `base` itself.
+        base: of transformers; it is an ordinary model afterwards.
+        dtype: of the new weights.
+    """
+    adapted = {id(layer.get_base_layer()): layer for layer in adapted_layers(model)}
+    names = {id(module): name for name, module in model.named_modules()}
+    for _, layer in list(quantized_layers(model)):
+        with torch.device("meta"):
+            dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        weight = dequantized(layer.weight, state_of(layer), layer.compute_dtype).float()
+        around = adapted.get(id(layer))
+        if around is not None:
+            weight = _merged(around, weight)
+        dense.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
+        if layer.bias is not None:
+            dense.bias = layer.bias
+        model.set_submodule(names[id(layer if around is None else around)], dense)
+    dense_of: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
+    for name, table in list(_tables(model)):
+        weight = dense_of.setdefault(id(table.weight), table.dense(dtype))
+        with torch.device("meta"):
+            shape = tuple(weight.shape)
+            plain = (
+                torch.nn.Embedding(*shape)
+                if isinstance(table, PackedEmbedding)
+                else torch.nn.Linear(*shape[::-1], bias=False)
+            )
+        plain.weight = weight
+        model.set_submodule(name, plain)
+    base.hf_quantizer.remove_quantization_config(base)
+    # transformers reverses what it did on loading when it saves, and cannot reverse the reading of
+    # packed values.
+    steps = getattr(base, "_weight_conversions", None)
+    if steps is not None:
+        base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - no public name
+    base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
+
+
+def _reads_packed(step: Any) -> bool:
+    """Whether a conversion of transformers is one of bitsandbytes."""
+    return any(type(part).__module__.endswith(".bitsandbytes") for part in getattr(step, "operations", ()))
+
+
+def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The weight (out, in) float32 with the update of the adapter on it."""
+    (name,) = layer.active_adapters
+    update = layer.get_delta_weight(name).float()
+    if name not in layer.lora_variant:
+        return weight + update
+    magnitude = layer.lora_magnitude_vector[name]  # DoRA: rows have the trained length
+    length = torch.linalg.norm(weight + update, dim=1)
+    return (magnitude.weight.float() / length)[:, None] * (weight + update)

@@ -1,0 +1,208 @@
+"""What a run minimizes: the seam between the training loop and the objectives.
+
+An objective turns the units of a micro batch into their part of the loss. A unit is a row, a pair,
+or a rated answer. Step, evaluation and the rehearsal of the longest batch all go through
+`Objective.loss`, which divides by the counts of the *global* batch, so that parts add up to the
+same loss for any number of micro batches and ranks.
+
+What the seam can carry without a change of the loop:
+
+- Other weights of tokens (DFT, in `sft`): `Forward.log_probs` gives each loss token's
+  log-probability with its gradient.
+- Terms that need a figure of the whole global batch first, without gradient (the divergence of
+  KTO): `first_sides` and `first`.
+- Numbers that another model gave for each unit, computed once and stored: `Micro.reference`, the
+  log-probabilities of a reference.
+- Distillation from stored log-probabilities: an objective whose stored numbers are those of the
+  teacher. Of a sequence's log-probability they are two numbers for each unit, as here. Of single
+  tokens they are one row for each loss token: `train.run.load_units`, which selects the numbers of
+  a micro batch, then selects by tokens; the loop only passes them.
+- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored
+  numbers, and their advantages are a column of the table, as `labels` are. Only the source of the
+  rows is new, and it belongs to data, not to the loop.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.model.forward import Forward, Rows
+
+if TYPE_CHECKING:
+    from unisono.trainer.diffusion.latents import PictureBatch
+
+BOTH = (0, 1)
+"""The sides of a pair: chosen, rejected."""
+
+PAIR_METRICS = (
+    "rewards_chosen",
+    "rewards_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "logps_chosen",
+    "logps_rejected",
+)
+"""Metrics of pairs: means over pairs; logps are sums over the tokens of an answer, or means where
+the loss uses means.
+"""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The units of one micro batch.
+
+    Attributes:
+        rows: the rows of tokens, in the order of the units, those of a unit one after the other;
+            only the sides that were requested.
+        units: number of units, U.
+        labels: (U,) bool, whether an answer is desirable; None for objectives without labels.
+        reference: (U, 2) float32, the reference's log-probability of the answer of each side; None
+            for objectives without a reference.
+        pictures: the pictures whose captions the rows are; None for text.
+    """
+
+    rows: Rows
+    units: int
+    labels: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    pictures: "PictureBatch | None" = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a global batch, or of all rows of an evaluation.
+
+    Attributes:
+        units: rows, pairs, or rated answers.
+        loss_tokens: tokens that count in the loss, over all sides.
+        first_tokens: all tokens of the first side of each unit.
+    """
+
+    units: int
+    loss_tokens: int
+    first_tokens: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro batch's part of the loss and of the metrics.
+
+    Attributes:
+        loss: a float32 scalar with a gradient.
+        sums: (2 · metrics,) float32 without a gradient: for each metric its sum over units, and
+            over how many units.
+    """
+
+    loss: torch.Tensor
+    sums: torch.Tensor
+
+
+class Objective(ABC):
+    """What a run minimizes. Instances hold settings only, and are immutable.
+
+    Attributes:
+        metrics: names of the metrics that `loss` gives sums of.
+        sides: the sides of a unit that `loss` needs.
+        first_sides: the sides of a unit that `first` needs; empty if the loss needs no figure of
+            the global batch.
+        uses_reference: whether it compares with a reference model.
+    """
+
+    metrics: ClassVar[tuple[str, ...]] = ()
+    sides: ClassVar[tuple[int, ...]] = (0,)
+    first_sides: ClassVar[tuple[int, ...]] = ()
+    uses_reference: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The objective of a run. A class in a file of your own that has settings overrides it."""
+        del config
+        return cls()
+
+    def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
+        """A float32 scalar; its sum over the units of the global batch, divided by their number, is
+        `known` in `loss`.
+
+        Called only with `first_sides`, without gradient and dropout.
+        """
+        del forward
+        return torch.zeros((), device=micro.rows.input_ids.device)
+
+    @abstractmethod
+    def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
+        """The micro batch's part of the loss.
+
+        Args:
+            forward: the model.
+            micro: the units.
+            counts: of the global batch.
+            known: the mean over the units of the global batch of what `first` gives.
+        """
+
+    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
+        """The metrics of a batch, from the sums over all ranks: means over units; one that no unit
+        has a value for is absent.
+        """
+        del known
+        each = zip(self.metrics, sums[::2], sums[1::2], strict=True)
+        return {name: total / number for name, total, number in each if number}
+
+
+def sums_of(*values: torch.Tensor) -> torch.Tensor:
+    """Sum and number of values (n,), float32, of each metric, in the form of `Part.sums`."""
+    return torch.stack(
+        [
+            part
+            for value in values
+            for part in (value.detach().float().sum(), value.new_tensor(float(len(value))))
+        ]
+    )
+
+
+def pair_sums(
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    logps_chosen: torch.Tensor,
+    logps_rejected: torch.Tensor,
+    *,
+    rounding: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
+    """The sums of PAIR_METRICS from rewards and log-probabilities, (U,) each; rewards are equal if
+    they differ by `rounding` at most.
+    """
+    margin = chosen - rejected
+    return sums_of(chosen, rejected, margin, accurate(margin, rounding), logps_chosen, logps_rejected)
+
+
+def accurate(margin: torch.Tensor, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """(U,): 1 where the chosen reward is higher, 0 where it is lower, and ½ where both are equal,
+    e.g. before the first step.
+    """
+    return torch.where(margin.abs() > rounding, (margin.sign() + 1) / 2, 0.5)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The log-probabilities of the answers of pairs under the model, with a gradient.
+
+    Attributes:
+        chosen: (U,) float32, sums over the tokens of the chosen answer.
+        rejected: (U,), of the rejected one.
+        chosen_tokens: (U,), loss tokens of the chosen answer.
+        rejected_tokens: (U,), of the rejected one.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+
+def answers_of(forward: Forward, micro: Micro) -> Answers:
+    """The log-probabilities of the answers of pairs, from one forward over both sides."""
+    sums = micro.rows.sums(forward.log_probs(micro.rows)).view(-1, 2)
+    tokens = torch.tensor(micro.rows.loss_counts, dtype=sums.dtype, device=sums.device).view(-1, 2)
+    return Answers(sums[:, 0], sums[:, 1], tokens[:, 0], tokens[:, 1])

@@ -1,0 +1,47 @@
+"""The decisions of a run, made once before the start.
+
+Pure: values in, values out; no torch, no clock, no disk.
+"""
+
+from unisono.trainer.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
+from unisono.trainer.plan.run_plan import (
+    DataSummary,
+    DeviceChoice,
+    MemoryEstimate,
+    ModelFacts,
+    NodePlace,
+    RankPlace,
+    ResumePoint,
+    RunPlan,
+    SplitSummary,
+    Strategy,
+    Stream,
+    deal,
+    estimate_memory,
+    order_by_group,
+    permutation,
+    steps_for_tokens,
+)
+
+__all__ = [
+    "STORAGE_PACKAGES",
+    "DataSummary",
+    "DeviceChoice",
+    "MemoryEstimate",
+    "ModelFacts",
+    "NodePlace",
+    "PlanInputs",
+    "RankPlace",
+    "ResumePoint",
+    "RunPlan",
+    "SplitSummary",
+    "Strategy",
+    "Stream",
+    "deal",
+    "estimate_memory",
+    "needed_packages",
+    "order_by_group",
+    "permutation",
+    "resolve_plan",
+    "steps_for_tokens",
+]

@@ -1,0 +1,694 @@
+"""The plan and its parts: plain values, written to plan.json and read by the worker; which
+sequences make which step of it, and the estimate of a rank's memory.
+"""
+
+import hashlib
+import heapq
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from unisono.base.events import MODEL_CODE
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import own_objective
+
+
+class Part(BaseModel):
+    """A frozen value that refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelFacts(Part):
+    """Facts from a model's files, read without torch."""
+
+    directory: str
+    """The directory of the files on this machine."""
+    model_type: str
+    parameters: int
+    """Total number; tied weights count once."""
+    hidden_size: int
+    layers: int
+    intermediate_size: int
+    vocab_size: int
+    linear_parameters: int
+    """Parameters in the matrices of the layers, which `all-linear` adapts."""
+    linear_in_out: int
+    """Sum over these matrices of in_features + out_features; times rank it is the size of an
+    adapter.
+    """
+    weight_bytes: int
+    digest: str
+    """Of config.json and of the weights' names, shapes, sizes and contents."""
+    quantized: str = ""
+    """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized
+    files (gptq, awq); empty: not quantized.
+    """
+    quantized_double: bool = False
+    """Whether the scales of blocks are quantized, too."""
+    quantized_bits: float = 0
+    """Bits of a weight in files of GPTQ or AWQ; 0 for other kinds."""
+    quantized_bytes: float = 0
+    """Bytes of such a weight with its share of scales and zero points."""
+    quantized_embeddings: bool = False
+    """Whether embedding and head are in int8, too."""
+    positions: int = 0
+    """Tokens of a row that the model was trained on, by its config.json; 0 if it has no such
+    number.
+    """
+    has_plain_mlps: bool = False
+    """Whether the MLP of every layer is SwiGLU without bias."""
+    norms_heads: bool = False
+    """Whether the heads of queries and keys have norms."""
+    ties_head: bool = False
+    """Whether embedding and head share one matrix."""
+
+    @property
+    def is_picture_model(self) -> bool:
+        """Whether it is a Stable Diffusion pipeline: `hidden_size` are the channels of the first
+        level of its UNet, `layers` its levels.
+        """
+        return self.model_type.startswith("stable-diffusion")
+
+
+class SplitSummary(Part):
+    """The training or evaluation rows as the model sees them. Counts are for one epoch."""
+
+    rows: int
+    sequences: int
+    tokens: int
+    loss_tokens: int
+    longest_sequence: int
+    """Tokens."""
+    longest_row: int
+    """Tokens."""
+
+
+class DataSummary(Part):
+    """The result of preparing the data; the rows themselves are in the cache."""
+
+    cache_dir: str
+    """The directory of the token table; `data.token_table.TokenTable.open` reads it."""
+    cache_hit: bool
+    cache_reason: str
+    train: SplitSummary
+    eval: SplitSummary | None
+    ledger: dict[str, int]
+    """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens,
+    tokens_cut, loss_tokens.
+    """
+    formats: list[str]
+    """One line per source: the format, and why it was chosen."""
+    template: str
+    """The origin of the chat template."""
+    total_steps: int
+    """Optimizer steps of the whole duration; before the plan, with `batch.per_rank`, its sequences,
+    unless it is given in steps.
+    """
+    digest: str
+    """Of the rows as the model sees them, their order, and the tokenizer."""
+    rows_digest: str = ""
+    """Of the rows as the model sees them and their order only."""
+    files_digest: str = ""
+    """Of the contents of the data files and of the template, regardless of their names."""
+    tokenizer_digest: str = ""
+    """Of the tokenizer's files."""
+    tokenizer_traits: str = ""
+    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on
+    the model's type, too.
+    """
+    warnings: list[str] = []
+
+
+class DeviceChoice(Part):
+    """The device of one rank."""
+
+    kind: Literal["cpu", "cuda"]
+    index: int | None = None
+    uuid: str | None = None
+    name: str
+    memory_bytes: int
+    """Free when the plan was made."""
+    bfloat16: bool
+    compiles: bool = False
+    """Whether Triton can be expected to compile for it."""
+
+
+class NodePlace(Part):
+    """One node of the job."""
+
+    node_rank: int
+    host: str
+    address: str
+    """Its address for other nodes."""
+    nproc: int
+    """Ranks on this node (nproc_per_node)."""
+    nproc_origin: str
+    """The origin of that number."""
+    shares_output: bool = True
+    """Whether its output_dir is the head's."""
+
+
+class RankPlace(Part):
+    """The place of one rank."""
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    host: str
+    device: DeviceChoice
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return f"rank {self.rank}, node {self.node_rank} ({self.host})"
+
+
+class MemoryEstimate(Part):
+    """Estimated memory of one rank in bytes, by part."""
+
+    weights: int
+    trainable: int
+    """Trained weights in float32, gradients and optimizer state."""
+    activations: int
+    loss_head: int
+    dequantized: int = 0
+    """The largest matrix of a quantized model, which is dequantized for its product."""
+    total: int
+
+
+class Setting(Part):
+    """An environment variable of the head, or a line of its nccl.conf, that affects how ranks
+    compute or communicate.
+    """
+
+    name: str
+    value: str
+    reason: str = ""
+    """Why it was set, from `--reason` or `reasons` in the config; empty: unknown."""
+
+
+class ResumePoint(Part):
+    """The checkpoint that the run resumes from."""
+
+    step: int
+    path: str
+    trust: bool = False
+    """Whether it is accepted with `--trust` although this user has not signed it."""
+
+
+Strategy = Literal["single", "ddp", "fsdp"]
+
+
+class RunPlan(Part):
+    """All decisions of a run. The worker follows it and decides nothing again."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    run_id: str
+    """The same over all starts of a run."""
+    config: RunConfig
+    config_digest: str
+    output_dir: str
+    epoch: int = 0
+    """The number of this start of the ranks, from 0; a restart is a new one, and processes of the
+    old one may not join it.
+    """
+    world_size: int
+    strategy: Strategy = "single"
+    nodes: list[NodePlace] = []
+    """By node_rank, the head first. A job that continues with fewer nodes keeps their numbers;
+    ranks are renumbered.
+    """
+    ranks: list[RankPlace] = []
+    """All ranks in order, node by node, so that rank 0 is on the head's machine."""
+    store_host: str = "127.0.0.1"
+    """The address of torch's store on rank 0: the one on which the nodes reached the head."""
+    device: DeviceChoice
+    """Of rank 0; `of_rank` gives the plan of a different rank."""
+    host: str
+    threads: int
+    """Of every rank, the same on all, so that replicas round alike."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Of frozen weights and of the computation. Trained weights are kept in float32."""
+    model: ModelFacts
+    data: DataSummary
+    global_batch: int
+    batch_of_ranks: tuple[int, int] | None = None
+    """`batch.per_rank` and `batch.accumulate`, from which the first start of the run has made the
+    global batch.
+    """
+    micro_batch: int
+    gradient_checkpointing: bool
+    total_steps: int
+    total_sequences: int
+    """Sequences of the whole run; the last step may have fewer."""
+    last_step: int | None = None
+    """For a replay that compares losses: nothing is evaluated, saved or written after this step."""
+    steps_per_epoch: float
+    warmup_steps: int
+    eval_every: int | None
+    """Steps."""
+    checkpoint_every: int
+    """Steps."""
+    keep_every: int | None = None
+    """Steps; checkpoints at its multiples stay forever."""
+    kept_every: int | None = None
+    """Each n-th step of an adapter is kept in memory, so that a death costs at most n - 1 finished
+    steps; None: none is, or nobody knows yet. The ranks measure it before step 1 and in the first
+    steps, and the head notes it in plan.json.
+    """
+    digest_every: int | None = None
+    """Steps between comparisons of a digest of the trained weights; None if no two ranks hold the
+    same.
+    """
+    rehearse: bool = False
+    """Whether a checkpoint is made after the first step of this start, and read back."""
+    memory: MemoryEstimate
+    resume: ResumePoint | None
+    resume_reason: str
+    """One line for the first screen: fresh, resumed from where and why, extended."""
+    allowed: list[dict[str, Any]] = []
+    """Allowed changes of the run's meaning, of all starts, in order: key, before, after,
+    from_step.
+    """
+    settings: list[Setting] = []
+    """Variables set by hand on the head, by name; those of other nodes are in agreement.json."""
+    ignored_variables: list[str] = []
+    origins: dict[str, str] = {}
+    """The origin of each value that is not directly from the config."""
+    warnings: list[str] = []
+    objective_digest: str = ""
+    """Of the file of an own objective: a rank executes no other content."""
+    faults: dict[str, Any] = {}
+    """Written by drills and tests only."""
+
+    def of_rank(self, rank: int) -> "RunPlan":
+        """A copy of the plan with that rank's device and host."""
+        place = self.ranks[rank]
+        return self.model_copy(update={"device": place.device, "host": place.host})
+
+    @property
+    def own_code(self) -> dict[str, str]:
+        """The user's own code that the ranks execute: its name for people, by a part of the paths
+        of its files.
+        """
+        own = own_objective(self.config.objective)
+        model = MODEL_CODE if self.config.model.trust_remote_code else {}
+        return {**({str(own[0]): "the objective"} if own else {}), **model}
+
+    @property
+    def answers(self) -> bool:
+        """Whether the ranks can generate answers.
+
+        Sharded ranks generate in lockstep, which requires equal arithmetic on all.
+        """
+        return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
+
+    @property
+    def expects_fast_layers(self) -> bool:
+        """Whether the memory was estimated for the fast layers of a GPU."""
+        devices = [place.device for place in self.ranks]
+        return expects_fast_layers(self.config, self.model, dtype=self.dtype, devices=devices)
+
+    @property
+    def rehearsed_step(self) -> int | None:
+        """The step after which a checkpoint is made as a test; None without one."""
+        return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
+
+    def node(self, node_rank: int) -> NodePlace:
+        """One node by its number.
+
+        A job that continues without some nodes keeps the numbers of the others, so `nodes` may have
+        gaps.
+
+        Raises:
+            KeyError: if it is not in the plan.
+        """
+        return {node.node_rank: node for node in self.nodes}[node_rank]
+
+    def on_node(self, node_rank: int) -> list[RankPlace]:
+        """The ranks of one node, by local rank."""
+        return [place for place in self.ranks if place.node_rank == node_rank]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of plan.json."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+# ---- which sequences make which step, and which rank takes which of them
+
+
+def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
+    """The order of `n` sequences in one epoch.
+
+    Sorted by a key that only `random.Random.random` makes: the one generator whose sequence Python
+    promises to keep.
+    """
+    material = hashlib.sha256(f"unisono order {seed} {epoch}".encode()).digest()
+    draw = random.Random(int.from_bytes(material, "big")).random  # noqa: S311 - an order, not a secret
+    keys = [draw() for _ in range(n)]
+    return sorted(range(n), key=keys.__getitem__)
+
+
+def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
+    """The same sequences in an order whose steps are each of one group as far as it goes, as
+    sd-scripts deals pictures by size.
+
+    What is left of each group makes mixed steps, in which each group is contiguous. It is a
+    function of its arguments alone, so that all ranks have the same order.
+
+    Args:
+        order: of an epoch, a permutation.
+        groups: of each sequence by its number.
+        batch: sequences of a step.
+        done: sequences of the first step that belong to the epoch before.
+    """
+    members: dict[int, list[int]] = {}
+    for sequence in order:
+        members.setdefault(groups[sequence], []).append(sequence)
+    if len(members) < 2:
+        return list(order)
+    head = min((batch - done) % batch, len(order))
+    steps = (len(order) - head) // batch
+    whole = [
+        all_[i : i + batch]
+        for all_ in members.values()
+        for i in range(0, len(all_) - len(all_) % batch, batch)
+    ]
+    whole, broken = whole[:steps], whole[steps:]
+    rest = [sequence for all_ in members.values() for sequence in all_[len(all_) - len(all_) % batch :]]
+    rest += [sequence for chunk in broken for sequence in chunk]
+    first, rest = rest[:head], rest[head:]
+    mixed = (steps - len(whole)) * batch
+    whole += [rest[i : i + batch] for i in range(0, mixed, batch)]
+    chosen = [number for number in order if number < len(whole)]  # a permutation of the steps
+    return first + [sequence for number in chosen for sequence in whole[number]] + rest[mixed:]
+
+
+@dataclass
+class Stream:
+    """The endless stream of sequences: epoch after epoch, each with its own permutation.
+
+    Attributes:
+        sequences: how many there are in an epoch.
+        groups: of each sequence; a step has sequences of one group as far as it goes. Empty: a step
+            has any sequences.
+        batch: sequences of a step; only groups need it.
+    """
+
+    sequences: int
+    seed: int
+    groups: Sequence[int] = ()
+    batch: int = 1
+    _epochs: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    def at(self, position: int) -> int:
+        """The sequence at a position of the stream, counted from 0."""
+        epoch, place = divmod(position, self.sequences)
+        return self._epoch(epoch)[place]
+
+    def step(self, step: int, *, global_batch: int, total_sequences: int) -> list[int]:
+        """The sequences of optimizer step `step` (from 1); the last step of a run may be short."""
+        first = (step - 1) * global_batch
+        return [self.at(position) for position in range(first, min(first + global_batch, total_sequences))]
+
+    def _epoch(self, epoch: int) -> list[int]:
+        if epoch not in self._epochs:
+            for old in [e for e in self._epochs if e < epoch - 1]:
+                del self._epochs[old]
+            order = permutation(self.sequences, seed=self.seed, epoch=epoch)
+            if self.groups:
+                done = epoch * self.sequences % self.batch
+                order = order_by_group(order, self.groups, batch=self.batch, done=done)
+            self._epochs[epoch] = order
+        return self._epochs[epoch]
+
+
+def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, seed: int) -> int:
+    """The steps after which a run has seen `target` tokens; it ends with the step that reaches
+    them.
+
+    Args:
+        lengths: tokens of each sequence.
+        target: non-padding input tokens.
+    """
+    per_epoch = sum(lengths)
+    whole_epochs = max(0, target // per_epoch - 1)
+    position = whole_epochs * len(lengths)
+    seen = whole_epochs * per_epoch
+    stream = Stream(len(lengths), seed)
+    while seen < target:
+        seen += lengths[stream.at(position)]
+        position += 1
+    return -(-position // global_batch)
+
+
+def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
+    """The indices of a step's sequences, distributed over the ranks: evenly by number, and within
+    that evenly by tokens.
+
+    Longest first, each goes to the rank with the fewest tokens so far that may still take one (the
+    lower rank on a tie). A rank's indices are ascending, so a single rank has all in order. With
+    fewer sequences than ranks, some ranks have none.
+
+    Args:
+        tokens: of each sequence of the step, in its order.
+        ranks: how many there are.
+    """
+    share, longer = divmod(len(tokens), ranks)  # `longer` ranks take one more than the share
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    everyone = [(0, rank) for rank in range(ranks)]  # tokens so far, rank: a heap
+    below, at_share = (everyone, []) if share else ([], everyone)
+    for place in sorted(range(len(tokens)), key=lambda place: (-tokens[place], place)):
+        heap = at_share if longer and at_share and (not below or at_share[0] < below[0]) else below
+        longer -= heap is at_share
+        held, rank = heapq.heappop(heap)
+        hands[rank].append(place)
+        entry = (held + tokens[place], rank)
+        if len(hands[rank]) < share:
+            heapq.heappush(below, entry)
+        elif len(hands[rank]) == share:
+            heapq.heappush(at_share, entry)
+    return [sorted(hand) for hand in hands]
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BLOCK = 64  # weights that share a scale, of nf4 and fp4
+_BLOCKS = 256  # of these scales share another one, if they are quantized themselves
+_VALUES_OF_A_LEVEL = 500
+_SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
+_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
+LOGITS_ON_GPU = 1 << 27
+"""Logits alive at a time there: a product with few rows reads the whole head from memory for little
+work. Other numbers were not tried.
+"""
+
+
+def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
+    """The number of trained parameters: an adapter's r·(in + out) over the matrices, or all."""
+    if adapter_rank is None:
+        return model.parameters
+    return adapter_rank * model.linear_in_out
+
+
+KEPT_WHOLE_BYTES = 64 << 20
+"""The last layers of a sharded model stay whole between forward and backward as far as their
+weights fit into this.
+
+Backward begins with them, so of a large model the last layer would only be gathered again at once;
+a small model is gathered once for both. Of frozen layers these are not sharded at all.
+"""
+
+
+def estimate_memory(
+    model: ModelFacts,
+    *,
+    dtype: str,
+    adapter_rank: int | None,
+    micro_tokens: int,
+    longest_row: int,
+    gradient_checkpointing: bool,
+    shards: int = 1,
+    logits: bool = True,
+    on_gpu: bool = False,
+    fast_layers: bool = False,
+    one_backward: bool = False,
+    state_dtype: str = "float32",
+) -> MemoryEstimate:
+    """Bytes for one rank.
+
+    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its
+      matrices, and the matrices × `packed_bytes`. With quantized embeddings those outside × (1 + 4
+      / hidden). Nothing with full fine-tuning in float32: the trained copy is the weight.
+    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all
+      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values for each
+      matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a
+      layer's matrix that is trained itself: its gradient stays in bfloat16 until its update.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 ×
+      hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
+      half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
+      hidden values for each layer, without an adapter in float32.
+    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
+      × intermediate + 7 × r values, where attention is the width of queries and keys together;
+      without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
+      adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
+      hidden + 2 × intermediate for gradients of the layer whose backward runs.
+    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
+      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
+    - of an image model a token is a position of the latents, and activations are those of its UNet
+      (`_picture_activations`).
+    - dequantized: the largest matrix of a quantized model in `dtype`.
+    - shards: weights and trainable are divided by the ranks, but not the scales of quantized
+      weights. Embedding and head are whole during a step, and two layers, or the last layers of up
+      to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
+      are not divided, and two of the other layers are whole.
+
+    Args:
+        model: the model's figures.
+        dtype: of frozen weights and computation.
+        adapter_rank: r, or None for full fine-tuning.
+        micro_tokens: tokens in one forward.
+        longest_row: tokens of the longest row.
+        gradient_checkpointing: whether activations are computed again.
+        shards: ranks among which weights and state are cut (fsdp).
+        logits: whether there are logits over the vocabulary; a reward model has one value for a
+            row.
+        on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
+        fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
+        one_backward: see `has_one_backward`.
+        state_dtype: of AdamW's moments.
+    """
+    size = _DTYPE_BYTES[dtype]
+    trainable = trainable_parameters(model, adapter_rank=adapter_rank)
+    is_mixed = adapter_rank is None and dtype != "float32"  # what is added up over the layers is in float32
+    if fast_layers:
+        per_layer = _values_of_fast_layers(model, adapter_rank)
+    else:
+        per_layer = 10 * model.hidden_size + 4 * model.intermediate_size
+        per_layer += 6 * model.hidden_size if adapter_rank is not None or (is_mixed and on_gpu) else 0
+        per_layer += 0 if on_gpu else max(1, model.hidden_size // 64) * longest_row // 2
+    values = per_layer * (1 if gradient_checkpointing else model.layers)
+    values += model.layers * model.hidden_size * (1 + is_mixed) * gradient_checkpointing
+    values += (4 * model.hidden_size + 2 * model.intermediate_size) * fast_layers
+    activations = micro_tokens * values * size
+    if model.is_picture_model:
+        activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
+    head = micro_tokens * model.hidden_size * size * 2
+    if logits and on_gpu:
+        head += min(micro_tokens * model.vocab_size, LOGITS_ON_GPU) * size * 2
+    elif logits:
+        head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
+    weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)
+    outside = model.parameters - model.linear_parameters
+    outside_bytes = 1 + 4 / model.hidden_size if model.quantized_embeddings else size
+    if model.quantized:
+        dequantized = model.hidden_size * max(model.intermediate_size, model.hidden_size) * size
+        matrix_bytes = packed_bytes(model)
+        weights -= int(model.linear_parameters * (size - matrix_bytes) + outside * (size - outside_bytes))
+    if adapter_rank is None and dtype == "float32":
+        weights = 0  # the master copy is the weight
+    state = trainable * (4 + 4 + 2 * _DTYPE_BYTES[state_dtype])
+    if one_backward and is_mixed and dtype == "bfloat16" and (fast_layers or not on_gpu):
+        state -= (
+            model.linear_parameters * 2
+        )  # the fast layers leave gradients as their products computed them
+    if shards > 1:
+        layers = int(model.linear_parameters * matrix_bytes)
+        layer = max(1, layers // max(1, model.layers))
+        scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
+        whole, divided = max(2 * layer, min(layers, KEPT_WHOLE_BYTES)), weights - scales
+        if adapter_rank is not None:
+            undivided = layer * min(model.layers, KEPT_WHOLE_BYTES // layer)
+            divided = max(0, divided - undivided - int(outside * outside_bytes))
+            whole = undivided + min(divided, 2 * layer)
+        weights = divided // shards + scales + whole + int(outside * outside_bytes)
+        state //= shards
+    return MemoryEstimate(
+        weights=weights,
+        trainable=state,
+        activations=activations,
+        loss_head=head,
+        dequantized=dequantized,
+        total=weights + state + activations + head + dequantized,
+    )
+
+
+def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_size: int) -> bool:
+    """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have
+    no sum in float32.
+    """
+    is_full = (
+        config.adapter is None and config.objective != "reward"
+    )  # reward models have no fast layers then
+    return is_full and world_size == 1 and micro >= global_batch
+
+
+def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
+    """Values that a layer of `model.decoder` keeps for each token on a GPU. A test counts them.
+
+    The inputs of both norms and their outputs; queries, keys, values and the output of attention,
+    which is as wide as the queries; gate and up; the low-rank outputs of seven adapters.
+    """
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+    # in + out of the seven matrices of a layer: 7 × hidden + 3 × intermediate + 2 × attention
+    attention = (model.linear_in_out // model.layers - 7 * hidden - 3 * intermediate) // 2
+    if adapter_rank is None:
+        return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
+    kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
+    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0  # the flash kernels need aligned inputs
+    return kept + attention * 3 // 2 * is_copied
+
+
+def expects_fast_layers(
+    config: RunConfig, model: ModelFacts, *, dtype: str, devices: Sequence[DeviceChoice]
+) -> bool:
+    """Whether GPUs will use the fast layers, by what is known before the ranks start; they decide
+    by trying (`model.forward`).
+    """
+    adapter = config.adapter
+    if dtype != "bfloat16" or not model.has_plain_mlps or not all(device.compiles for device in devices):
+        return False
+    if adapter is None:
+        return config.objective != "reward"
+    compute = config.model.quantize_compute if model.quantized else "auto"
+    targets = [".*"] if isinstance(adapter.targets, str) else adapter.targets
+    adapted = {
+        any(re.search(target, f"layers.0.mlp.{name}_proj") for target in targets)
+        for name in ("gate", "up", "down")
+    }
+    return adapter.is_plain and compute in ("auto", "bfloat16") and len(adapted) == 1
+
+
+def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
+    """Values that a UNet keeps for its backward: 500 for each channel of the first level and
+    position, and less for the levels below.
+
+    From the shapes of its blocks: five residual blocks with attention in each level, and half as
+    many channels for each position from level to level. On a CPU in float32 it is above what was
+    measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside
+    it: bench/results/diffusion.json. It has not been measured on a GPU.
+    """
+    values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
+    return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
+
+
+def packed_bytes(model: ModelFacts) -> float:
+    """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each
+    block, int8 one for each row.
+    """
+    if model.quantized_bytes:
+        return model.quantized_bytes
+    packed = _bits(model) / 8
+    if model.quantized == "int8":
+        return packed + 4 / model.hidden_size
+    if not model.quantized_double:
+        return packed + 4 / _BLOCK
+    return packed + (1 + 4 / _BLOCKS) / _BLOCK
+
+
+def _bits(model: ModelFacts) -> float:
+    return model.quantized_bits or (8 if model.quantized == "int8" else 4)

@@ -1,0 +1,326 @@
+"""Tasks on rows, without torch: `prepare` (model facts, token table), `preview`, `survey` (for a
+new config), and `rows` (where rows come from).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.base.child import loading_modules
+from unisono.base.errors import DataError, ModelError, UsageError
+from unisono.base.events import Reporter
+from unisono.base.files import make_private_dir
+from unisono.base.text import one_line
+from unisono.guard.rundir import RunDir
+from unisono.trainer.checkpoint.verify import check_model, read_digest
+from unisono.trainer.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.trainer.config.schema import DataSection, RunConfig
+from unisono.trainer.config.sections import DIFFUSION, PREFERENCE
+from unisono.trainer.data import RawRow, first_notes, read_counts, unrendered_parts
+from unisono.trainer.data.lf_pieces import NO_TOKEN
+from unisono.trainer.data.preference_rows import is_rated, sides_in
+from unisono.trainer.data.prepare import prepare_data
+from unisono.trainer.data.readers import read_rows
+from unisono.trainer.data.sources import find_sources
+from unisono.trainer.data.survey import survey
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.data.tokenizer import load_tokenizer
+from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer, read_model_config
+
+_NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
+
+
+def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Prepares a run: gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
+
+    Args:
+        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, where data.json is
+            written, or null; `limit_rows`, the rows to read of each source, for a rehearsal.
+        report: receives progress.
+
+    Raises:
+        IntegrityError: if the model is the result of a run, and is damaged.
+    """
+    config = RunConfig.model_validate(request["config"])
+    report.phase("model", "reading the model's files")
+    if config.objective == DIFFUSION:
+        return _prepare_pictures(config, request, report)
+    try:
+        facts = inspect_model(config, verify_files=_refuse_damage)
+    except ModelError:  # an unreadable file may have been damaged since it was written
+        _refuse_damage(locate_model(config.model.path, config.model.revision), {})
+        raise
+    ledger = None
+    if request.get("output_dir"):
+        directory = RunDir(Path(request["output_dir"]))
+        make_private_dir(directory.root)
+        ledger = directory.data
+    tokenizer = locate_tokenizer(config)
+    if tokenizer != Path(facts.directory):
+        _refuse_damage(
+            tokenizer, {}, only=lambda name: not name.endswith(".safetensors") and name not in _NOT_TOKENIZER
+        )
+    data = prepare_data(
+        config,
+        tokenizer=tokenizer,
+        vocab_size=None if config.model.resize_vocabulary else facts.vocab_size,
+        cache_dir=Path(request["cache_dir"]),
+        report=report,
+        ledger=ledger,
+        limit_rows=request.get("limit_rows"),
+    )
+    return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
+
+
+def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """The same for an image model; needs torch, which computes the caches."""
+    from unisono.trainer.diffusion.picture_folders import need_pillow
+    from unisono.trainer.diffusion.single_file import open_files, single_file
+
+    need_pillow()
+    if single_file(config) is not None:
+        report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
+    pipeline, facts, digests = open_files(config, cache_dir=Path(request["cache_dir"]))
+    with loading_modules():
+        from unisono.trainer.diffusion.prepare import prepare_pictures
+    ledger = None
+    if request.get("output_dir"):
+        directory = RunDir(Path(request["output_dir"]))
+        make_private_dir(directory.root)
+        ledger = directory.data
+    data = prepare_pictures(
+        config, pipeline, digests, cache_dir=Path(request["cache_dir"]), report=report, ledger=ledger
+    )
+    return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
+
+
+def _refuse_damage(
+    directory: Path, digests: dict[str, tuple[int, str]], *, only: Callable[[str], bool] = lambda _name: True
+) -> None:
+    """Verifies a model that a run or an export has written against the list of its files; other
+    models have no list.
+
+    Raises:
+        IntegrityError: with each damaged file, and its tensors.
+    """
+    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
+    if not checked.intact:
+        raise checked.refusal(restore="copy the directory again, or export it again")
+
+
+def survey_data(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Looks at rows for which there is no config yet: gives the fields of a Survey.
+
+    Args:
+        request: `path`, as in data.train; `packed`, whether rows will share sequences; `cache_dir`.
+        report: receives progress.
+    """
+    report.phase("survey", f"reading {request['path']}")
+    data = DataSection(train=request["path"])
+    try:
+        (source,) = find_sources(data, cache_dir=Path(request["cache_dir"]))
+    except DataError as error:  # there is no config that could have the key
+        raise DataError(*(replace(problem, where="--data") for problem in error.problems)) from error
+    return survey(source, packed=bool(request["packed"])).to_json()
+
+
+_BINS = 10
+_NOTES = 20
+
+
+def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger`
+    and `notes`.
+
+    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, weight, tokens, text}], joined give
+    its text. With `ids` it has `ids`, null for a token that the tokenizer does not have, and
+    `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a
+    histogram of the training rows, [{first, last, rows}] in tokens. `notes` are the first rows that
+    were dropped or changed.
+
+    A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts
+    with `kl` (the same prompt with another row's answer) and `desirable`. Their `lengths` are those
+    of both sides.
+
+    Args:
+        request: `config` (a RunConfig as JSON), `cache_dir`, `rows`, the number of rows to show,
+            and `ids`, whether to add token ids.
+        report: receives progress.
+    """
+    config = RunConfig.model_validate(request["config"])
+    if config.objective == DIFFUSION:
+        raise UsageError.of(
+            "data preview shows rows of text",
+            where="objective",
+            why="the rows of this config are pictures",
+            fix="`unisono train CONFIG --dry-run` shows their number and sizes; data.json of the run lists each file",
+        )
+    config = _with_objective_of_rows(config, Path(request["cache_dir"]))
+    directory = locate_tokenizer(config)
+    data = prepare_data(
+        config,
+        tokenizer=directory,
+        vocab_size=None if config.model.resize_vocabulary else _vocab_size(config, directory),
+        cache_dir=Path(request["cache_dir"]),
+        report=report,
+        is_preview=True,
+    )
+    report.phase("preview", "decoding tokens")
+    tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
+    layout = lf_template_of(config.data.template)
+    if layout is not None:
+        adapt_tokenizer(tokenizer, layout)
+    show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
+    table = TokenTable.open(Path(data.cache_dir), "train")
+    ledger = Path(data.cache_dir) / "ledger.json"
+    rows = [shown_unit(table, i, show) for i in range(min(int(request["rows"]), table.rows))]
+    lost = unrendered_parts(ledger, [row["row"] for row in rows])
+    return {
+        "data": data.model_dump(mode="json"),
+        "rows": [row | ({"not_rendered": lost[row["row"]]} if row["row"] in lost else {}) for row in rows],
+        "lengths": histogram(table.row_lengths()),
+        "ledger": read_counts(ledger),
+        "notes": first_notes(ledger, limit=_NOTES),
+    }
+
+
+def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:
+    """The config; with `format: preference` and no objective of preferences, as if for the units
+    that its first readable row is.
+    """
+    data = config.data
+    train = data.train if isinstance(data.train, list) else [data.train]
+    formats = [data.format if isinstance(e, str) or e.format == "auto" else e.format for e in train]
+    if config.objective in PREFERENCE or any(name != "preference" for name in formats):
+        return config
+    rows = (
+        (source, row)
+        for source in find_sources(data, cache_dir=cache_dir)
+        for file in source.files
+        for row in read_rows(file)
+        if isinstance(row, RawRow)
+    )
+    source, row = next(rows, (None, None))
+    if source is None or row is None:
+        return config
+    columns = source.section.columns
+    is_rated_row = is_rated(row.value, columns) and not sides_in(row.value, columns)
+    return config.model_copy(update={"objective": "kto" if is_rated_row else "dpo"})
+
+
+def shown_unit(table: TokenTable, i: int, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The parts of a row of a table for the preview, with those of both sides if it has two."""
+    sides = [show(*table.row(i, side), table.weights(i, side)) for side in range(table.sides)]
+    head = {"row": table.row_id(i)}
+    if table.sides == 1:
+        return head | sides[0]
+    if "label" in table.columns:
+        return head | sides[0] | {"kl": sides[1], "desirable": bool(table.columns["label"][i])}
+    return head | {"chosen": sides[0], "rejected": sides[1]}
+
+
+def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:
+    """Rows of the embedding; None if the model's directory holds a tokenizer only."""
+    if config.model.tokenizer is None and not (tokenizer / "config.json").is_file():
+        return None
+    settings = read_model_config(locate_model(config.model.path, config.model.revision))
+    size = settings.get("text_config", settings).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def shown_row(
+    ids: npt.NDArray[np.int32],
+    targets: npt.NDArray[np.bool_],
+    weights: npt.NDArray[np.float32],
+    tokenizer: Any,
+    *,
+    with_ids: bool,
+) -> dict[str, Any]:
+    """The parts of a row for the preview; `weights` are those of its targets."""
+    counts = np.zeros(len(ids), np.float32)
+    counts[targets] = weights
+    found: dict[str, Any] = {
+        "tokens": len(ids),
+        "loss_tokens": int(np.count_nonzero(targets)),
+        "runs": [
+            {
+                "loss": bool(targets[first]),
+                "weight": round(float(counts[first]), 3),
+                "tokens": end - first,
+                "text": _text(tokenizer, ids, first, end),
+            }
+            for first, end in runs(counts)
+        ],
+    }
+    if with_ids:
+        found["ids"] = [None if i == NO_TOKEN else i for i in ids.tolist()]
+        found["loss"] = targets.tolist()
+    return found
+
+
+def runs(weights: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Begin and end of each run of equal values."""
+    if not len(weights):
+        return []
+    changes = (np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist()
+    return list(zip([0, *changes], [*changes, len(weights)], strict=True))
+
+
+def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> str:
+    """The text that tokens first..end add: decoded alone, some tokenizers would drop a leading
+    space.
+    """
+    before, whole = (
+        tokenizer.decode(
+            ids[:stop][ids[:stop] >= 0].tolist(),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        for stop in (first, end)
+    )
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(
+        ids[first:end][ids[first:end] >= 0].tolist(),
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
+    """Up to ten bins of equal width from the shortest to the longest: {first, last, rows}."""
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // _BINS)
+    counts = np.bincount((lengths - shortest) // width)
+    firsts = [shortest + i * width for i in range(len(counts))]
+    return [
+        {"first": first, "last": min(first + width - 1, longest), "rows": int(n)}
+        for first, n in zip(firsts, counts, strict=True)
+    ]
+
+
+def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Looks up the origins of rows: gives `rows`, file and line of each row of the sequences, in
+    their order.
+
+    Args:
+        request: `table`, the directory of a token table, and `sequences` of its training split.
+        report: not used.
+
+    Raises:
+        DataError: if the table is missing, or has no such sequence.
+    """
+    del report
+    try:
+        table = TokenTable.open(Path(request["table"]), "train")
+        rows = [int(row) for sequence in request["sequences"] for row in table.rows_of(int(sequence))]
+        return {"rows": [table.row_id(row) for row in rows]}
+    except (OSError, IndexError) as error:
+        raise DataError.of(
+            "the rows cannot be looked up", where=str(request["table"]), why=one_line(str(error))
+        ) from error

@@ -1,0 +1,445 @@
+"""The tasks `eval` (loss, perplexity and scores of a file's rows) and `predict` (answers to the
+rows of a LLaMA-Factory file with `do_predict`, and how close they are).
+"""
+
+import contextlib
+import glob
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.base.errors import DataError
+from unisono.base.events import Reporter
+from unisono.base.files import expand, fault_of, write_json, write_text
+from unisono.base.text import plain
+from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
+from unisono.trainer.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
+from unisono.trainer.data import grouped
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model.directory import locate_model, locate_tokenizer
+from unisono.trainer.model.engine import answer_prompts
+from unisono.trainer.model.forward import Forward, choose_forward
+from unisono.trainer.model.generate import GREEDY, Sampling
+from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
+from unisono.trainer.model.quantization import is_quantized, quantized_load
+from unisono.trainer.objectives import objective_of
+from unisono.trainer.task import data_tasks
+from unisono.trainer.task.inference import InferenceModel, decode, open_requested
+from unisono.trainer.training.evaluation import Question, bleu, exact_match, question_of, rouge_l, similarity
+from unisono.trainer.training.run import counts_of, load_micro, seed_torch
+
+_TOKENS = 8_192  # per forward
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
+    rouge_l, bleu.
+    """
+    file = request["data"]
+    fault = fault_of(expand(file), file)
+    if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
+        raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
+    opened = open_requested(request, report, answers=False)
+    config = evaluation_config(opened, file)
+    prepared, table = _prepared(config, request["cache_dir"], report)
+    sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
+    found = {
+        "description": opened.target.description,
+        "ledger": prepared["ledger"],
+        "formats": prepared["formats"],
+    }
+    if config.objective in PREFERENCE:
+        figures, each = preference_figures(
+            opened, config, table, sequences, report, each=bool(request.get("each"))
+        )
+        return {**found, "figures": figures, "rows": each}
+    figures, each = answer_figures(opened, table, sequences, report)
+    return {**found, "figures": figures, "rows": each}
+
+
+def _prepared(config: RunConfig, cache_dir: str, report: Reporter) -> tuple[dict[str, Any], TokenTable]:
+    """What the preparation of a file's rows gives, and their token table."""
+    body = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "cache_dir": cache_dir,
+        "output_dir": None,
+    }
+    prepared = data_tasks.prepare(body, report)["data"]
+    return prepared, TokenTable.open(Path(prepared["cache_dir"]), "train")
+
+
+def answer_figures(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Loss and scores of answers, and the answers."""
+    figures = losses(opened, table, sequences, report)
+    rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
+    found = _questions(table, rows)
+    answers = answer_all(opened, [question for _, question in found], report)
+    references = [text_of(opened, question.answer) for _, question in found]
+    pairs = list(zip(answers, references, strict=True))
+    figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
+    if pairs:
+        figures |= {"exact_match": exact_match(pairs), "rouge_l": rouge_l(pairs), "bleu": bleu(pairs)}
+    return figures, [
+        {
+            "row": table.row_id(row),
+            "prompt": decode(opened.tokenizer, question.prompt),
+            "answer": answer,
+            "reference": reference,
+            "exact_match": answer == reference,
+        }
+        for (row, question), (answer, reference) in zip(found, pairs, strict=True)
+    ]
+
+
+def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
+    """The rows with a question.
+
+    A row that counts in the loss as a whole, e.g. plain text, has none.
+    """
+    found = ((row, question_of(table, row)) for row in rows)
+    return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
+
+
+def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
+    """The config for preparing the rows: every row is a sequence of its own, with the loss mask of
+    the run.
+    """
+    plan, target = opened.target.plan, opened.target
+    tokenizer = opened.tokenizer.name_or_path or str(target.base)
+    # No row depends on it, but quantized weights are refused without one.
+    adapter = AdapterSection() if is_quantized(opened.forward.loaded.base) else None
+    if plan is None:
+        data = DataSection(train=file, packing=False, max_length=max(8, opened.context))
+        model = ModelSection(path=str(target.base), tokenizer=tokenizer)
+        kind: Objective = "reward" if target.is_reward else "sft"
+        return RunConfig(model=model, adapter=adapter, data=data, objective=kind, output_dir="unused")
+    settings = plan.config.data.model_copy(update={"train": file, "eval": None, "packing": False})
+    model = plan.config.model.model_copy(
+        update={"path": str(target.base), "tokenizer": tokenizer, "weights": "pretrained"}
+    )
+    if target.source == "checkpoint":
+        model = plan.config.model
+    objective = plan.config.objective
+    used = {*keys_of(objective)} - {"reference"}  # which is loaded with the other weights
+    settings_of_loss = plan.config.preference.model_dump(include=used)
+    return RunConfig(
+        model=model,
+        adapter=adapter,
+        data=settings,
+        objective=objective,
+        preference=PreferenceSection.model_validate(settings_of_loss),
+        seed=plan.config.seed,
+        output_dir="unused",
+    )
+
+
+def losses(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> dict[str, Any]:
+    """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and
+    tokens.
+    """
+    count = int(table.sequence_loss_tokens()[list(sequences)].sum())
+    tokens = int(table.sequence_tokens()[list(sequences)].sum())
+    total, done = 0.0, 0
+    with torch.no_grad():
+        for group in _groups(table, sequences):
+            micro, _ = load_micro(table, group, opened.device)
+            if len(micro.rows.labels):
+                total += float(opened.forward.loss(micro.rows, count=count))
+            done += len(group)
+            report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
+    known = count > 0
+    return {
+        "rows": len(sequences),
+        "tokens": tokens,
+        "loss_tokens": count,
+        "loss": total if known else None,
+        "perplexity": (math.exp(total) if total < 700 else math.inf) if known else None,
+    }
+
+
+def preference_figures(
+    opened: InferenceModel,
+    config: RunConfig,
+    table: TokenTable,
+    sequences: Sequence[int],
+    report: Reporter,
+    *,
+    each: bool,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
+    those of every pair or rated answer.
+    """
+    objective, counts = objective_of(config), counts_of(table, sequences)
+    groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
+    unit = "pairs" if config.objective in PAIRS else "rows"
+    total, sums, known, done, rows = 0.0, [0.0] * (2 * len(objective.metrics)), 0.0, 0, []
+    with torch.no_grad():
+        reference = _reference_values(opened, table, sequences, report) if objective.uses_reference else None
+        if objective.first_sides:
+            sides = objective.first_sides
+            firsts = (
+                load_micro(table, group, opened.device, sides=sides, reference=reference)[0]
+                for group in groups
+            )
+            known = sum(float(objective.first(opened.forward, micro)) for micro in firsts) / counts.units
+        for group in groups:
+            micro, _ = load_micro(table, group, opened.device, sides=objective.sides, reference=reference)
+            part = objective.loss(opened.forward, micro, counts=counts, known=known)
+            total += float(part.loss)
+            found = part.sums.tolist()
+            sums = [one + other for one, other in zip(sums, found, strict=True)]
+            if each:
+                row = table.row_id(int(table.rows_of(group[0])[0]))
+                loss = float(part.loss) * counts.units
+                rows.append({"row": row, "loss": loss, **objective.figures(found, known=known)})
+            done += len(group)
+            report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
+    figures = {
+        unit: counts.units,
+        "tokens": int(table.sequence_tokens()[list(sequences)].sum()),
+        "loss_tokens": counts.loss_tokens,
+        "loss": total,
+        **objective.figures(sums, known=known),
+    }
+    return figures, rows
+
+
+def _reference_values(
+    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+) -> torch.Tensor:
+    """(rows of the table, 2) float32: the reference's log-probability of the answer of each
+    side.
+    """
+    values = torch.zeros(table.rows, 2)
+    done = 0
+    with _reference_forward(opened, report) as forward:
+        for group in _groups(table, sequences):
+            micro, batch = load_micro(table, group, opened.device, sides=(0, 1))
+            sums = micro.rows.sums(forward.log_probs(micro.rows))
+            values[batch.units] = sums.view(-1, 2).cpu()
+            done += len(group)
+            report.phase(
+                "reference", "computing the reference's log-probabilities", done=done, total=len(sequences)
+            )
+    return values
+
+
+@contextlib.contextmanager
+def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[Forward]:
+    """The model that the run compares with: its model without the adapter, the model that it
+    started from, or one that its config names.
+    """
+    plan = opened.target.plan
+    assert plan is not None
+    config, adapter = plan.config, plan.config.adapter
+    named, merged = config.preference.reference, adapter is not None and bool(adapter.merge)
+    # PiSSA moves components from the base into the adapter, and the stored adapter contains merged
+    # ones.
+    switches_off = adapter is not None and adapter.init != "pissa"
+    if named == "auto" and switches_off and not merged:
+        with opened.forward.without_adapter():
+            yield opened.forward
+        return
+    report.phase("reference", f"loading the reference {config.model.path if named == 'auto' else named}")
+    loaded = _starting_model(opened, config) if named == "auto" else _named_model(opened, named, config)
+    if named != "auto":
+        loaded.model.requires_grad_(False)  # the fast layers are those of a frozen model
+    loaded.model.eval()
+    forward = choose_forward(
+        loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False, trains=False
+    )
+    loaded.model.eval()
+    with forward.without_adapter() if named == "auto" and switches_off else contextlib.nullcontext():
+        yield forward
+
+
+def _starting_model(opened: InferenceModel, config: RunConfig) -> LoadedModel:
+    """The model as it was before the first step."""
+    with torch.random.fork_rng():
+        seed_torch(config.seed, "weights")
+        return load_for_training(
+            config,
+            directory=locate_model(config.model.path, config.model.revision),
+            tokenizer_directory=locate_tokenizer(config),
+            dtype=opened.dtype,
+            device=opened.device,
+        )
+
+
+def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> LoadedModel:
+    directory = locate_model(named, key="preference.reference")
+    base = load_base(
+        directory,
+        dtype=DTYPES[opened.dtype],
+        trust_remote_code=config.model.trust_remote_code,
+        quantized=quantized_load(None, directory, dtype=opened.dtype, device=opened.device),
+    ).to(opened.device)
+    return LoadedModel(base, base, opened.tokenizer, {}, base.num_parameters())
+
+
+def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
+    """Sequences in order, in groups of up to `_TOKENS` tokens and at least one sequence."""
+    lengths = table.sequence_tokens()
+    return grouped(((sequence, int(lengths[sequence])) for sequence in sequences), most=_TOKENS)
+
+
+def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Reporter) -> list[str]:
+    """Greedy answers, up to twice as long as the longest reference."""
+    if not questions:
+        return []
+    limit = 2 * max(len(question.answer) for question in questions) + 8
+    special = set(opened.tokenizer.all_special_ids)
+    stops = opened.stops(opened.template) | ({question.answer[-1] for question in questions} & special)
+    limits = [max(0, min(limit, opened.context - len(question.prompt))) for question in questions]
+    answers = _generate(opened, questions, limits, stops, GREEDY, report)
+    return [text_of(opened, answer) for answer in answers]
+
+
+def _generate(
+    opened: InferenceModel,
+    questions: Sequence[Question],
+    limits: Sequence[int],
+    stops: set[int],
+    sampling: Sampling,
+    report: Reporter,
+) -> list[list[int]]:
+    """The tokens of each answer."""
+
+    def on_answers(done: int) -> None:
+        report.phase("generate", "answering", done=done, total=len(questions))
+
+    with opened.ready() as model:
+        return answer_prompts(
+            model,
+            [question.prompt for question in questions],
+            limits=limits,
+            stop_ids=stops,
+            pad_id=opened.pad_id,
+            sampling=sampling,
+            together=not opened.forward.rows_apart,
+            on_answers=on_answers,
+        )
+
+
+def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
+    """The text of an answer in the form that scores compare."""
+    return plain(decode(opened.tokenizer, ids)).strip()
+
+
+PREDICTIONS, RESULTS = "generated_predictions.jsonl", "predict_results.json"
+
+
+def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Answers all rows, and writes both files.
+
+    Raises:
+        DataError: if no row has a question and an answer.
+        UnfitError: if the files cannot be written.
+    """
+    config = RunConfig.model_validate(request["config"])
+    prepared, table = _prepared(config, request["cache_dir"], report)
+    questions = [question for row in range(table.rows) if (question := question_of(table, row)) is not None]
+    if not questions:
+        raise DataError.of(
+            "no row has a question and an answer",
+            where="eval_dataset",
+            why="the rows count in the loss as a whole",
+            fix="use rows with a prompt and a response",
+        )
+    opened = open_requested(request, report)
+    started = time.monotonic()
+    sampling = request["generation"]
+    answers = _answers(opened, questions, sampling, report)
+    seconds = time.monotonic() - started
+    rows = _rows(opened.tokenizer, questions, answers, skip_special=sampling["skip_special_tokens"])
+    out = Path(request["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    report.phase("score", "comparing answers with references")
+    figures = _figures(rows, seconds=seconds)
+    write_json(out / RESULTS, figures)
+    return {
+        "description": opened.target.description,
+        "rouge": "LLaMA-Factory's" if find_spec("jieba") and find_spec("rouge_chinese") else "ours",
+        "out": str(out),
+        "files": [PREDICTIONS, RESULTS],
+        "rows": len(rows),
+        "figures": figures,
+        "ledger": prepared["ledger"],
+    }
+
+
+def _answers(
+    opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
+) -> list[list[int]]:
+    """The tokens of each answer; questions that leave less room in the context get shorter
+    answers.
+    """
+    limits = [
+        max(0, min(sampling["max_tokens"], opened.context - len(question.prompt))) for question in questions
+    ]
+    stops = opened.stops(opened.template)
+    return _generate(opened, questions, limits, stops, Sampling.of(sampling), report)
+
+
+def _rows(
+    tokenizer: Any, questions: Sequence[Question], answers: Sequence[list[int]], *, skip_special: bool
+) -> list[dict[str, str]]:
+    def text(ids: Sequence[int], *, skip: bool) -> str:
+        decoded: str = tokenizer.decode(
+            list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+        return decoded
+
+    return [
+        {
+            "prompt": text(question.prompt, skip=False),
+            "predict": text(answer, skip=skip_special),
+            "label": text(question.answer, skip=skip_special),
+        }
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def _figures(rows: list[dict[str, str]], *, seconds: float) -> dict[str, float]:
+    """The scores, and the speed, under the names of LLaMA-Factory's file.
+
+    ROUGE is LLaMA-Factory's own where its packages are installed.
+    """
+    pairs = [(row["predict"], row["label"]) for row in rows]
+    scores = similarity(pairs) | (llamafactory_rouge(pairs) or {})
+    return {f"predict_{name}": round(value, 4) for name, value in scores.items()} | {
+        "predict_runtime": round(seconds, 4),
+        "predict_samples_per_second": round(len(rows) / seconds, 3),
+    }
+
+
+def llamafactory_rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, float] | None:
+    """ROUGE as LLaMA-Factory computes it, 0 to 100: of words by jieba, with rouge-chinese; None if
+    one of these is not installed.
+    """
+    try:
+        import jieba
+        from rouge_chinese import Rouge
+    except ImportError:
+        return None
+    jieba.setLogLevel(logging.ERROR)
+    totals = dict.fromkeys(("rouge-1", "rouge-2", "rouge-l"), 0.0)
+    for answer, reference in pairs:
+        words = [" ".join(jieba.cut(text)) for text in (answer, reference)]
+        if not all(text.split() for text in words):
+            continue  # 0, as there
+        for name, score in Rouge().get_scores(*words)[0].items():
+            totals[name] += round(100 * score["f"], 4)
+    return {name: total / len(pairs) for name, total in totals.items()}

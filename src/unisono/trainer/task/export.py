@@ -1,0 +1,342 @@
+"""The task `export`: writes a directory that transformers and peft can load, completely or not at
+all.
+
+Request: target, step (or null), out, merge, read_back (default true). Result: out, what (`adapter`,
+`merged model` or `model`), description, base, dtype, files, bytes, reward (whether it is a reward
+model), read_back (task.read_back's ReadBack, or null), and for a merged model how much its logits
+differ from those of base plus adapter.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.base.errors import (
+    ModelError,
+    UnfitError,
+    UsageError,
+    error_number,
+    storage_reason,
+    storage_remedy,
+    storage_words,
+)
+from unisono.base.events import Reporter
+from unisono.base.files import fsync_dir, fsync_tree, read_json, write_json
+from unisono.base.text import parse_bytes
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import is_image_model
+from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
+from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
+from unisono.trainer.model.load import load_tokenizer
+from unisono.trainer.model.quantization import is_quantized
+from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.task.inference import (
+    adapter_tokenizer,
+    load_target,
+    merge_adapter,
+    stops_of,
+    stored_dtype,
+    template_of,
+)
+from unisono.trainer.task.read_back import ReadBack, WrittenModel, by_digests, read_back
+from unisono.trainer.task.target import Target, requested_target, verify_target
+from unisono.trainer.training.weights import (
+    Entries,
+    entries_of,
+    round_as_stored,
+    write_generation_config,
+    write_model,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from unisono.trainer.task.picture_tasks import Opened
+
+_MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.py")
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.json", "README.md")
+# Root mean square of the difference of logits, relative to their spread: rounding of one addition,
+# or of a 16-bit weight.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Writes the directory.
+
+    Raises:
+        UsageError: if OUT exists and is not empty, or the target does not exist.
+        ModelError: if an adapter cannot be merged.
+        IntegrityError: if the target is damaged, or what was written is not the same model when it
+            is loaded again; it stays there.
+        UnfitError: if the storage fails.
+    """
+    out = free_place(request["out"])
+    if is_image_model(Path(request["target"]).expanduser()):
+        return _export_lora(request, report, out)
+    if request.get("format"):
+        raise UsageError.of(
+            f"--format {request['format']} is for image models",
+            where="--format",
+            fix="omit it: transformers, vLLM and llama.cpp's converter load the export as it is",
+        )
+    target = requested_target(request)
+    verify_target(target, report)
+    merge = bool(request.get("merge")) and has_adapter(target)
+    reads_back = bool(request.get("read_back", True))
+    if request.get("merge") and not merge:
+        report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
+    if target.merged and not merge:
+        raise UsageError.of(
+            f"{len(target.merged) + 1} adapters are not one adapter",
+            where="adapter_name_or_path",
+            why="they are merged into the model, one after the other",
+            fix="add --merge, or pass one adapter",
+        )
+    report.phase("export", f"writing {out}")
+    wanted: ResultLogits | None
+    with whole_directory(out) as directory:
+        if merge:
+            extra, entries, wanted = write_merged(
+                target, directory, report, max_file_bytes=_largest_file(target, request.get("max_shard_size"))
+            )
+        else:
+            extra = {}
+            entries, wanted = write_as_it_is(target, directory, reads_back=reads_back)
+        _write_rest(target, directory)
+        write_model_manifest(directory, entries)
+    found = None
+    if reads_back:
+        report.phase("verify", f"reading {out} back")
+        found = _read_back(target, out, wanted)
+    what = "merged model" if merge else "adapter" if has_adapter(target) else "model"
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {
+        "out": str(out),
+        "what": what,
+        "description": target.description,
+        "base": str(target.base),
+        "merged": merge,
+        "files": [str(file.relative_to(out)) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        "reward": target.is_reward,
+        "read_back": asdict(found) if found is not None else None,
+        **extra,
+    }
+
+
+def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[str, Any]:
+    from unisono.trainer.task.picture_tasks import run_export
+
+    if request.get("merge"):
+        raise UsageError.of(
+            "a LoRA of an image model is not merged",
+            where="--merge",
+            why="diffusers, A1111 and ComfyUI load it beside the model",
+            fix="omit --merge",
+        )
+    report.phase("export", f"writing {out}")
+    with whole_directory(out) as directory:
+        found, opened = run_export(request, report, out, directory)
+    back = None
+    if request.get("read_back", True):
+        report.phase("verify", f"reading {out} back")
+        back = _read_back_lora(opened, out / found["file"], half=bool(request.get("half")))
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    return {
+        "out": str(out),
+        "files": [str(file.relative_to(out)) for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+        "read_back": asdict(back) if back is not None else None,
+        **found,
+    }
+
+
+def _read_back_lora(opened: "Opened", file: Path, *, half: bool) -> ReadBack:
+    """Loads a LoRA file in diffusers, and compares it with the run or checkpoint that it is of."""
+    from unisono.trainer.task.picture_read_back import WrittenLora, trained_predictions
+
+    wanted = trained_predictions(opened.target) if opened.target is not None else None
+    if wanted is None or opened.pipeline is None:
+        return by_digests(file.parent, "nothing is known of what its model predicts")
+    return read_back(WrittenLora(file.parent, opened.pipeline, file.name, half), wanted)
+
+
+def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBack:
+    """Loads what was written, and compares it with the model that it is of."""
+    is_adapter = (out / ADAPTER_SETTINGS).is_file()
+    config = target.plan.config if target.plan is not None else None
+    if config is not None and not is_adapter:  # a merged model is not quantized any more
+        config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
+    written = WrittenModel(out, target.base if is_adapter else out, config, target.is_reward)
+    if wanted is None:
+        return by_digests(out, "the files are copies, and nothing is known of the model's logits")
+    return read_back(written, wanted)
+
+
+def write_as_it_is(
+    target: Target, directory: Path, *, reads_back: bool
+) -> tuple[Entries, ResultLogits | None]:
+    """Writes the adapter or the full model with unchanged weights; gives the digests of the weight
+    files, and the logits of its model if known.
+    """
+    if target.source == "checkpoint":
+        assert target.plan is not None
+        loaded = load_target(target, dtype=target.plan.dtype, device=torch.device("cpu"))
+        entries = write_weights(loaded, target.plan, directory)
+        round_as_stored(loaded, target.plan)
+        return entries, _logits_of(loaded.model, target.plan.dtype) if reads_back else None
+    directory.mkdir()
+    patterns = _ADAPTER_FILES if target.source == "adapter" else _MODEL_FILES
+    for file in sorted({file for pattern in patterns for file in target.weights.glob(pattern)}):
+        shutil.copyfile(file, directory / file.name)
+    if target.source == "adapter":
+        _name_base(target, directory / "adapter_config.json")
+    # Verified before; damage during the copy is detected when the copy is read.
+    listing = read_model_manifest(target.weights)
+    if listing is None:
+        return entries_of(target.weights), None
+    entries = {name: entry for name, entry in listing.files.items() if name.endswith(".safetensors")}
+    return entries, _logits_of_run(target)
+
+
+def _logits_of_run(target: Target) -> ResultLogits | None:
+    """Those that the rank kept which had the trained weights; None for others than the result of a
+    run.
+    """
+    kept = RunDir(target.weights.parent).result_logits
+    if target.plan is None or not kept.is_file():
+        return None
+    if target.source == "adapter" and target.base != Path(target.plan.model.directory):
+        return None  # on another base model it gives others
+    return ResultLogits.read(kept)
+
+
+def _logits_of(model: Any, dtype: str) -> ResultLogits:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return ResultLogits.of(model, fixed_rows(base.get_input_embeddings().weight.shape[0]), dtype=dtype)
+
+
+def write_merged(
+    target: Target, directory: Path, report: Reporter, *, max_file_bytes: int
+) -> tuple[dict[str, Any], Entries, ResultLogits]:
+    """Writes the model with the adapter merged into its weights, in the dtype of the model's own
+    files; gives its logits in memory, too.
+
+    They are compared with those of base plus adapter.
+
+    Raises:
+        ModelError: if the adapter cannot be merged.
+    """
+    dtype = stored_dtype(target.base)
+    report.phase("load_model", f"loading {target.description}")
+    loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
+    wanted = _logits_of(loaded.model, dtype)
+    report.phase("merge", "merging the adapter into the weights")
+    was_quantized = is_quantized(loaded.base)
+    merged = merge_adapter(loaded.model, where=str(target.weights))
+    found = _logits_of(merged.eval(), dtype)
+    difference = wanted.difference(found)
+    if not difference <= TOLERANCE[dtype]:
+        raise ModelError.of(
+            "the merged model differs from base plus adapter",
+            where=str(target.weights),
+            why=f"the logits differ by {difference:.2g} of their spread; rounding explains up to {TOLERANCE[dtype]:g}",
+            fix="export without --merge",
+        )
+    report.phase("export", "writing the merged model")
+    merged.config.use_cache = True
+    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
+    return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, found
+
+
+@contextlib.contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """Gives a new path next to `out`; at the end the directory there is synced and renamed to
+    `out`.
+
+    Raises:
+        UnfitError: if the storage fails; nothing is left behind then.
+    """
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        fsync_tree(temporary)
+        temporary.rename(out)  # over an empty directory, too
+        fsync_dir(out.parent)
+    except BaseException as error:  # Ctrl-C must not leave a partial export, either; raised again
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) or error_number(error) is not None:
+            raise UnfitError.of(
+                f"{out} cannot be written: {storage_words(error)}",
+                where=str(out),
+                why=storage_reason(error),
+                fix=f"{storage_remedy(error)}; nothing was left behind",
+            ) from error
+        raise
+
+
+def free_place(name: str) -> Path:
+    """The directory of an export.
+
+    Raises:
+        UsageError: if there is something.
+    """
+    out = Path(name).expanduser().absolute()
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise UsageError.of(
+            f"{name} already exists",
+            where=str(out),
+            why="an export never overwrites",
+            fix="use a directory that does not exist or is empty",
+        )
+    return out
+
+
+def _largest_file(target: Target, size: str | None) -> int:
+    """Maximum bytes of a weight file: as requested, else by the run's config, else the config's
+    default.
+    """
+    if size:
+        return parse_bytes(size)
+    section = target.plan.config.checkpoint if target.plan else CheckpointSection()
+    return parse_bytes(section.max_shard_size)
+
+
+def has_adapter(target: Target) -> bool:
+    """Whether a target is an adapter on a base model."""
+    if target.source == "checkpoint":
+        return target.plan is not None and target.plan.config.adapter is not None
+    return target.source == "adapter"
+
+
+def _name_base(target: Target, file: Path) -> None:
+    """Sets the base model of an adapter that was trained elsewhere to its present directory."""
+    settings = read_json(file)
+    named = str(settings.get("base_model_name_or_path") or "")
+    if not named or (named.startswith(("/", ".")) and not Path(named).is_dir()):
+        settings["base_model_name_or_path"] = str(target.base)
+    write_json(file, settings)
+
+
+def _write_rest(target: Target, directory: Path) -> None:
+    """Writes the tokenizer with the run's chat template, and a generation_config with its stop
+    tokens.
+    """
+    tokenizer: Any = load_tokenizer(target.weights) if target.source == "model" else adapter_tokenizer(target)
+    template = template_of(target, tokenizer)
+    stops = stops_of(target, tokenizer, template)
+    if template is not None and template.text is not None:
+        tokenizer.chat_template = template.text
+    tokenizer.save_pretrained(str(directory))
+    if not target.is_reward:
+        write_generation_config(
+            directory, tokenizer=tokenizer, stops=stops, known=(target.base, target.weights)
+        )

@@ -1,0 +1,420 @@
+"""The tasks `generate` (answers to one prompt or a file of them) and `chat` (a conversation over
+stdin and the report pipe).
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.base.errors import DataError, Problem, UsageError
+from unisono.base.events import Reporter
+from unisono.base.files import expand, fault_of
+from unisono.trainer.data import BadRow, RawRow, RowError, RowFile
+from unisono.trainer.data.readers import kind_of, read_rows
+from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.model.engine import answer_prompts
+from unisono.trainer.model.generate import Sampling, generate
+from unisono.trainer.task.inference import (
+    InferenceModel,
+    StopStrings,
+    TextStream,
+    cut_at_stop,
+    decode,
+    encode_prompt,
+    open_requested,
+    prompt_ids,
+)
+
+_SHOWN = 20  # problems of a file
+_COLUMNS = ("messages", "prompt", "text")
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        where: for messages: `prompts.jsonl:3`, or empty for the command line.
+        content: a text, or the messages of a conversation.
+    """
+
+    where: str
+    content: str | Turns
+
+
+def read_prompts(file: str) -> list[Prompt]:
+    """The prompts of a file: one per line in txt; `prompt` (or `text`) or `messages` in jsonl,
+    json, csv, parquet, arrow.
+
+    Raises:
+        DataError: with every row that is not a prompt.
+    """
+    path = expand(file)
+    fault = fault_of(path, file)
+    if fault is not None:
+        raise DataError.of(fault.what, where="--file", why=fault.why, fix=fault.fix)
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):
+        found = _prompt_of(row)
+        prompts.append(found) if isinstance(found, Prompt) else problems.append(found)
+    if problems:
+        raise DataError(*problems[:_SHOWN])
+    if not prompts:
+        raise DataError.of(
+            f"there is no prompt in {file}",
+            where=file,
+            fix="write one per line, or one JSON object per line with `prompt`",
+        )
+    return prompts
+
+
+def encode_prompts(
+    opened: InferenceModel, prompts: Sequence[Prompt], *, raw: bool, system: str | None, max_new_tokens: int
+) -> tuple[list[list[int]], ChatTemplate | None]:
+    """The tokens of each prompt, and the template that rendered them; None if they are continued
+    without a template.
+
+    Args:
+        opened: the model, with template and tokenizer.
+        prompts: the prompts.
+        raw: whether to continue texts without a chat template.
+        system: a system message before each prompt.
+        max_new_tokens: tokens that must be left for the answer.
+
+    Raises:
+        DataError: with every prompt that cannot be rendered or is too long.
+    """
+    talks = any(not isinstance(prompt.content, str) for prompt in prompts) or system is not None
+    if raw and talks:
+        raise UsageError.of(
+            "messages cannot be continued without a chat template",
+            where="--raw",
+            fix="omit --raw, or use plain text",
+        )
+    template = None if raw else opened.template
+    if template is None and talks:
+        template = opened.chat_template()[0]
+    ids: list[list[int]] = []
+    problems: list[Problem] = []
+    for prompt in prompts:
+        try:
+            ids.append(_ids_of(opened, prompt, template, system))
+        except RowError as error:
+            ids.append([])
+            problems.append(Problem(f"a prompt cannot be rendered: {error.why}", prompt.where, "", error.fix))
+    if not problems:
+        problems = [
+            p
+            for p in map(
+                lambda prompt, row: _length_problem(opened, prompt, row, max_new_tokens), prompts, ids
+            )
+            if p
+        ]
+    if problems:
+        raise DataError(*problems[:_SHOWN])
+    return ids, template
+
+
+def _ids_of(
+    opened: InferenceModel, prompt: Prompt, template: ChatTemplate | None, system: str | None
+) -> list[int]:
+    """The tokens that the model continues.
+
+    Raises:
+        RowError: if the template refuses the messages.
+    """
+    if template is None:
+        assert isinstance(prompt.content, str)
+        return tokens_of_text(opened, prompt.content)
+    turns: Turns = (
+        [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
+    )
+    before: Turns = [{"role": "system", "content": system}] if system is not None else []
+    return prompt_ids(opened.tokenizer, template, [*before, *turns])
+
+
+def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None) -> list[int]:
+    """The tokens of a complete text: with the tokenizer's special tokens, but no end of sequence.
+
+    Raises:
+        TooManyTokens: as `encode_prompt`.
+    """
+    ids = encode_prompt(opened.tokenizer, text, special=True, most=most)
+    end = opened.tokenizer.eos_token_id
+    while len(ids) > 1 and ids[-1] == end:
+        ids.pop()
+    return ids
+
+
+def _prompt_of(row: RawRow | BadRow) -> Prompt | Problem:
+    if isinstance(row, BadRow):
+        return Problem(row.why, row.where, "", row.fix)
+    where = str(row.place)
+    content = next((row.value[name] for name in _COLUMNS if row.value.get(name) is not None), None)
+    if isinstance(content, str):
+        return (
+            Prompt(where, content)
+            if content.strip()
+            else Problem("the prompt is empty", where, "", "write one, or remove the row")
+        )
+    if isinstance(content, list):
+        return _conversation(where, content)
+    return Problem(
+        "the row has no prompt",
+        where,
+        f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
+        "add a column `prompt` (text) or `messages` (a list of {role, content})",
+    )
+
+
+def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
+    if not turns or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        return Problem(
+            "`messages` is not a list of {role, content}", where, "", "write [{role: user, content: …}]"
+        )
+    if turns[-1]["role"] == "assistant":
+        return Problem(
+            "the conversation ends with an answer",
+            where,
+            "there is no question to answer",
+            "remove the last message; `unisono eval` compares answers with references",
+        )
+    return Prompt(where, turns)
+
+
+def _length_problem(
+    opened: InferenceModel, prompt: Prompt, ids: list[int], max_new_tokens: int
+) -> Problem | None:
+    if not ids:
+        return Problem("a prompt has no tokens", prompt.where, "", "write a prompt")
+    if len(ids) + max_new_tokens <= opened.context:
+        return None
+    if len(ids) >= opened.context:
+        return Problem(
+            f"a prompt of {len(ids)} tokens is too long",
+            prompt.where,
+            f"the model reads {opened.context} tokens",
+            "shorten it",
+        )
+    return Problem(
+        f"a prompt of {len(ids)} tokens leaves no room for an answer of {max_new_tokens}",
+        prompt.where,
+        f"the model reads {opened.context} tokens",
+        f"set --max-tokens to at most {opened.context - len(ids)}, or shorten the prompt",
+    )
+
+
+_USUAL_TOKENS = 256
+
+
+def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Answers one prompt, or a file of them.
+
+    Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or
+    null: 256, or what the model has room for), the attributes of Sampling, stop (list). Messages:
+    `token` with `text`, for a single prompt, as it is generated. Result: description, answers (for
+    each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
+    """
+    prompts = _prompts(request)
+    opened = open_requested(request, report)
+    raw = bool(request.get("raw"))
+    max_tokens: int | None = request["max_tokens"]
+    ids, template = encode_prompts(
+        opened, prompts, raw=raw, system=request.get("system"), max_new_tokens=max_tokens or 1
+    )
+    limit = max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
+    if template is None and not raw:
+        report.warning("no_template", "there is no chat template: prompts are continued without one")
+    report.phase("generate", "answering", done=0, total=len(prompts))
+    stops: list[str] = request.get("stop") or []
+    stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
+    settings: dict[str, Any] = {
+        "stop_ids": opened.stops(template),
+        "pad_id": opened.pad_id,
+        "sampling": Sampling.of(request),
+        "is_done": StopStrings(opened.tokenizer, stops) if stops else None,
+    }
+    with opened.ready() as model:
+        if stream is not None:
+            answers = generate(model, ids, max_new_tokens=limit, on_token=_sender(stream, report), **settings)
+        else:
+            answers = answer_prompts(
+                model,
+                ids,
+                limits=[limit] * len(ids),
+                together=not opened.forward.rows_apart,
+                on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
+                **settings,
+            )
+    if stream is not None:
+        report.send("token", text=stream.close())
+    return {
+        "description": opened.target.description,
+        "answers": [_answer(opened, p, a, limit, stops) for p, a in zip(prompts, answers, strict=True)],
+    }
+
+
+def _prompts(request: dict[str, Any]) -> list[Prompt]:
+    if request.get("file") is not None:
+        return read_prompts(request["file"])
+    if not str(request.get("prompt") or "").strip():
+        raise UsageError.of(
+            "the prompt is empty",
+            where="PROMPT",
+            fix="pass it on the command line, pipe it in, or use --file",
+        )
+    return [Prompt("", request["prompt"])]
+
+
+def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
+    def send(token: int) -> None:
+        piece = stream.push(token)
+        if piece:
+            report.send("token", text=piece)
+
+    return send
+
+
+def _answer(
+    opened: InferenceModel, prompt: Prompt, ids: Sequence[int], limit: int, stops: list[str]
+) -> dict[str, Any]:
+    text = decode(opened.tokenizer, ids)
+    cut = cut_at_stop(text, stops)
+    ended = "length" if len(ids) == limit and cut == text else "stop"
+    return {
+        "where": prompt.where,
+        "prompt": prompt.content,
+        "answer": cut,
+        "tokens": len(ids),
+        "ended": ended,
+    }
+
+
+def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Chats until stdin ends.
+
+    Request: target, step (or null), system (or null), max_tokens, the attributes of Sampling. It
+    reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends
+    the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then for
+    each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop |
+    length | interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result:
+    turns.
+    """
+    opened = open_requested(request, report)
+    template, note = opened.chat_template()
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    conversation = Conversation(opened, template, request, report, interrupt)
+    report.send("ready", facts={"description": opened.target.description, "note": note})
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message["kind"] == "clear":
+            conversation.clear()
+        else:
+            conversation.answer(message["text"])
+    return {"turns": conversation.turns}
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed since the start of the turn."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def __call__(self, *_: object) -> None:
+        self.pressed = True
+
+
+class Conversation:
+    """The messages of a chat, and the model that answers.
+
+    Attributes:
+        turns: number of answers so far.
+    """
+
+    def __init__(
+        self,
+        opened: InferenceModel,
+        template: ChatTemplate,
+        request: dict[str, Any],
+        report: Reporter,
+        interrupt: _Interrupt,
+    ) -> None:
+        self._opened = opened
+        self._template = template
+        self._request = request
+        self._sampling = Sampling.of(request)
+        self._report = report
+        self._interrupt = interrupt
+        self.turns = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes all messages but the system message."""
+        system = self._request.get("system")
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, text: str) -> None:
+        """Answers a message; if it cannot be answered, it is removed."""
+        self._messages.append({"role": "user", "content": text})
+        self._interrupt.pressed = False
+        try:
+            ids = prompt_ids(self._opened.tokenizer, self._template, self._messages)
+        except RowError as error:
+            self._refuse(error.why, error.fix)
+            return
+        room = self._opened.context - len(ids)
+        if room < 1:
+            self._refuse(
+                f"the conversation is longer than the {self._opened.context} tokens that the model reads",
+                "/clear starts a new conversation",
+            )
+            return
+        answer, shown = self._answer(ids, limit=min(room, self._request["max_tokens"]))
+        self._messages.append({"role": "assistant", "content": shown})
+        self.turns += 1
+        ended = (
+            "interrupted"
+            if self._interrupt.pressed
+            else "length"
+            if len(answer) >= min(room, self._request["max_tokens"])
+            else "stop"
+        )
+        self._report.send("answer", text=shown, tokens=len(answer), ended=ended)
+
+    def _answer(self, ids: Sequence[int], *, limit: int) -> tuple[list[int], str]:
+        stream = TextStream(self._opened.tokenizer)
+
+        def send(token: int) -> None:
+            piece = stream.push(token)
+            if piece:
+                self._report.send("token", text=piece)
+
+        with self._opened.ready() as model:
+            (answer,) = generate(
+                model,
+                [ids],
+                max_new_tokens=limit,
+                stop_ids=self._opened.stops(self._template),
+                pad_id=self._opened.pad_id,
+                sampling=replace(self._sampling, seed=self._sampling.seed + self.turns),
+                on_token=send,
+                is_done=lambda *_: self._interrupt.pressed,
+            )
+        rest = stream.close()
+        if rest:
+            self._report.send("token", text=rest)
+        return answer, decode(self._opened.tokenizer, answer)
+
+    def _refuse(self, why: str, fix: str) -> None:
+        self._messages.pop()
+        self._report.send("refused_turn", text=why, fix=fix)

@@ -1,0 +1,430 @@
+"""The task `gguf`: writes a model, or an adapter alone, as GGUF for llama.cpp and Ollama, with a
+Modelfile; and reads it back.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.base.errors import ModelError, UnfitError, UsageError
+from unisono.base.events import Reporter
+from unisono.base.text import one_line, show_bytes
+from unisono.guard.integrations.llama_cpp import is_installed
+from unisono.trainer.data import RowError
+from unisono.trainer.data.template import ChatTemplate, common_beginning
+from unisono.trainer.data.text_encoder import probe_tokenizer
+from unisono.trainer.model.gguf import (
+    DTYPES,
+    TEXTS,
+    Layout,
+    Setting,
+    Spaces,
+    find_spaces,
+    read_back,
+    tokenizer_settings,
+    write_gguf,
+)
+from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.task.export import free_place, has_adapter, whole_directory
+from unisono.trainer.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
+from unisono.trainer.task.llama_logits import read_in_llama_cpp
+from unisono.trainer.task.read_back import ReadBack
+from unisono.trainer.task.target import Target, requested_target, verify_target
+
+Named = tuple[str, torch.Tensor]
+
+
+def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """Writes the directory.
+
+    Request: target, step (or null), out, adapter (whether to write it alone), quantize (f32, f16,
+    bf16, or a type of llama.cpp), tool (the path of llama-quantize; null if it is not needed),
+    read_back (default true). Result: out, what, description, files, bytes, file, architecture,
+    dtype, differs_by (of a quantized tensor, at most), and read_back (task.read_back's ReadBack by
+    llama.cpp; null if it was not wanted, or for an adapter alone).
+
+    Raises:
+        UsageError: if OUT exists and is not empty, or the target does not exist.
+        ModelError: if llama.cpp has nothing for this model, tokenizer or adapter.
+        IntegrityError: if the target is damaged, or what was read back differs.
+        UnfitError: if the storage, or llama-quantize, fails.
+    """
+    out = free_place(request["out"])
+    target = requested_target(request)
+    _refuse_others(target, alone=request["adapter"])
+    verify_target(target, report)
+    report.phase("load_model", f"loading {target.description}")
+    loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
+    layout = Layout.of(loaded.base.config)
+    template = template_of(target, loaded.tokenizer)
+    writes = _Writing(
+        target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
+    )
+    back = None
+    with whole_directory(out) as directory:
+        directory.mkdir()
+        report.phase("export", f"writing {out}")
+        if request["adapter"]:
+            file, differs = writes.adapter(loaded.model, directory, request["quantize"])
+        else:
+            base = (
+                merge_adapter(loaded.model, where=str(target.weights)) if has_adapter(target) else loaded.base
+            )
+            differs = 0.0
+            file, dtype = writes.model(base, directory, request["quantize"], report)
+            back = (
+                _read_back(base, directory / file, dtype, report) if request.get("read_back", True) else None
+            )
+            if dtype != request["quantize"]:
+                file, differs = writes.quantized(
+                    base, directory / file, request["quantize"], request["tool"], report
+                )
+        (directory / "Modelfile").write_text(writes.modelfile(file, alone=request["adapter"]), "utf-8")
+    files = sorted(each for each in out.rglob("*") if each.is_file())
+    return {
+        "out": str(out),
+        "what": "GGUF adapter" if request["adapter"] else "GGUF model",
+        "description": target.description,
+        "base": str(target.base),
+        "files": [str(each.relative_to(out)) for each in files],
+        "bytes": sum(each.stat().st_size for each in files),
+        "file": file,
+        "architecture": layout.architecture,
+        "dtype": request["quantize"],
+        "differs_by": differs,
+        "read_back": asdict(back) if back is not None else None,
+        "has_template": writes.go_template() is not None,
+    }
+
+
+def _refuse_others(target: Target, *, alone: bool) -> None:
+    if target.is_reward:
+        raise UsageError.of(
+            f"{target.name} is a reward model, which llama.cpp cannot load",
+            where="--format",
+            fix="omit --format",
+        )
+    if alone and (not has_adapter(target) or target.merged):
+        raise UsageError.of(
+            f"{target.name} has no adapter, or several",
+            where="--adapter",
+            fix="omit --adapter: the model is written",
+        )
+
+
+@dataclass
+class _Writing:
+    """What is written of a target."""
+
+    target: Target
+    layout: Layout
+    tokenizer: Any
+    template: ChatTemplate | None
+    stops: set[int]
+
+    def model(self, base: Any, directory: Path, dtype: str, report: Reporter) -> tuple[str, str]:
+        """Writes the whole model; gives the file's name, and its dtype: of a type that
+        llama-quantize writes, what that begins with.
+        """
+        kept = dtype if dtype in DTYPES else _unquantized(base)
+        path = directory / f"model-{kept}.gguf"
+        rows = base.get_input_embeddings().weight.shape[0]
+        name = self.spaces.named(self.name)
+        settings = [*_identity("model", name), ("file_type", "uint32", int(DTYPES[kept][1]))]
+        self._write(
+            path,
+            [*_general(settings), *self.layout.settings(rows), *self._tokenizer(rows)],
+            lambda: self.layout.tensors(base),
+            dtype=kept,
+        )
+        report.phase("verify", "reading it back, tensor by tensor")
+        read_back(path, self.layout.tensors(base), dtype=kept)
+        return path.name, kept
+
+    def quantized(self, base: Any, path: Path, dtype: str, tool: str, report: Reporter) -> tuple[str, float]:
+        """Replaces the file by one that llama-quantize makes; gives its name, and by how much a
+        tensor differs.
+        """
+        quantized = path.parent / f"model-{dtype}.gguf"
+        report.phase("quantize", f"quantizing to {dtype}")
+        _quantize(tool, path, quantized, dtype)
+        path.unlink()
+        return quantized.name, read_back(quantized, self.layout.tensors(base), dtype=None)
+
+    def adapter(self, model: Any, directory: Path, dtype: str) -> tuple[str, float]:
+        """Writes the adapter alone."""
+        pairs = lora_tensors(model, self.layout)
+        path = directory / f"adapter-{dtype}.gguf"
+        settings = [*_general(_identity("adapter", self.name)), ("adapter.type", "string", "lora")]
+        settings.append(("adapter.lora.alpha", "float32", pairs.alpha))
+        self._write(path, settings, lambda: iter(pairs.tensors), dtype=dtype)
+        read_back(path, iter(pairs.tensors), dtype=dtype)
+        return path.name, 0.0
+
+    def _write(
+        self, path: Path, settings: list[Setting], tensors: Callable[[], Iterator[Named]], *, dtype: str
+    ) -> None:
+        write_gguf(
+            path,
+            settings,
+            tensors(),
+            ((name, tuple(tensor.shape)) for name, tensor in tensors()),
+            architecture=self.layout.architecture,
+            dtype=dtype,
+        )
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return one_line(Path(self.target.name).name, limit=100)
+
+    @cached_property
+    def spaces(self) -> Spaces:
+        """What llama.cpp must do with spaces, by conversations, or by texts if there is no
+        template.
+        """
+        probe_tokenizer(self.tokenizer)
+        texts = [text.strip() for text in TEXTS]
+        if self.template is not None:
+            texts = [self.template.render([{"role": "user", "content": text}], prompt=True) for text in texts]
+        return find_spaces(self.tokenizer, texts)
+
+    def _tokenizer(self, rows: int) -> list[Setting]:
+        template = self.template
+        end = template.end_of_turn if template is not None else None
+        return tokenizer_settings(
+            self.tokenizer,
+            rows=rows,
+            template=template.source() if template is not None else None,
+            stops=sorted(self.stops),
+            end_of_turn=self.tokenizer.convert_tokens_to_ids(end) if end is not None else None,
+            spaces=self.spaces,
+        )
+
+    def go_template(self) -> str | None:
+        """The chat template in the language of Ollama; None if it is not one of the forms that can
+        be.
+        """
+        return go_template(self.template) if self.template is not None else None
+
+    def modelfile(self, file: str, *, alone: bool) -> str:
+        """The Modelfile for `ollama create`."""
+        lines = [f"# {one_line(self.target.description)}. Use: ollama create NAME -f Modelfile"]
+        if alone:
+            lines += [
+                (
+                    f"# FROM names a GGUF of the base model, e.g. of `unisono export {self.target.base} base"
+                    " --format gguf`"
+                ),
+                "FROM ./base/model-f16.gguf",
+                f"ADAPTER ./{file}",
+            ]
+        else:
+            lines.append(f"FROM ./{file}")
+        template = self.go_template()
+        if template is not None:
+            lines.append(f'TEMPLATE """{template}"""')
+        elif self.template is not None:
+            lines.append(
+                "# The chat template has no simple form for TEMPLATE; the file has it as"
+                " tokenizer.chat_template."
+            )
+        for token in sorted(str(self.tokenizer.convert_ids_to_tokens(i)) for i in self.stops):
+            lines.append(f'PARAMETER stop "{_quoted(token)}"')
+        return "\n".join(lines) + "\n"
+
+
+def _read_back(base: Any, file: Path, dtype: str, report: Reporter) -> ReadBack:
+    if is_installed():
+        report.phase("verify", "loading it in llama.cpp")
+    rows = fixed_rows(base.get_input_embeddings().weight.shape[0])
+    wanted = ResultLogits.of(base.eval(), rows, dtype=str(base.dtype).removeprefix("torch."))
+    return read_in_llama_cpp(file, wanted, dtype=dtype)
+
+
+def _identity(kind: str, name: str) -> list[Setting]:
+    return [("type", "string", kind), ("name", "string", name)]
+
+
+def _general(settings: list[Setting]) -> list[Setting]:
+    return [(f"general.{key}", kind, value) for key, kind, value in settings]
+
+
+def _unquantized(base: Any) -> str:
+    """What llama-quantize begins with: no value may become infinite."""
+    return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(base.dtype, "f32")
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+# ---- the adapter
+
+
+@dataclass(frozen=True)
+class LoraTensors:
+    """The matrices of an adapter as llama.cpp expects them: it multiplies B·A by alpha / rank."""
+
+    alpha: float
+    tensors: list[Named]
+
+
+def lora_tensors(model: Any, layout: Layout) -> LoraTensors:
+    """The adapter of a peft model.
+
+    Raises:
+        ModelError: if it is more than matrices A and B of linear layers.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    alpha: float | None = None
+    tensors: list[Named] = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear) or "default" not in layer.lora_A:
+            continue
+        a, b, scaling = (
+            layer.lora_A["default"].weight,
+            layer.lora_B["default"].weight,
+            layer.scaling["default"],
+        )
+        trained -= {f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"}
+        plain = name.removeprefix("base_model.model.") + ".weight"
+        alpha = scaling * a.shape[0] if alpha is None else alpha
+        own = scaling * a.shape[0] / alpha  # 1, unless ranks or alphas differ
+        up = layout.interleaved(plain, b.detach().float() * own)
+        tensors += [
+            (f"{layout.name(plain)}.lora_a", a.detach().float()),
+            (f"{layout.name(plain)}.lora_b", up),
+        ]
+    if trained or alpha is None:
+        what = sorted(trained)[0] if trained else "no matrix"
+        raise ModelError.of(
+            f"the adapter has {what}, which a GGUF adapter cannot hold",
+            where="adapter",
+            why="llama.cpp reads the matrices A and B of linear layers only",
+            fix="omit --adapter: the merged model has everything",
+        )
+    return LoraTensors(alpha, tensors)
+
+
+# ---- Ollama
+
+
+def go_template(template: ChatTemplate) -> str | None:
+    """The chat template as a Go template over .Messages, found from what it writes around texts and
+    verified; else None.
+    """
+    try:
+        pieces = _pieces(template)
+    except (RowError, ValueError, IndexError):
+        return None
+    if pieces is None or '"""' in "".join(pieces.values()):
+        return None
+    written = {name: _go_text(text) for name, text in pieces.items()}
+    turns = " else ".join(
+        f'if eq .Role "{role}" }}}}{written[role + " before"]}{{{{ .Content'
+        f" }}}}{written[role + ' after']}{{{{"
+        for role in ("system", "user", "assistant")
+    )
+    return f"{written['begin']}{{{{ range .Messages }}}}{{{{ {turns} end }}}}{{{{ end }}}}{written['prompt']}"
+
+
+def _go_text(text: str) -> str:
+    return text.replace("{{", '{{ "{{" }}')
+
+
+_TEXTS = {
+    "system": "unisonosystem",
+    "user": "unisonoquestion",
+    "assistant": "unisonoanswer",
+    "next": "unisononext",
+}
+
+
+def _pieces(template: ChatTemplate) -> dict[str, str] | None:
+    """What a template writes before and after the text of each role, at the begin, and as prompt;
+    None if that depends on more.
+    """
+    system, user = _turn("system"), _turn("user")
+    answer, following = _turn("assistant"), {"role": "user", "content": _TEXTS["next"]}
+    whole = [system, user, answer, following]
+    samples = [(messages, template.render(messages, prompt=True)) for messages in ([user], [system, user], [user, answer, following], whole)]  # fmt: skip
+    text = template.render(whole)
+    before_system, rest = _split(text, _TEXTS["system"])
+    system_to_user, rest = _split(rest, _TEXTS["user"])
+    user_to_answer, rest = _split(rest, _TEXTS["assistant"])
+    answer_to_user, user_after = _split(rest, _TEXTS["next"])
+    before_user, _ = _split(samples[0][1], _TEXTS["user"])
+    shared = min(
+        common_beginning(before_user[::-1], other[::-1]) for other in (system_to_user, answer_to_user)
+    )
+    for length in range(shared, -1, -1):  # where the text before a question begins is not marked
+        user_before = before_user[len(before_user) - length :]
+        begin = before_user.removesuffix(user_before)
+        pieces = {
+            "begin": begin,
+            "system before": before_system.removeprefix(begin),
+            "system after": system_to_user.removesuffix(user_before),
+            "user before": user_before,
+            "user after": user_after,
+            "assistant before": user_to_answer.removeprefix(user_after),
+            "assistant after": answer_to_user.removesuffix(user_before),
+            "prompt": samples[-1][1].removeprefix(text),
+        }
+        if all(_assembled(pieces, messages) == written for messages, written in samples):
+            return pieces
+    return None
+
+
+def _turn(role: str) -> dict[str, str]:
+    return {"role": role, "content": _TEXTS[role]}
+
+
+def _split(text: str, word: str) -> tuple[str, str]:
+    """What is before and after a word that is there once."""
+    before, after = text.split(word)
+    return before, after
+
+
+def _assembled(pieces: dict[str, str], messages: list[dict[str, str]]) -> str:
+    """What the Go template writes."""
+    turns = (
+        pieces[f"{turn['role']} before"] + turn["content"] + pieces[f"{turn['role']} after"]
+        for turn in messages
+    )
+    return pieces["begin"] + "".join(turns) + pieces["prompt"]
+
+
+def _quantize(tool: str, source: Path, target: Path, dtype: str) -> None:
+    """Runs llama-quantize.
+
+    Raises:
+        UnfitError: if it fails.
+    """
+    program = shutil.which(tool)
+    if program is None:
+        raise UsageError.of(f"{tool} is gone", where="--quantize", fix="install llama.cpp again")
+    done = subprocess.run(
+        [program, str(source), str(target), dtype.upper()],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0 or not target.exists():
+        free = show_bytes(shutil.disk_usage(target.parent).free)
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
+        raise UnfitError.of(
+            f"llama-quantize ended with {done.returncode}: {one_line(last[0], limit=200)}",
+            where=program,
+            why=f"it was to write {dtype.upper()}",
+            fix=f"check the type with `llama-quantize --help`; {free} are free in {target.parent}",
+        )

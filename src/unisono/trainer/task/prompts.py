@@ -1,0 +1,243 @@
+"""Turns requests of `unisono serve` into tokens, in a process of its own, so that none costs more
+than itself.
+"""
+
+import contextlib
+import gc
+import math
+import multiprocessing
+import os
+import queue
+import resource
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any
+
+from unisono.base import child
+from unisono.base.errors import UnisonoError
+from unisono.base.events import Message, describe_crash
+from unisono.guard.supervise.task_process import how_it_ended
+from unisono.trainer.data import RowError
+from unisono.trainer.data.formats import messages_of
+from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.task.generation import tokens_of_text
+from unisono.trainer.task.inference import InferenceModel, TooManyTokens, prompt_ids
+
+_CPU_S = 20.0
+"""CPU seconds for one prompt; a prompt of a million tokens takes two or three."""
+_WALL_S = 10 * _CPU_S
+_OUT_OF_TIME = (-signal.SIGXCPU, -child.TEMPLATE_HAS_NO_END, -child.TOKENIZER_HAS_NO_END)
+"""Return codes of a process that the kernel ended for its CPU time."""
+_ROLES = {"developer": "system"}
+"""Roles of OpenAI's protocol that no template knows, and what they mean."""
+_PROBE = [{"role": "user", "content": "hello"}]
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "find", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class RefusedPrompt(Exception):  # noqa: N818 - named for what happened
+    """A request that cannot be answered.
+
+    Attributes:
+        problem: messages, tools or prompt: the part of the request; `length`: its number of tokens.
+    """
+
+    def __init__(self, problem: str, text: str, fix: str = "") -> None:
+        super().__init__(problem, text, fix)
+        self.problem, self.text, self.fix = problem, text, fix
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turns requests into tokens.
+
+    Attributes:
+        opened: the model.
+        template: for chats; None if there is none.
+    """
+
+    opened: InferenceModel
+    template: ChatTemplate | None
+
+    def read(self, ask: Message) -> Sequence[int]:
+        """The tokens that the model continues; fewer than its context has.
+
+        Raises:
+            RefusedPrompt: if there are none, or too many.
+        """
+        context = self.opened.context
+        try:
+            ids = self._ids_of(ask)
+        except TooManyTokens as error:
+            what = f"the prompt has more than {error.least} tokens, and the model reads {context}"
+            raise RefusedPrompt("length", what, "shorten it") from None
+        if len(ids) >= context:
+            what = f"the prompt has {len(ids)} tokens, and the model reads {context}"
+            raise RefusedPrompt("length", what, "shorten it")
+        return ids
+
+    def _ids_of(self, ask: Message) -> Sequence[int]:
+        if ask.get("messages") is not None:
+            return self._ids_of_chat(ask["messages"], ask.get("tools"))
+        prompt = ask.get("prompt")
+        if isinstance(prompt, str):
+            try:
+                ids = tokens_of_text(self.opened, prompt, most=self.opened.context)
+            except UnisonoError as error:
+                raise RefusedPrompt("prompt", error.problems[0].what, error.problems[0].fix) from error
+        else:
+            ids = list(prompt or ())
+        odd = next((i for i in ids if not 0 <= i < self._vocabulary), None)
+        if odd is not None:
+            last = self._vocabulary - 1
+            raise RefusedPrompt("prompt", f"the model has no token {odd}", f"it has those from 0 to {last}")
+        if not ids:
+            raise RefusedPrompt("prompt", "the prompt is empty", "write one")
+        return ids
+
+    def _ids_of_chat(self, messages: list[Any], tools: list[Any] | None) -> Sequence[int]:
+        if self.template is None:
+            raise RefusedPrompt(
+                "messages",
+                "the model has no chat template, and no token that could end an answer",
+                "use /v1/completions",
+            )
+        if tools and not self._writes_tools:
+            raise RefusedPrompt("tools", "the model's chat template does not write tools", "omit them")
+        try:
+            turns = [
+                turn | {"role": _ROLES.get(turn["role"], turn["role"])}
+                for turn in messages_of(messages, "messages")
+            ]
+            return prompt_ids(self.opened.tokenizer, self.template, turns, tools, most=self.opened.context)
+        except RowError as error:
+            raise RefusedPrompt("messages", error.why, error.fix) from error
+        except UnisonoError as error:
+            raise RefusedPrompt("messages", error.problems[0].what, error.problems[0].fix) from error
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return int(self.opened.forward.loaded.base.get_input_embeddings().weight.shape[0])
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the chat template writes the schemas of functions; found by trying."""
+        assert self.template is not None
+        try:
+            text = self.template.render(_PROBE, [_PROBE_TOOL], prompt=True)
+            return text != self.template.render(_PROBE, prompt=True)
+        except (RowError, UnisonoError):
+            return False
+
+
+class PromptProcess:
+    """A forked process that reads prompts, one at a time, with this process's tokenizer and
+    template.
+    """
+
+    def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Message | None]") -> None:
+        """Forks the process: before other threads compute, and before the first request.
+
+        Args:
+            reader: what it does.
+            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused`
+                (problem, text, fix), or `failed` (text, where).
+        """
+        self._reader = reader
+        self._prepared = prepared
+        self._asks: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._start()
+        threading.Thread(target=self._run, name="prompts", daemon=True).start()
+
+    def submit(self, ask: Message) -> None:
+        """Queues a request."""
+        self._asks.put(ask)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+
+    def _start(self) -> None:
+        forks = multiprocessing.get_context("fork")
+        self._connection, theirs = forks.Pipe()
+        arguments = (self._reader, theirs, self._connection, os.getpid())
+        self._process = forks.Process(target=_read_prompts, args=arguments, name="prompts", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _run(self) -> None:
+        while True:
+            ask = self._asks.get()
+            self._prepared.put({"kind": "prepared", "ask": ask, **self._answer(ask)})
+
+    def _answer(self, ask: Message) -> Message:
+        """What the process makes of a request.
+
+        If it is killed from outside, a new one gets the request, once.
+        """
+        returncode = 0
+        for _ in range(2):
+            is_late = False
+            try:
+                self._connection.send(ask)
+                is_late = not self._connection.poll(_WALL_S)
+                if not is_late:
+                    answer: Message = self._connection.recv()
+                    return answer
+                self._process.kill()
+            except (EOFError, OSError):
+                pass
+            returncode = self._restart()
+            if is_late or returncode in _OUT_OF_TIME:
+                part = "messages" if ask.get("messages") else "prompt"
+                what = f"to read it took more than {_CPU_S:g} s of CPU time"
+                return {"refused": (part, what, "shorten it")}
+        return {"failed": (f"the process that reads prompts ended: {how_it_ended(returncode)}", "")}
+
+    def _restart(self) -> int:
+        """Starts a new process after the end of the last, whose exit code it gives."""
+        self._process.join()
+        returncode = self._process.exitcode or 0
+        self._connection.close()
+        self._start()
+        return returncode
+
+
+def _read_prompts(reader: PromptReader, connection: Connection, parents: Connection, parent: int) -> None:
+    """The body of the process. An exception is the answer to its request."""
+    child.forked_by = parent
+    child.end_with_front(parent)
+    parents.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process that exceeds its limits
+    gc.freeze()  # the model's objects are shared with the parent as long as nothing looks at them
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send(_bounded_answer(reader, connection.recv()))
+
+
+def _bounded_answer(reader: PromptReader, ask: Message) -> Message:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(used.ru_utime + used.ru_stime + _CPU_S)
+    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))  # then SIGXCPU
+    try:
+        return {"ids": reader.read(ask)}
+    except RefusedPrompt as refused:
+        return {"refused": refused.args}
+    except Exception as error:  # noqa: BLE001 - the edge of a request: it fails alone
+        return {"failed": describe_failure(error)}
+
+
+def describe_failure(error: Exception) -> tuple[str, str]:
+    """An unexpected exception of a request, and where it was raised, which is for the operator
+    alone.
+    """
+    crash = describe_crash(error)
+    return crash["error"], crash["where"]

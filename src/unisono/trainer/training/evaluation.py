@@ -1,0 +1,501 @@
+"""Evaluation: loss and metrics on the held-out rows, answers as samples, the share of answers that
+are exactly right, and other scores.
+"""
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from unisono.base.text import plain
+from unisono.trainer.config.lf_template import lf_template_of, stop_ids
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.model.generate import generate
+from unisono.trainer.objectives.objective import Counts, Micro
+from unisono.trainer.training import faults
+from unisono.trainer.training.front_io import flags_of, outcome_of
+from unisono.trainer.training.run import EvaluationBatches, Run, counts_of, load_micro, stream_seed
+
+_AGREE_EVERY_TOKENS = 8
+_REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
+# last characters of an unfinished answer: parts of a character or of a control sequence, which
+# further tokens may change
+_UNSETTLED = 8
+
+
+def evaluate_rows(run: Run) -> dict[str, float] | None:
+    """`loss` and the objective's metrics over all evaluation rows; None if there are none, or after
+    a stop request.
+
+    All ranks must call it; each takes its groups, and the result is bit-identical on all.
+    """
+    table, groups, objective = run.eval_table, run.evaluation, run.objective
+    if table is None or groups is None:
+        return None
+    counts = counts_of(table, range(table.sequences))
+    known = 0.0
+    with torch.no_grad(), evaluating(run):
+        if objective.first_sides:
+            first = _summed(run, groups, lambda group: [first_sum(run, table, [group])])
+            if first is None:
+                return None
+            known = float(first[0]) / counts.units
+        totals = _summed(run, groups, lambda group: evaluation_part(run, group, counts=counts, known=known))
+    if totals is None:
+        return None
+    return {"loss": float(totals[0]), **objective.figures(totals[1:].tolist(), known=known)}
+
+
+def _summed(
+    run: Run, groups: EvaluationBatches, part_of: Callable[[list[int]], list[float]]
+) -> npt.NDArray[np.float64] | None:
+    """The sum of the parts of all groups of all ranks, float64; None after a stop request.
+
+    All ranks must call it.
+    """
+    sequences = groups.table.sequences
+    run.beats.enter("evaluate", total=sequences)
+    total = np.zeros(())
+    done, reported = 0, time.monotonic()
+    for group in groups.rounds():
+        # All ranks take part in each sum, also those without a group in the last round.
+        faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
+        part = [*part_of(group), *flags_of(run.stop.outcome)]
+        summed = torch.tensor(part, dtype=torch.float64, device=run.device)
+        run.group.sum(summed)
+        found = run.group.figures(summed)
+        total = total + np.array(found[:-2])
+        run.agreed_stop = outcome_of(found[-2:])
+        if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
+            return None
+        done = min(done + groups.micro_batch * groups.world_size, sequences)
+        run.beats.enter("evaluate", done=done, total=sequences)
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            run.report.phase("evaluate", "evaluating", done=done, total=sequences)
+    return total
+
+
+def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float = 0.0) -> list[float]:
+    """The loss of one group of evaluation sequences, divided by `counts`, and its sums of metrics;
+    zeros for an empty group.
+
+    With sharded weights all ranks must call it equally often, with rows or without.
+    """
+    assert run.eval_table is not None
+    nothing = [0.0] * (1 + 2 * len(run.objective.metrics))
+    if not group and not run.gradient_sync.needs_equal_rounds:
+        return nothing
+    sides, reference = run.objective.sides, run.reference.get("eval")
+    micro, batch = load_micro(run.eval_table, group or [0], run.device, sides=sides, reference=reference)
+    micro = with_pictures(run, run.eval_table, micro, batch.units, batch.units)
+    if not len(micro.rows.labels) and not run.gradient_sync.needs_equal_rounds:
+        return nothing
+    part = run.objective.loss(run.forward, micro, counts=counts, known=known)
+    return [float(part.loss), *part.sums.tolist()] if group else nothing
+
+
+def first_sum(run: Run, table: TokenTable, groups: Iterable[list[int]]) -> float:
+    """The sum over some groups of what the objective needs before its loss; without gradient and
+    dropout.
+
+    With sharded weights all ranks must call it with equally many groups; an empty one only takes
+    part in the collective forward.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    sides, reference = run.objective.first_sides, run.reference.get(table.split)
+    with torch.no_grad(), evaluating(run):
+        for group in groups:
+            if not group and not run.gradient_sync.needs_equal_rounds:
+                continue
+            micro, _ = load_micro(table, group or [0], run.device, sides=sides, reference=reference)
+            part = run.objective.first(run.forward, micro)
+            total += part.double() if group else 0.0
+    return float(total)
+
+
+class evaluating:  # noqa: N801 - read as `with evaluating(run)`
+    """Switches the model to evaluation mode, and back to training mode."""
+
+    def __init__(self, run: Run) -> None:
+        self._model = run.forward.loaded.model
+        self._sharded = run.sharded
+
+    def __enter__(self) -> None:
+        self._was_training = self._model.training
+        self._model.eval()
+
+    def __exit__(self, *error: object) -> None:
+        self._model.train(self._was_training)
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+
+@dataclass(frozen=True)
+class Question:
+    """The last answer of a row, and the prompt before it, as tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def question_of(table: TokenTable, row: int) -> Question | None:
+    """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes
+    it.
+    """
+    ids, targets = table.row(row)
+    end = len(ids)
+    while end > 0 and not targets[end - 1]:
+        end -= 1
+    start = end
+    while start > 0 and targets[start - 1]:
+        start -= 1
+    if start == 0 or start == end:
+        return None
+    return Question(ids[:start].tolist(), ids[start:end].tolist())
+
+
+def show_samples(run: Run, *, step: int) -> None:
+    """Sends answers to the first evaluation rows to the front.
+
+    Rank 0 does it; with sharded weights all ranks take part.
+    """
+    section = run.plan.config.eval
+    if run.pictures is not None:
+        with torch.no_grad(), evaluating(run):
+            _draw_samples(run, step=step)
+        return
+    if run.eval_table is None or not section.samples or not run.plan.answers:
+        return
+    if not run.group.is_main and run.sharded is None:
+        return
+    questions = _questions(run, range(run.eval_table.rows), limit=section.samples)
+    for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
+        run.report.send(
+            "sample",
+            step=step,
+            prompt=_text(run, question.prompt),
+            text=answer,
+            reference=_text(run, question.answer),
+        )
+
+
+def wants_exact_match(run: Run) -> bool:
+    """Whether the config asks for the share of exact matches."""
+    return run.eval_table is not None and run.plan.config.eval.exact_match and run.plan.answers
+
+
+def exact_match_share(run: Run) -> float | None:
+    """The share of evaluation rows whose generated answer equals the reference; None if not
+    configured, or after a stop request.
+
+    All ranks must call it. Replicas take questions in turn; with sharded weights all ranks answer
+    all questions together.
+    """
+    if run.eval_table is None or not wants_exact_match(run):
+        return None
+    questions = _questions(run, range(run.eval_table.rows))
+    if not questions:
+        return None
+    own = questions if run.sharded else questions[run.group.rank :: run.group.world_size]
+    answers = _answers(run, own, among=questions, limit=None, only_matches=True)
+    pairs = [(answer, _text(run, question.answer)) for question, answer in answers]
+    matches = round(exact_match(pairs) * len(pairs)) if pairs else 0
+    counts = [matches, len(pairs), *flags_of(run.stop.outcome)]
+    summed = torch.tensor(counts, dtype=torch.float64, device=run.device)
+    run.group.sum(summed)
+    all_matches, total, *flags = run.group.figures(summed)
+    run.agreed_stop = outcome_of(flags)
+    return all_matches / total if run.stopping is None and total else None
+
+
+def _questions(run: Run, rows: range, *, limit: int | None = None) -> list[Question]:
+    """The questions of rows whose answer is a reference, which an undesirable answer is not; at
+    most `limit`.
+    """
+    table = run.eval_table
+    assert table is not None
+    desirable = table.columns.get("label")
+    wanted = (row for row in rows if desirable is None or desirable[row])
+    questions = (question_of(table, row) for row in wanted)
+    return list(islice((question for question in questions if question is not None), limit))
+
+
+def _answers(
+    run: Run,
+    questions: list[Question],
+    *,
+    among: list[Question],
+    limit: int | None,
+    only_matches: bool = False,
+) -> list[tuple[Question, str]]:
+    """Greedy answers to some of the questions of all ranks; none after a stop request.
+
+    Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
+    With `only_matches` an answer ends where it differs from its reference: before training that is
+    after a few tokens.
+    """
+    if not questions:
+        return []
+    stop = _StopCheck(run)
+    longest = max(len(q.answer) for q in among) + 8
+    tokenizer = run.tokenizer
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    run.beats.enter("sample")
+    with torch.no_grad(), evaluating(run), run.forward.ready_to_generate() as model:
+        answers = run.forward.within(
+            lambda: generate(
+                model,
+                [q.prompt for q in questions],
+                max_new_tokens=min(limit or longest, longest),
+                stop_ids=_stop_ids(run, among),
+                pad_id=pad or 0,
+                is_over=stop,
+                is_done=(lambda i, answer: differs(run.tokenizer, answer, questions[i].answer))
+                if only_matches
+                else None,
+            )
+        )
+    if stop.is_requested:
+        return []
+    return [(question, _text(run, answer)) for question, answer in zip(questions, answers, strict=True)]
+
+
+def differs(tokenizer: Any, answer: Sequence[int], reference: Sequence[int]) -> bool:
+    """Whether the beginning of an answer rules out that its text will be that of the reference,
+    which may have other tokens.
+    """
+    if list(answer) == list(reference[: len(answer)]):
+        return False
+    return not text_of(tokenizer, reference).startswith(text_of(tokenizer, answer)[:-_UNSETTLED])
+
+
+class _StopCheck:
+    """Whether generation must end because of a stop request; called after each token.
+
+    With sharded weights each token needs all ranks, so they agree on it at the same tokens.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.is_requested = False
+        self._run = run
+        self._tokens = 0
+
+    def __call__(self) -> bool:
+        own = self._run.stop.outcome is not None
+        self._tokens += 1
+        self._run.beats.enter("sample", done=self._tokens)
+        if self._run.sharded is None:
+            self.is_requested = own
+        elif self._tokens % _AGREE_EVERY_TOKENS == 0:
+            self.is_requested = self._run.group.any(own)
+        return self.is_requested
+
+
+def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
+    """The end-of-sequence token, the stop words of a template, and the special tokens with which
+    the references end.
+    """
+    special = set(run.tokenizer.all_special_ids)
+    ends = {q.answer[-1] for q in questions} & special
+    layout = lf_template_of(run.plan.config.data.template)
+    if layout is not None:
+        ends |= stop_ids(run.tokenizer, layout)
+    return ends | ({run.tokenizer.eos_token_id} - {None})
+
+
+def _text(run: Run, ids: list[int]) -> str:
+    return text_of(run.tokenizer, ids)
+
+
+def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of tokens as it is shown and compared: without special tokens, control characters
+    and blanks at its ends.
+    """
+    return plain(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+
+
+__all__ = ["Pair", "bleu", "exact_match", "rouge_l"]
+
+
+Pair = tuple[str, str]
+"""An answer and its reference."""
+
+# Runs of letters and digits; in scripts without spaces between words every character is a word.
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\u0e00-\u0e7f"
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
+
+
+# ---- scores of answers against references
+
+
+def exact_match(pairs: Sequence[Pair]) -> float:
+    """The share of answers, 0 to 1, that equal their reference up to white space at the ends."""
+    assert pairs
+    return sum(answer.strip() == reference.strip() for answer, reference in pairs) / len(pairs)
+
+
+def rouge_l(pairs: Sequence[Pair]) -> float:
+    """The mean over pairs, 0 to 1, of the F1 of the longest common subsequence of words (ROUGE-L,
+    no stemming).
+
+    On ASCII text it equals rouge-score; letters of other scripts, which rouge-score drops, count as
+    words, too.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    assert pairs
+    scorer = RougeScorer(["rougeL"], tokenizer=_Words())
+    return sum(_rouge_l(scorer, answer, reference) for answer, reference in pairs) / len(pairs)
+
+
+def bleu(pairs: Sequence[Pair]) -> float:
+    """BLEU of the corpus, 0 to 100, by sacrebleu (13a tokens, exponential smoothing).
+
+    A corpus without any answer of four words scores 0, as BLEU counts n-grams of up to four words.
+    """
+    from sacrebleu import corpus_bleu
+
+    assert pairs
+    score: float = corpus_bleu([answer for answer, _ in pairs], [[reference for _, reference in pairs]]).score
+    return min(score, 100.0)  # rounding can exceed it slightly
+
+
+def similarity(pairs: Sequence[Pair]) -> dict[str, float]:
+    """The mean over pairs, 0 to 100, of sentence BLEU-4 of characters and of the F1 of ROUGE-1,
+    ROUGE-2 and ROUGE-L of words.
+
+    These are the scores that LLaMA-Factory's prediction writes. BLEU is that of NIST's smoothing
+    (Chen and Cherry 2014, method 3), with blanks as characters. A Chinese character is a word here;
+    LLaMA-Factory cuts Chinese text into words by jieba.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    assert pairs
+    names = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}
+    scorer = RougeScorer(list(names.values()), tokenizer=_Words())
+    found = [scorer.score(reference, answer) for answer, reference in pairs]
+    rouge = {ours: sum(100 * one[name].fmeasure for one in found) for ours, name in names.items()}
+    bleu4 = sum(_character_bleu(answer, reference) for answer, reference in pairs)
+    return {name: value / len(pairs) for name, value in {"bleu-4": bleu4, **rouge}.items()}
+
+
+def _character_bleu(answer: str, reference: str) -> float:
+    """BLEU-4 of one answer, 0 to 100.
+
+    An n-gram order without a match counts as half of a match, the next one as a quarter, and so on.
+    """
+    shared = [_shared_ngrams(answer, reference, n) for n in range(1, 5)]
+    if not shared[0]:
+        return 0.0
+    logarithm, misses = 0.0, 0
+    for n, count in enumerate(shared, 1):
+        misses += not count
+        logarithm += math.log((count or 0.5**misses) / max(1, len(answer) - n + 1)) / 4
+    brevity = min(0.0, 1 - len(reference) / len(answer))
+    return 100 * math.exp(logarithm + brevity)
+
+
+def _shared_ngrams(answer: str, reference: str, n: int) -> int:
+    """The number of n-grams of characters in both texts."""
+    counts = [Counter(text[i : i + n] for i in range(len(text) - n + 1)) for text in (answer, reference)]
+    return (counts[0] & counts[1]).total()
+
+
+class _Words:
+    """The tokenizer for rouge-score."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """Words in lower case."""
+        return _WORD.findall(text.lower())
+
+
+def _rouge_l(scorer: "object", answer: str, reference: str) -> float:
+    if answer.strip() == reference.strip():
+        return 1.0  # also for texts without words, e.g. `{}`
+    value: float = scorer.score(reference, answer)["rougeL"].fmeasure  # type: ignore[attr-defined]
+    return value
+
+
+# ---- image models: their room is imported inside functions, so that training of text never loads it
+
+
+def with_pictures(
+    run: Run, table: TokenTable, micro: Micro, units: Sequence[int], places: Sequence[int]
+) -> Micro:
+    """The micro batch with its pictures, of an image model.
+
+    Args:
+        run: the run.
+        table: of the split.
+        micro: of these units.
+        units: rows of the table.
+        places: where in the order of the run each of them is used; for evaluation the units
+            themselves.
+    """
+    if run.pictures is None:
+        return micro
+    is_training = table.split == "train"
+    name = "pictures" if is_training else "evaluation pictures"
+    seeds = [stream_seed(run.plan.config.seed, name, place) for place in places]
+    numbers = table.columns["picture"][list(units)].tolist()
+    if not is_training:
+        return replace(micro, pictures=run.pictures.load_evaluation(numbers, seeds))
+    steps = [place // run.plan.global_batch for place in places]
+    return replace(micro, pictures=run.pictures.load(numbers, seeds, steps))
+
+
+def _draw_samples(run: Run, *, step: int) -> None:
+    """Draws the sample pictures of an image model into the run's directory, and the strip of all of
+    them.
+
+    Only rank 0 does it.
+    """
+    from unisono.trainer.diffusion.drawing import save_strip
+
+    prompts = _sample_prompts(run)
+    if not prompts or not run.group.is_main or run.sampler is None:
+        return
+    run.beats.enter("sample")
+    folder, section, stopped = run.files.samples, run.plan.config.diffusion, False
+
+    def is_over(number: int) -> bool:
+        run.beats.enter("sample", done=number)
+        return run.stop.outcome is not None
+
+    for i, (prompt, size) in enumerate(prompts):
+        file = folder / f"step-{step:08d}-{i:03d}.png"
+        stopped = run.sampler.sample(
+            prompt,
+            size,
+            section,
+            file,
+            seed=run.plan.config.seed + i,
+            name=run.files.root.name,
+            is_over=is_over,
+        )
+        if stopped:
+            return
+        run.report.send("sample", step=step, prompt=plain(prompt), text=str(file), reference="")
+    save_strip(folder)
+
+
+def _sample_prompts(run: Run) -> list[tuple[str, tuple[int, int]]]:
+    """The prompts of sample pictures with their sizes: those of the config, and captions of
+    evaluation pictures.
+    """
+    config = run.plan.config
+    assert run.pictures is not None
+    found = [(prompt, run.pictures.usual_size) for prompt in config.diffusion.prompts]
+    if run.eval_table is not None and config.eval.samples:
+        numbers = run.eval_table.columns["picture"][: config.eval.samples].tolist()
+        found += [run.pictures.sample(number) for number in numbers]
+    return found

@@ -1,0 +1,459 @@
+"""The training loop: what happens in a run, in order; and below it one optimizer step: the micro
+batches of a global batch, clip, update.
+
+    loss = Σ over the units of the global batch of their loss / their number
+
+A unit is a loss token, a pair, or a rated answer (see `objectives.objective`). Each micro batch
+contributes its sum divided by the global number, so gradients add up to those of the global batch
+for any number of micro batches and ranks.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.base.causes import Verdict
+from unisono.guard.rundir.records import best_key
+from unisono.trainer.model.forward import Rows
+from unisono.trainer.objectives import OwnPart
+from unisono.trainer.plan.schedule import factor_at
+from unisono.trainer.training import faults
+from unisono.trainer.training.evaluation import (
+    evaluate_rows,
+    exact_match_share,
+    first_sum,
+    show_samples,
+    with_pictures,
+)
+from unisono.trainer.training.front_io import EXIT_CODES, flags_of, outcome_of
+from unisono.trainer.training.gradient_sync import FIXED_SCALARS, scalars_of_a_step
+from unisono.trainer.training.optim import clipping_factor, total_norm
+from unisono.trainer.training.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
+from unisono.trainer.training.saving import (
+    finish_saving,
+    require_checkpoint,
+    save_checkpoint,
+    wait_for_copies,
+)
+from unisono.trainer.training.sharding import own_part
+from unisono.trainer.training.training_checks import (
+    StepOutcome,
+    is_out_of_memory,
+    made_no_update,
+    model_verdict,
+    note_skipped_step,
+    out_of_memory,
+    peak_bytes,
+    report_weights_digest,
+    too_many_skipped,
+)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Trains from the state's step to the plan's last, or until a stop request.
+
+    All ranks must call it.
+
+    All ranks take the same decisions: these depend on the state, which comes from sums over the
+    ranks, and on the agreed stop request.
+
+    Returns:
+        outcome, exit_code and verdict for the `result` message.
+    """
+    if run.state.step == 0 and "loss_before" not in run.state.eval:
+        _measure_before(run)
+    while _has_work(run):
+        # An evaluation that is already due was cut short by a stop before the resume.
+        verdict = None if run.state.evaluation_due else _advance(run)
+        if verdict is not None:
+            finish_saving(run)  # a save started before is still good
+            return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
+        if run.state.evaluation_due:
+            _evaluate(run)
+        if run.stopping is not None and _has_work(run):  # after the last step the result comes first
+            save_checkpoint(run)
+            finish_saving(run)
+            require_checkpoint(run)
+            return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
+        if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _has_work(run):
+            save_checkpoint(run)
+    finish_saving(run)
+    if made_no_update(run):  # stopped early, or resumed after its last step
+        return {"outcome": "stalled", "exit_code": 4, "verdict": model_verdict(run).to_json()}
+    if _stops_early(run):
+        _report_early_stop(run)
+    return {"outcome": "completed", "exit_code": 0, "verdict": None}
+
+
+def train_again(run: Run) -> dict[str, Any]:
+    """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses
+    can be compared.
+
+    All ranks must call it.
+
+    Returns:
+        outcome, exit_code and verdict for the `result` message.
+    """
+    assert run.plan.last_step is not None
+    while run.state.step < run.plan.last_step and run.stopping is None:
+        _advance(run)
+    if run.stopping is not None:
+        return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
+    return {"outcome": "replayed", "exit_code": 0, "verdict": None}
+
+
+def _has_work(run: Run) -> bool:
+    """Whether a step or an evaluation is left.
+
+    It depends on the state alone, so it is the same after resuming.
+    """
+    return run.state.evaluation_due or (run.state.step < run.plan.total_steps and not _stops_early(run))
+
+
+def _stops_early(run: Run) -> bool:
+    """Whether eval_loss has not improved for the `eval.stop_after` latest evaluations."""
+    patience = run.plan.config.eval.stop_after
+    return patience is not None and run.state.evals_since_best >= patience
+
+
+def _advance(run: Run) -> Verdict | None:
+    """Does the next optimizer step; gives a verdict if the run must end."""
+    run.beats.begin_step(run.state.step + 1)
+    run.beats.enter("data")
+    faults.in_data(run.plan, run.group.rank, run.state.step + 1)
+    batches = run.data.step(run.state.step + 1)
+    run.beats.note_batch(batches.sequences)
+    try:
+        outcome = optimizer_step(run, batches)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        shape = (
+            f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a"
+            " rank"
+            if run.pictures is None
+            else (
+                f"{len(batches.sequences)} pictures, {batches.tokens} positions of latents in"
+                f" {batches.rounds} micro batches a rank"
+            )
+        )
+        raise out_of_memory(run, error, shape=shape, phase="train") from error
+    run.state.step = batches.step
+    run.state.tokens += batches.tokens
+    run.state.loss_tokens += batches.counts.loss_tokens
+    last = run.state.step == run.plan.total_steps
+    evaluates = run.eval_table is not None or bool(run.plan.config.diffusion.prompts)
+    run.state.evaluation_due = evaluates and (last or _is_due(run.plan.eval_every, run.state.step))
+    if not outcome.is_sound:
+        note_skipped_step(run, batches, outcome)
+    _log_step(run, outcome, tokens=batches.tokens)
+    report_weights_digest(run)
+    _report_moved_generators(run)
+    _report_graphs(run)
+    return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def _is_rehearsed(run: Run) -> bool:
+    """Whether the front reads the checkpoint of this step back, so that a save that fails is known
+    before hours of training.
+    """
+    return run.state.step == run.plan.rehearsed_step
+
+
+def _measure_before(run: Run) -> None:
+    """Measures the figures before step 1, to compare with those at the end."""
+    figures = evaluate_rows(run)
+    if figures is not None:
+        run.state.eval |= {f"{name}_before": value for name, value in figures.items()}
+    share = exact_match_share(run)
+    if share is not None:
+        run.state.eval["exact_match_before"] = share
+    if figures is not None:
+        run.report.send("eval", step=0, **_named(figures), exact_match=share)
+    show_samples(run, step=0)
+
+
+def _evaluate(run: Run) -> None:
+    """Measures loss and metrics on the evaluation rows, and saves the state if it is the best."""
+    if run.eval_table is None:  # there is nothing to measure, only pictures to draw
+        run.state.evaluation_due = False
+        show_samples(run, step=run.state.step)
+        return
+    figures = evaluate_rows(run)
+    if figures is None:  # a stop request cut it short; evaluation_due stays set, and is saved
+        return
+    state = run.state
+    state.evaluation_due = False
+    state.eval |= figures
+    line = {"step": state.step, **_named(figures)}
+    key, sign = best_key(run.plan.config.checkpoint.best or "eval_loss")
+    value = float(line.get(key, math.nan))
+    if math.isfinite(value) and (state.best_loss is None or sign * value < sign * state.best_loss):
+        state.best_loss, state.best_step, state.evals_since_best = value, state.step, 0
+    else:
+        state.evals_since_best += 1
+    if run.snapshots is not None:
+        run.snapshots.publish(run, line)
+    _keep_line(run, line)
+    run.report.send("eval", **line, best=state.best_step == state.step)
+    if run.tracker is not None:
+        run.tracker.scalars(state.step, {f"eval/{name}": value for name, value in figures.items()})
+    show_samples(run, step=state.step)
+    if run.plan.config.checkpoint.best and state.best_step == state.step:
+        save_checkpoint(run)
+
+
+def _named(figures: dict[str, float]) -> dict[str, float]:
+    """The figures of an evaluation as they are named beside those of a step."""
+    return {f"eval_{name}": value for name, value in figures.items()}
+
+
+def _report_early_stop(run: Run) -> None:
+    state = run.state
+    name, _ = best_key(run.plan.config.checkpoint.best or "eval_loss")
+    run.report.warning(
+        "early_stop",
+        f"{name} has not improved in {state.evals_since_best} evaluations; "
+        + (
+            f"the best, {state.best_loss:.4f}, was at step {state.best_step}"
+            if state.best_loss is not None
+            else "none was finite"
+        ),
+    )
+
+
+def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
+    run.beats.enter("log")
+    state = run.state
+    state.loss = outcome.loss
+    line = {
+        "step": state.step,
+        "epoch": state.step / run.plan.steps_per_epoch,
+        "loss": outcome.loss,
+        **outcome.metrics,
+        "lr": outcome.lr,
+        "grad_norm": outcome.grad_norm,
+        "tokens": state.tokens,
+        "loss_tokens": state.loss_tokens,
+        "tokens_per_second": tokens / outcome.step_time_s,
+        "step_time_s": outcome.step_time_s,
+        "data_time_s": outcome.data_time_s,
+        "comm_time_s": outcome.comm_time_s,
+        "cpu_time_s": outcome.cpu_time_s,
+        "memory_bytes": peak_bytes(run.device),
+    }
+    if run.snapshots is not None:  # first: a step that was shown must not be lost
+        run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
+    _keep_line(run, line)
+    run.report.send("step", **line)
+    if run.tracker is not None:
+        names = ("loss", *outcome.metrics, "lr", "grad_norm", "tokens_per_second")
+        run.tracker.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
+
+
+def _keep_line(run: Run, line: dict[str, Any]) -> None:
+    """Writes a line of metrics.jsonl on rank 0.
+
+    If the storage does not respond, the run ends here: a step that was shown must be on disk.
+    """
+    if run.metrics is not None:
+        assert run.storage is not None
+        with run.storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
+            run.metrics.append(line)
+
+
+def _report_moved_generators(run: Run) -> None:
+    for name in run.generator_watch.moved():
+        run.report.warning(
+            "global_random_state",
+            f"some code drew from {name} during step {run.state.step}: unisono does not use it, and cannot"
+            " resume it exactly",
+            fix="let that code use a generator of its own",
+        )
+
+
+def _report_graphs(run: Run) -> None:
+    graphs = run.forward.graphs
+    if graphs is not None and graphs.why:
+        run.forward.graphs = None
+        run.report.warning(
+            "cuda_graphs",
+            f"steps are computed without CUDA graphs, which is slower for a small model: {graphs.why}",
+        )
+
+
+def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
+    """Does one step; updates nothing if the loss or the gradient is NaN or infinite.
+
+    All ranks must call it.
+    """
+    began, cpu_began = time.perf_counter(), time.process_time()
+    section = run.plan.config.optim
+    factor = factor_at(run.plan, batches.step)
+    run.optimizers.set_factor(factor)
+    run.gradient_sync.begin()
+    known = _known_first(run, batches)
+    total, sums, origin, data_time = _add_up(run, batches, known=known)
+    faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
+    summed = run.gradient_sync.finish(_scalars(run, total, sums, origin))
+    norm = _norm(run)
+    # The only wait for the device after the backward: these figures decide whether the update is
+    # made, and whether it is the last.
+    run.gradient_sync.wait_for_own_part()
+    (loss, *rest), norm_value = run.group.figures(summed), float(norm)
+    comm_time = run.gradient_sync.wait_and_time()
+    flags, odd, found = rest[:2], rest[2 : 2 + run.group.world_size], rest[2 + run.group.world_size :]
+    run.agreed_stop = outcome_of(flags)
+    run.beats.enter("update")
+    if math.isfinite(loss) and math.isfinite(norm_value):
+        wait_for_copies(run)
+        run.optimizers.step(clipping_factor(norm, section.max_grad_norm))
+    run.optimizers.zero_grad()
+    return StepOutcome(
+        loss=loss,
+        grad_norm=norm_value,
+        lr=section.lr * factor,
+        data_time_s=data_time,
+        step_time_s=time.perf_counter() - began,
+        cpu_time_s=time.process_time() - cpu_began,
+        comm_time_s=comm_time,
+        odd_ranks=[rank for rank, figure in enumerate(odd) if figure % 2],
+        origin_of_nan=int(max(odd)) // 2,
+        metrics=run.objective.figures(found, known=known),
+    )
+
+
+def _micros(run: Run, batches: StepBatches) -> list[tuple[list[int], list[int]] | None]:
+    """Sequences and their places of each micro batch of this rank; None for one that only takes
+    part in a collective forward.
+    """
+    micros: list[tuple[list[int], list[int]] | None] = list(zip(batches.groups, batches.places, strict=True))
+    if run.gradient_sync.needs_equal_rounds:
+        # Every forward is collective, so a rank without rows runs one whose loss does not count.
+        micros += [None] * (batches.rounds - len(micros))
+    return micros
+
+
+def _known_first(run: Run, batches: StepBatches) -> float:
+    """What the objective needs of the whole global batch before its loss, a mean over units;
+    without gradient and dropout.
+    """
+    if not run.objective.first_sides:
+        return 0.0
+
+    def groups() -> Iterator[list[int]]:
+        for micro in _micros(run, batches):
+            run.beats.enter("compute")
+            yield micro[0] if micro is not None else []
+
+    own = first_sum(run, run.data.table, groups())
+    summed = torch.tensor([own], dtype=torch.float64, device=run.device)
+    run.group.sum(summed)  # all ranks participate
+    return run.group.figures(summed)[0] / batches.counts.units
+
+
+def _add_up(
+    run: Run, batches: StepBatches, *, known: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Runs forward and backward on this rank's micro batches.
+
+    Gives the sums of their losses and metrics, the origin of NaN (see `OwnPart.origin_of_nan`), and
+    seconds spent on data.
+    """
+    micros = _micros(run, batches)
+    objective = run.objective
+    total, origin = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
+    sums = torch.zeros(2 * len(objective.metrics), device=run.device)
+    data_time = 0.0
+    for number, group in enumerate(micros, start=1):
+        sequences, places = group or (run.data.shortest(), [0])
+        run.beats.begin_micro(sequences)
+        before = time.perf_counter()
+        micro, batch = load_micro(
+            run.data.table, sequences, run.device, sides=objective.sides, reference=run.reference.get("train")
+        )
+        micro = replace(micro, rows=_with_noise(run, micro.rows, sequences, places))
+        micro = with_pictures(run, run.data.table, micro, batch.units, places)
+        data_time += time.perf_counter() - before
+        run.beats.enter("compute")
+        if group is not None:
+            faults.write_rows(run.plan, run.group.rank, batches.step, batch)
+        if number == 1:
+            faults.in_compute(run, batches.step)
+        seed_torch(run.plan.config.seed, "dropout", places[0])
+        run.generator_watch.torch_was_seeded()
+        if number == len(micros):
+            run.gradient_sync.before_last_backward()
+        if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
+            part = objective.loss(run.forward, micro, counts=batches.counts, known=known)
+            loss = faults.corrupt_loss(run.plan, run.group.rank, batches.step, part.loss)
+            if group is None:
+                loss = loss * 0.0
+            else:
+                sums += part.sums
+            loss.backward()
+            total += loss.detach()
+            if isinstance(part, OwnPart):
+                origin = torch.maximum(origin, part.origin_of_nan())
+    return total, sums, origin, data_time
+
+
+def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -> Rows:
+    """The rows with noise for their embeddings, if the config asks for it."""
+    alpha = run.plan.config.model.embedding_noise
+    if not alpha:
+        return rows
+    noise = embedding_noise(
+        alpha,
+        seed=run.plan.config.seed,
+        places=places,
+        tokens=_tokens_of(run, rows, sequences),
+        lengths=rows.lengths,
+        hidden_size=run.forward.loaded.base.get_input_embeddings().weight.shape[1],
+        device=run.device,
+    )
+    return replace(rows, noise=noise)
+
+
+def _tokens_of(run: Run, rows: Rows, sequences: list[int]) -> list[int]:
+    """Tokens of each sequence in these rows, which may lack a side of each unit."""
+    units = [len(run.data.table.rows_of(sequence)) for sequence in sequences]
+    sides = len(rows.lengths) // sum(units)
+    ends = np.cumsum([0, *units]) * sides
+    return [sum(rows.lengths[first:end]) for first, end in pairwise(ends.tolist())]
+
+
+def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """(3 + ranks + sums,) float32: the loss, the stop request, a figure of each rank, and sums of
+    metrics.
+
+    A rank's figure is 1 if its own loss is NaN or infinite, plus twice the origin of that.
+    """
+    own = torch.zeros(scalars_of_a_step(run.group.world_size, metrics=len(sums) // 2), device=run.device)
+    own[0] = total
+    if run.stop.outcome is not None:
+        own[1:FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
+    own[FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total) + 2 * origin
+    own[FIXED_SCALARS + run.group.world_size :] = sums
+    return own
+
+
+def _norm(run: Run) -> torch.Tensor:
+    """The norm of the gradient. All ranks must call it."""
+    found = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
+    norm = total_norm([own_part(gradient) for gradient in found])
+    if run.sharded is not None:
+        squared = norm.square().to(run.device)
+        run.group.sum(squared)
+        norm = squared.sqrt()
+    return norm

@@ -1,0 +1,333 @@
+"""Optimizers over named parameters, and the norm of gradients."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from unisono.trainer.config.schema import OptimSection
+from unisono.trainer.model.kernels import AdamWFigures
+from unisono.trainer.model.layers import kernels_of
+from unisono.trainer.training.sharding import own_part
+
+Bits = TypeVar("Bits", int, torch.Tensor)
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's shards as plain tensors: element by element it is the same,
+    and DTensor's dispatch costs more than the update.
+
+    Parameters and states stay DTensors, so checkpoints do not change.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(own_part, tensors)
+        return has_complex
+
+
+class CompactAdamW(torch.optim.AdamW):
+    """AdamW whose moments are bfloat16 between steps, so that they take half of the memory; the
+    parameters are float32.
+
+    An update computes in float32, and rounds the moments up or down at random, so that their mean
+    stays (stochastic rounding, arXiv:2010.06192). Rounded to nearest, a second moment would no
+    longer follow its gradients: with betas[1]: 0.999 it changes by less than half of the distance
+    between two values of bfloat16. The direction is a hash of the step, the parameter and the
+    element, so a resumed run makes the same updates, with any number of threads.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
+
+    def step(self, closure: None = None) -> None:
+        """Updates every parameter that has a gradient."""
+        assert closure is None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+        values, grad, first, second = (own_part(tensor).detach() for tensor in tensors if tensor is not None)
+        kernels = kernels_of(values.device)
+        update = adamw_by_torch if kernels is None else kernels.adamw
+        figures = AdamWFigures(
+            decay=1 - group["lr"] * group["weight_decay"],
+            share1=1 - beta1,
+            share2=1 - beta2,
+            step_size=group["lr"] / (1 - beta1**step),
+            scale=math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+            seed=_hash(_hash(step) + self._numbers[parameter]) >> 1,
+        )
+        update(values.view(-1), grad.reshape(-1), (first.view(-1), second.view(-1)), figures)
+
+
+def adamw_by_torch(
+    values: torch.Tensor,
+    grad: torch.Tensor,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    figures: AdamWFigures,
+) -> None:
+    """An update of CompactAdamW in place, as `Kernels.adamw` makes it, by torch's operations."""
+    at_once = 1 << 16 if values.device.type == "cpu" else 1 << 24  # a hash takes 8 bytes for each element
+    for begin in range(0, len(values), at_once):
+        part = slice(begin, begin + at_once)
+        g, kept = grad[part], [moment[part] for moment in moments]
+        first, second = (moment.float() for moment in kept)
+        first += (g - first) * figures.share1
+        second += (g * g - second) * figures.share2
+        noise = _hash(torch.arange(begin, begin + len(g), device=g.device) ^ figures.seed)
+        for moment, wide, bits in zip(kept, (first, second), (noise & 0xFFFF, noise >> 16), strict=True):
+            rounded = (wide.view(torch.int32) + bits.int()) >> 16
+            moment.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+        root = second.sqrt_().div_(figures.scale).add_(figures.eps)
+        values[part].mul_(figures.decay).addcdiv_(first, root, value=-figures.step_size)
+
+
+def _hash(x: Bits) -> Bits:
+    """The finalizer of MurmurHash3, 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _WORD
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _WORD
+    return x ^ (x >> 16)
+
+
+_WORD = 0xFFFFFFFF
+
+
+@dataclass
+class Optimizers:
+    """One or two torch optimizers that step together.
+
+    Attributes:
+        parts: the optimizers by name, with the names of their parameters in order.
+        settings: the config's hyperparameters for each parameter group: the full learning rate,
+            weight decay, betas.
+    """
+
+    parts: dict[str, torch.optim.Optimizer]
+    names: dict[str, list[str]]
+    settings: dict[str, list[dict[str, Any]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = {
+            name: [
+                {key: value for key, value in group.items() if key != "params"} for group in part.param_groups
+            ]
+            for name, part in self.parts.items()
+        }
+
+    def take_settings(self) -> None:
+        """Restores the config's hyperparameters: a checkpoint brings its own, which may differ from
+        the config in allowed ways.
+        """
+        for name, part in self.parts.items():
+            for group, settings in zip(part.param_groups, self.settings[name], strict=True):
+                group.update(settings)
+
+    def set_factor(self, factor: float) -> None:
+        """Scales every learning rate."""
+        for name, part in self.parts.items():
+            for group, settings in zip(part.param_groups, self.settings[name], strict=True):
+                group["lr"] = settings["lr"] * factor
+
+    def step(self, factor: torch.Tensor | None = None) -> None:
+        """Makes one update with the gradients times `factor`.
+
+        Small parameters are updated by one thread: torch would wake the others for each of them.
+
+        Gradients in bfloat16 are float32 only while their own parameters are updated, and are
+        dropped afterwards.
+        """
+        threads = torch.get_num_threads()
+        try:
+            for part in self.parts.values():
+                torch.set_num_threads(1 if _has_small_parameters(part) else threads)
+                _update(part, factor)
+        finally:
+            torch.set_num_threads(threads)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=True)
+
+
+def build_optimizers(
+    section: OptimSection,
+    trainable: dict[str, torch.nn.Parameter],
+    *,
+    not_matrices: set[int],
+    text_lr: float | None = None,
+) -> Optimizers:
+    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the
+    rest.
+
+    Weight decay applies to matrices, not to norms and biases. The B matrices of an adapter may have
+    a learning rate of their own (LoRA+, arXiv:2402.12354).
+
+    Args:
+        section: `optim` of the config.
+        trainable: the parameters by name.
+        not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the
+            head.
+        text_lr: learning rate of the text encoders of an image model; None: the same.
+    """
+    muon = {
+        n: p
+        for n, p in trainable.items()
+        if section.kind == "muon" and p.ndim == 2 and id(p) not in not_matrices
+    }
+    rest = {n: p for n, p in trainable.items() if n not in muon}
+    parts: dict[str, torch.optim.Optimizer] = {}
+    names: dict[str, list[str]] = {}
+    if muon:
+        parts["muon"] = torch.optim.Muon(
+            list(muon.values()),
+            lr=section.muon_lr,
+            weight_decay=section.weight_decay,
+            adjust_lr_fn="match_rms_adamw" if section.muon_scale == "adamw" else "original",
+        )
+        names["muon"] = list(muon)
+    if rest:
+        groups, names["adamw"] = _groups(section, rest, text_lr)
+        settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+        is_compact = section.state_dtype == "bfloat16"
+        parts["adamw"] = (
+            CompactAdamW(groups, **settings) if is_compact else ShardAdamW(groups, **settings, fused=True)
+        )
+    return Optimizers(parts, names)
+
+
+def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of the size of the two moments that the first step makes for a parameter; of Muon's
+    one, too.
+    """
+    dtype = getattr(torch, section.state_dtype)
+    return [torch.zeros_like(parameter, dtype=dtype) for _ in range(2)]
+
+
+def _groups(
+    section: OptimSection, parameters: dict[str, torch.nn.Parameter], text_lr: float | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """AdamW's parameter groups, and the names of their parameters in order."""
+    plus = {n for n in parameters if section.lora_b_ratio != 1 and _LORA_B in n}
+    text = {n for n in parameters if text_lr is not None and n.startswith(_TEXT) and n not in plus}
+    decay, lr = section.weight_decay, section.lr
+    kinds = [
+        ([n for n, p in parameters.items() if p.ndim >= 2 and n not in plus | text], decay, lr),
+        ([n for n in parameters if n in text], decay, text_lr or lr),
+        ([n for n in parameters if n in plus], decay, lr * section.lora_b_ratio),
+        ([n for n, p in parameters.items() if p.ndim < 2 and n not in plus], 0.0, lr),
+    ]
+    groups = [
+        {"params": [parameters[n] for n in members], "weight_decay": decay, "lr": lr}
+        for members, decay, lr in kinds
+        if members
+    ]
+    return groups, [n for members, _, _ in kinds for n in members]
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all gradients, float32, as torch.nn.utils.get_total_norm gives it, for gradients
+    in bfloat16, too.
+
+    A norm depends on its own tensor alone, so it is the same for blocks of gradients, of which one
+    at a time is float32.
+    """
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms: list[torch.Tensor] = []
+    for block in _blocks(gradients):
+        # torch.nn.utils.get_total_norm uses it, too, but gives the norm of a block.
+        norms += torch._foreach_norm([gradient.float() for gradient in block])  # noqa: SLF001
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clipping_factor(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
+    """What clips a gradient of this norm to the norm `limit`, as torch.nn.utils.clip_grad_norm_;
+    None without a limit.
+    """
+    return None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _update(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None) -> None:
+    groups = optimizer.param_groups
+    reached = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    if all(parameter.grad.dtype == parameter.dtype for parameter in reached):
+        _scale([parameter.grad for parameter in reached], factor)
+        optimizer.step()
+        return
+    try:
+        for group in groups:
+            for block in _blocks(group["params"]):
+                optimizer.param_groups = [group | {"params": block}]
+                _widen(block)
+                _scale([parameter.grad for parameter in block if parameter.grad is not None], factor)
+                optimizer.step()
+                for parameter in block:
+                    parameter.grad = None
+    finally:
+        optimizer.param_groups = groups
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor | None) -> None:
+    if factor is not None and gradients:
+        # On a GPU a few kernels for all; torch has no public name for it.
+        torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
+
+
+def _widen(parameters: Iterable[torch.Tensor]) -> None:
+    """Converts gradients to their parameter's dtype."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+
+
+_BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Elements that are converted at a time: 4 MiB stay in a processor's cache, and a GPU needs few
+kernels.
+"""
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in lists of at most that many elements, or of one tensor."""
+    block: list[torch.Tensor] = []
+    for tensor in tensors:
+        limit = _BLOCK_ELEMENTS.get(tensor.device.type, 1 << 20)
+        if block and sum(t.numel() for t in block) + tensor.numel() > limit:
+            yield block
+            block = []
+        block.append(tensor)
+    if block:
+        yield block
+
+
+def _has_small_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update of its parameters on a CPU takes a thread no longer than waking it, on
+    average.
+    """
+    sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+    return sum(sizes) < _ELEMENTS_OF_A_THREAD * len(sizes)
+
+
+_ELEMENTS_OF_A_THREAD = 32768
+_LORA_B = ".lora_B."  # in the names of peft's parameters
+_TEXT = "text_encoder"  # the beginning of the names of the text encoders of an image model

@@ -1,0 +1,329 @@
+"""One rank's run, from its plan to the result: set up, train, write the final weights, report."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.base.errors import (
+    Problem,
+    UnfitError,
+    error_number,
+    is_full,
+    storage_reason,
+    storage_remedy,
+    storage_verdict,
+    storage_words,
+)
+from unisono.base.events import Reporter
+from unisono.base.files import fsync_dir, fsync_tree
+from unisono.base.text import show_bytes
+from unisono.guard.facts import read_environment
+from unisono.guard.rundir.records import best_evaluated
+from unisono.guard.watch import Beats
+from unisono.trainer.checkpoint.store import step_of
+from unisono.trainer.checkpoint.verify import write_model_manifest
+from unisono.trainer.checkpoint.writer import free_bytes
+from unisono.trainer.model.layers import has_kernels, why_no_kernels
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.training import faults
+from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
+from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch
+from unisono.trainer.training.join import find_place
+from unisono.trainer.training.loop import train, train_again
+from unisono.trainer.training.memory_snapshots import MemorySnapshots
+from unisono.trainer.training.rank0_work import on_rank0
+from unisono.trainer.training.result_outputs import write_outputs
+from unisono.trainer.training.run import Run
+from unisono.trainer.training.saving import require_directory, restore
+from unisono.trainer.training.setup import set_up
+from unisono.trainer.training.training_checks import try_longest_batch
+from unisono.trainer.training.weights import write_weights
+
+
+def run_plan(
+    plan: RunPlan,
+    report: Reporter,
+    stop: StopRequest,
+    *,
+    snapshot_fd: int | None = None,
+    beats: Beats | None = None,
+) -> dict[str, Any]:
+    """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the
+    `result` message.
+
+    Every rank calls it. The process group stays open: `close_group` closes it after the result has
+    been reported.
+    """
+    place = find_place(plan, read_environment())
+    if place.rank > 0:
+        report = OtherRankReporter(report)
+    run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats())
+    if plan.config.adapter is not None:
+        run.snapshots = MemorySnapshots(snapshot_fd)
+    with StorageWatch(run.saver, report, run.beats) as run.storage:
+        try:
+            return _train_and_finish(run)
+        except Exception:  # raised again after the save in flight has ended
+            if (
+                run.group.world_size == 1
+            ):  # with several ranks the others would wait for a rank that has failed
+                # The failure that ended the run is reported, not one of the save.
+                with contextlib.suppress(Exception):
+                    run.saver.wait()
+            raise
+        finally:
+            _close(run, run.storage)
+
+
+def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
+    """Facts that only the worker knows before step 1, for the first screen."""
+    loaded, forward = run.forward.loaded, run.forward
+    return {
+        "parameters": loaded.parameters,
+        "trainable": loaded.trainable_parameters,
+        "dtype": run.plan.dtype,
+        "layout": forward.layout,
+        "head": forward.head,
+        "why": forward.why,
+        "quick": forward.quick,
+        "fast_layers": forward.fast_layers,
+        "graphs": forward.graphs is not None,
+        "kernels": has_kernels(run.plan.dtype, run.device),
+        "no_kernels": why_no_kernels(run.plan.dtype, run.device),
+        "peak_bytes": peak,
+        "resumed_step": run.state.step,
+        "threads": torch.get_num_threads(),
+        "kept_every": kept_every,
+    }
+
+
+def _close(run: Run, storage: StorageWatch) -> None:
+    if run.metrics is not None:
+        with storage.ends_if_stuck("writing metrics.jsonl", run.files.metrics, only_files=True):
+            lost = run.metrics.close()
+        if lost is not None:
+            run.report.warning(
+                "metrics_lost",
+                f"{run.metrics.waiting} lines of metrics.jsonl could not be written: {storage_words(lost)}"
+                f" ({run.files.metrics}); {storage_reason(lost)}",
+                fix=storage_remedy(lost, else_="fix the storage"),
+            )
+    if run.tracker is not None:
+        run.tracker.close()
+
+
+def _train_and_finish(run: Run) -> dict[str, Any]:
+    report, stop = run.report, run.stop
+    trial = try_longest_batch(run)
+    kept_every = (
+        run.snapshots.prepare(run, step_time_s=trial.step_time_s) if run.snapshots is not None else None
+    )
+    report.send("ready", facts=_ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every))
+    stop.training_begins()
+    began, tokens_before = time.perf_counter(), run.state.tokens
+    ending = train(run) if run.plan.last_step is None else train_again(run)
+    seconds = time.perf_counter() - began
+    weights, weights_step = None, run.state.step
+    if ending["outcome"] == "completed":
+        run.beats.enter("finish")
+        weights_step = _take_best(run)
+        share = exact_match_share(run)
+        if share is not None:
+            run.state.eval["exact_match"] = share
+        elif (
+            wants_exact_match(run) and run.stopping is not None
+        ):  # the rest may take longer than the grace period
+            ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
+    if ending["outcome"] == "completed":
+        report.phase("finish", "writing the result")
+        run.beats.enter("finish")
+        weights = _write_result(run, weights_step)
+    faults.at_the_end(run.plan, run.group.rank)
+    if not run.group.is_main:
+        return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
+    newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
+    return {
+        **ending,
+        "step": run.state.step,
+        "tokens": run.state.tokens,
+        "loss": run.state.loss,
+        "eval": run.state.eval,
+        "tokens_per_second": (run.state.tokens - tokens_before) / max(seconds, 1e-9),
+        "checkpoint": str(newest) if newest else None,
+        "weights": str(weights) if weights else None,
+    }
+
+
+def _write_result(run: Run, step: int) -> Path | None:
+    assert run.storage is not None
+    target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
+    with run.storage.ends_if_stuck("writing the result", target):
+        if run.group.is_main:
+            run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
+        written = write_result(run, step=step)
+        if run.plan.config.checkpoint.read_back:
+            write_outputs(run)
+        return written
+
+
+def _take_best(run: Run) -> int:
+    """With `checkpoint.best`: restores the best checkpoint, which may be an earlier one, as the
+    result.
+
+    All ranks must call it.
+
+    Gives the step of the weights.
+    """
+    best = run.state.best_step
+    if run.plan.config.checkpoint.best is None or best is None or best == run.state.step:
+        return run.state.step
+    assert run.storage is not None
+    step, line = _find_best(run)
+    if step != best and run.group.is_main:
+        text = (
+            f"the checkpoint of the best step, {best}, is missing; the result is that of step"
+            f" {step or run.state.step}"
+        )
+        run.report.warning("best_is_gone", text)
+    if step in (0, run.state.step):
+        return run.state.step
+    run.report.phase("finish", f"restoring the best checkpoint, step {step}")
+    state, saved = run.state, run.saved_step
+    path = run.files.checkpoint(step)
+    with run.storage.ends_if_stuck("reading the best checkpoint", path):
+        restore(
+            run, path, trust=True
+        )  # weights signed by another key may be the result, too; the rest is not used
+    run.state, run.saved_step = state, saved
+    run.state.eval |= line
+    return step
+
+
+def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
+    metric = run.plan.config.checkpoint.best
+    assert run.store is not None
+    assert metric is not None
+    saved = {step_of(path.name): path for path in run.store.list()}
+    while (best := best_evaluated(run.files.metrics, saved, metric=metric)) is not None:
+        if not any(finding.is_fatal for finding in run.store.verify(saved[best[0]])):
+            return best
+        del saved[best[0]]
+    return None
+
+
+def _find_best(run: Run) -> tuple[int, dict[str, float]]:
+    """The best step with an intact checkpoint, and on rank 0 the figures of its evaluation; step 0
+    if there is none.
+
+    All ranks must call it; rank 0 reads.
+    """
+    best = on_rank0(
+        run,
+        partial(_find_intact_best, run),
+        what="looking for the best checkpoint",
+        path=run.files.checkpoints,
+    )
+    found = torch.tensor(best[0] if best else 0, dtype=torch.int64, device=run.device)
+    run.group.broadcast(found)
+    line = best[1] if best else {}
+    figures = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
+    return int(found), figures
+
+
+_RANK_0_KINDS = frozenset({"eval", "sample", "checkpoint"})
+_SHARED_WARNINGS = frozenset({"nan_step", "early_stop"})
+
+
+class OtherRankReporter(Reporter):
+    """The reporter of all ranks but 0: it leaves out what rank 0 reports for all, and reports a
+    step by its number only.
+    """
+
+    def __init__(self, inner: Reporter) -> None:
+        super().__init__(None)
+        self._inner = inner
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message, or nothing if rank 0 reports it."""
+        if kind in _RANK_0_KINDS or (kind == "warning" and fields.get("code") in _SHARED_WARNINGS):
+            return
+        if kind == "step":
+            fields = {"step": fields["step"]}
+        self._inner.send(kind, **fields)
+
+
+# ---- The result
+
+
+def write_result(run: Run, *, step: int) -> Path | None:
+    """Writes adapter/ or model/ of the run, the weights of `step`, with tokenizer, chat template
+    and a list of the files; gives its path.
+
+    The directory appears complete or not at all. All ranks must call it; rank 0 writes, and the
+    others get None.
+
+    Raises:
+        UnfitError: if the storage fails; an earlier result stays as it was.
+    """
+    if not run.group.is_main:
+        if run.sharded is not None:
+            write_weights(run.forward.loaded, run.plan, Path(), writes=False)
+        return None
+    target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
+    temporary = target.with_name(f".{target.name}.tmp")
+    with _refuse_on_storage_error(run, temporary, target):
+        require_directory(run)
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary, step=step))
+        fsync_tree(temporary)
+        _put_in_place(temporary, target)
+    return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    if target.exists():  # the result of an earlier, shorter run that this one has extended
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(target)
+    fsync_dir(target.parent)
+
+
+@contextlib.contextmanager
+def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterator[None]:
+    """Refuses with the storage's fault and the checkpoint to resume from: a full disk at the very
+    end costs no training.
+    """
+    try:
+        yield
+    # errors of other kinds are raised again; safetensors has its own exception for a failed write
+    except Exception as error:
+        if not isinstance(error, OSError) and error_number(error) is None:
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        why = storage_reason(error)
+        if is_full(error):
+            with contextlib.suppress(OSError):
+                why = (
+                    f"the disk is full: {show_bytes(free_bytes(target.parent))} are free without the partial"
+                    " result"
+                )
+        again = f"the same command resumes from the checkpoint of step {run.saved_step}"
+        if run.saved_step is None:
+            again = "run the same command again"
+        problem = Problem(
+            f"the result cannot be written to {target}: {storage_words(error)}",
+            str(target),
+            why,
+            f"{storage_remedy(error, else_='fix the storage')}; {again}",
+        )
+        raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="finish")) from error
