@@ -43,7 +43,7 @@ from tests.damage.damages import (  # noqa: E402 - the tests are found through t
 )
 from tests.nodes.harness import Job  # noqa: E402
 from tests.nodes.network_namespaces import Loopback  # noqa: E402
-from unisono.trainer.checkpoint.manifest import user_key  # noqa: E402
+from unisono.base.user_key import user_key  # noqa: E402
 
 STEPS = 4
 _RUNS: dict[int, dict[str, Any]] = {

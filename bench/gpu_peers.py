@@ -380,7 +380,7 @@ def profile(plan_file: Path, work: Path, warmup: int, steps: int) -> str:
     from torch.profiler import profile as profiler_of
 
     from unisono.trainer.training import loop
-    from unisono.trainer.worker.__main__ import main as run_rank
+    from unisono.trainer.worker.entry import main as run_rank
 
     plan = json.loads(plan_file.read_text())
     walls = [line["step_time_s"] for line in read_lines(plan_file.parent / "metrics.jsonl")[warmup:]]

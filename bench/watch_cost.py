@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 if TYPE_CHECKING:
+    from unisono.guard.places.ranks import NodePlace, RankPlace
     from unisono.guard.watch import Beats
-    from unisono.trainer.plan import NodePlace, RankPlace
 
 ROOT = Path(__file__).parents[1]
 HERE = str(Path(__file__).resolve())
@@ -329,7 +329,7 @@ def be_rank(mode: Mode, words: list[str]) -> int:
     """A rank; in mode off it does not beat, in mode counting it leaves the number of its calls
     beside its plan.
     """
-    import unisono.trainer.worker.__main__ as worker
+    import unisono.trainer.worker.entry as worker
 
     if mode == "on":
         return worker.main(words)

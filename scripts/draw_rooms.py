@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure_house import SOURCE, Module, imports_between, read_modules
+from measure_house import Module, imports_between, read_modules
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
-BASE = "base"
-"""The node of the small modules directly in the package."""
+WINGS = ("front", "jobs", "trainer", "guard", "base")
+"""The wings, the highest first; each has a contract of its name in pyproject.toml."""
 
 
 def main() -> int:
@@ -45,10 +45,10 @@ def main() -> int:
 def filled(page: str) -> str:
     """The page with both parts made again."""
     modules = read_modules()
-    layers = read_layers()
+    wings = read_wings()
     parts = {
-        "picture": picture(layers, reduced(room_imports(modules))),
-        "rooms": table(layers, modules),
+        "picture": picture(wings, reduced(room_imports(modules))),
+        "rooms": table(wings, modules),
     }
     for name, lines in parts.items():
         begin, end = f"<!-- {name}: made by scripts/draw_rooms.py -->", f"<!-- end of {name} -->"
@@ -60,25 +60,31 @@ def filled(page: str) -> str:
     return page
 
 
-def read_layers() -> list[list[str]]:
-    """Rooms by layer, the highest first; the modules directly in the package are one node."""
+def read_wings() -> dict[str, list[str]]:
+    """The rooms of each wing, the highest first, e.g. `guard.watch`."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = pyproject["tool"]["importlinter"]["contracts"]
-    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
-    rooms = [[room.strip() for room in layer.split("|") if _is_room(room.strip())] for layer in layers]
-    return [layer for layer in rooms if layer] + [[BASE]]
+    layers = {
+        contract["id"]: contract.get("layers") for contract in pyproject["tool"]["importlinter"]["contracts"]
+    }
+    return {
+        wing: [
+            f"{wing}.{room.strip()}"
+            for layer in layers[wing]
+            for room in layer.split("|")
+            if not room.strip().startswith("_")
+        ]
+        for wing in WINGS
+    }
 
 
 def room_imports(modules: Sequence[Module]) -> dict[str, set[str]]:
     """The rooms that each room imports."""
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for module, targets in imports_between(modules).items():
         room = _room_of(module)
-        found.setdefault(room, set()).update(_room_of(target) for target in targets)
-    found.pop(
-        BASE, None
-    )  # the modules there are of several layers: some import `causes`, which imports others of them
-    return {room: targets - {room} for room, targets in found.items()}
+        if room:
+            imports.setdefault(room, set()).update(filter(None, map(_room_of, targets)))
+    return {room: targets - {room} for room, targets in imports.items()}
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
@@ -105,48 +111,40 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
-def picture(layers: Sequence[Sequence[str]], graph: Mapping[str, set[str]]) -> list[str]:
-    """A Mermaid flow chart: a row for each layer, the arrows between rooms."""
+def picture(wings: Mapping[str, Sequence[str]], graph: Mapping[str, set[str]]) -> list[str]:
+    """A Mermaid flow chart: a frame for each wing, the arrows between rooms."""
     lines = ["```mermaid", "flowchart TB"]
-    for number, layer in enumerate(layers):
+    for wing, rooms in wings.items():
         lines += [
-            f'  subgraph layer{number}[" "]',
-            "    direction LR",
-            *(f"    {room}" for room in layer),
+            f"  subgraph {wing}",
+            *(f'    {room}["{room.partition(".")[2]}"]' for room in rooms),
             "  end",
         ]
-    known = {room for layer in layers for room in layer}
+    known = {room for rooms in wings.values() for room in rooms}
     for room in sorted(known):
         lines += [f"  {room} --> {target}" for target in sorted(graph.get(room, set()) & known)]
     return [*lines, "```"]
 
 
-def table(layers: Sequence[Sequence[str]], modules: Sequence[Module]) -> list[str]:
-    """Each room with its job: the first line of its docstring."""
-    jobs = {
-        _room_of(module.name): (ast.get_docstring(module.tree) or "").partition("\n")[0]
-        for module in modules
-        if module.path.name == "__init__.py" and len(module.path.parts) == 2
-    }
-    jobs[BASE] = "Small modules beside the rooms, without dependencies on them: " + ", ".join(
-        f"`{module.path.stem}`"
-        for module in modules
-        if len(module.path.parts) == 1 and module.path.stem[0] != "_"
-    )
-    return [
-        "| room | job |",
-        "|---|---|",
-        *(f"| `{room}` | {jobs[room]} |" for layer in layers for room in layer),
-    ]
+def table(wings: Mapping[str, Sequence[str]], modules: Sequence[Module]) -> list[str]:
+    """Each room with its job: the first sentence of its docstring."""
+    jobs = {module.name: first_sentence(ast.get_docstring(module.tree) or "") for module in modules}
+    lines = []
+    for wing, rooms in wings.items():
+        lines += ["", f"### {wing}", "", jobs[f"unisono.{wing}"], "", "| room | job |", "|---|---|"]
+        lines += [f"| `{room.partition('.')[2]}` | {jobs[f'unisono.{room}']} |" for room in rooms]
+    return lines[1:]
 
 
-def _is_room(name: str) -> bool:
-    return (SOURCE / name).is_dir()
+def first_sentence(docstring: str) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(docstring.partition("\n\n")[0].split())
 
 
 def _room_of(module: str) -> str:
+    """The room of a module, e.g. `guard.watch`; empty for the modules beside the wings."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and _is_room(parts[1]) else BASE
+    return ".".join(parts[1:3]) if len(parts) > 2 and parts[1] in WINGS else ""
 
 
 if __name__ == "__main__":

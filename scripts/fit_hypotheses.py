@@ -32,7 +32,7 @@ FOLDS = 5
 PENALTY, PRIOR_PENALTY = 0.5, 2.0
 ROUNDS, RATE = 400, 0.05
 BINS = 10
-_FILE = Path(str(files("unisono.diagnose"))) / "weights.json"
+_FILE = Path(str(files("unisono.guard.diagnosis"))) / "weights.json"
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write weights.json")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    folder = files("unisono.diagnose")
+    folder = files("unisono.guard.diagnosis")
     rows = tomllib.loads(folder.joinpath("table.toml").read_text(encoding="utf-8"))
     numbers = json.loads(_FILE.read_text(encoding="utf-8"))
     table = make_table(rows, numbers | {"corrections": {}})

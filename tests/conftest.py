@@ -36,16 +36,9 @@ with loading_modules():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from unisono.guard.places.ranks import DeviceChoice
     from unisono.jobs.runs.train_request import read_objective
-    from unisono.trainer.plan import (
-        DataSummary,
-        DeviceChoice,
-        ModelFacts,
-        PlanInputs,
-        ResumePoint,
-        RunPlan,
-        resolve_plan,
-    )
+    from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
     from unisono.trainer.task import data_tasks
     from unisono.trainer.training.front_io import StopRequest
     from unisono.trainer.training.rank_run import run_plan

@@ -6,31 +6,29 @@ import pytest
 
 import measure_house
 from measure_house import (
-    ROOM_BUDGETS,
     TARGETS,
     Report,
     code_lines,
+    folders_at_top,
     imports_between,
-    lines_of_rooms,
     measure,
     read_modules,
     repeated_names,
-    rooms_over_budget,
 )
 
 FILES = {
     "__init__.py": '"""A package."""\n',
-    "cli/__init__.py": "",
-    "cli/train.py": "def run():\n    from unisono.trainer.training.loop import steps\n\n    return steps()\n",
-    "train/__init__.py": "",
-    "train/loop.py": (
+    "front/cli/__init__.py": "",
+    "front/cli/rows.py": "def run():\n    from unisono.trainer.training.loop import steps\n\n    return steps()\n",
+    "front/rows/__init__.py": "",
+    "trainer/training/__init__.py": "",
+    "trainer/training/loop.py": (
         '"""The loop."""\n\nfrom unisono.trainer.training import rows\n\n\ndef steps():\n    """Of a run."""\n    #'
         " counted\n    return rows.COUNT\n"
     ),
-    "train/rows.py": "TABLE = [1, 2]  # fmt: skip\nCOUNT = len(TABLE)\n",
-    "plan/rows.py": "",
-    "data/rows.py": "import unisono.trainer.training.rows\n",
-    "data/train.py": "",
+    "trainer/training/rows.py": "TABLE = [1, 2]  # fmt: skip\nCOUNT = len(TABLE)\n",
+    "trainer/plan/rows.py": "",
+    "trainer/data/rows.py": "import unisono.trainer.training.rows\n",
 }
 
 
@@ -51,14 +49,14 @@ def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(p
 
 def test_an_import_is_of_the_module_that_holds_the_name_also_within_a_function(package: Path) -> None:
     imports = imports_between(read_modules(package))
-    assert imports["unisono.front.cli.train"] == {"unisono.trainer.training.loop"}
-    assert imports["unisono.trainer.training.loop"] == {"unisono.train.rows"}
-    assert imports["unisono.trainer.data.rows"] == {"unisono.train.rows"}
+    assert imports["unisono.front.cli.rows"] == {"unisono.trainer.training.loop"}
+    assert imports["unisono.trainer.training.loop"] == {"unisono.trainer.training.rows"}
+    assert imports["unisono.trainer.data.rows"] == {"unisono.trainer.training.rows"}
 
 
 def test_a_file_name_may_occur_twice_and_a_command_may_have_its_rooms_name(package: Path) -> None:
     assert repeated_names(read_modules(package)) == {"rows": 3}
-    (package / "data" / "rows.py").unlink()
+    (package / "trainer" / "data" / "rows.py").unlink()
     assert repeated_names(read_modules(package)) == {}
 
 
@@ -69,7 +67,7 @@ def test_the_figures_are_those_of_the_files(package: Path) -> None:
     assert report.figures["lines of a file, most"] == 9
     assert report.figures["modules with one importer"] == 1  # the loop; the rows have two
     assert report.figures["fmt: skip"] == 1
-    assert report.details["lines of the largest room"] == "train"
+    assert report.details["lines of the largest room"] == "trainer/training"
 
 
 def test_every_target_is_of_a_figure_and_a_missed_one_is_named(package: Path) -> None:
@@ -99,18 +97,14 @@ def test_the_check_passes_where_every_target_is_met() -> None:
     assert report.missed() == []
 
 
-def test_no_room_is_over_its_budget() -> None:
-    """Raise a budget together with docs/decisions/0024-size-of-the-package.md."""
-    rooms = lines_of_rooms(read_modules())
-    assert rooms_over_budget(rooms) == {}
-    assert rooms.keys() == ROOM_BUDGETS.keys()
+def test_the_package_meets_its_targets() -> None:
+    """Raise a bound together with docs/decisions/0024-size-of-the-package.md."""
+    assert measure(read_modules()).missed() == []
 
 
-def test_a_room_over_its_budget_is_named_with_both_numbers(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budgets = dict.fromkeys((".", "cli", "train", "plan", "data"), 6)
-    monkeypatch.setattr(measure_house, "ROOM_BUDGETS", budgets)
-    report = measure(read_modules(package))
-    assert report.figures["rooms over their budget"] == 1
-    assert report.details["rooms over their budget"] == "train 11 of 6"
+def test_folders_and_rooms_of_the_wings_are_counted(package: Path) -> None:
+    modules = read_modules(package)
+    assert folders_at_top(modules) == {"front", "trainer"}
+    report = measure(modules)
+    assert report.figures["rooms of a wing, most"] == 3
+    assert report.details["rooms of a wing, most"] == "trainer"

@@ -10,10 +10,9 @@ torch.
 """
 
 import importlib
-import sys
-from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from unisono.base._version import __version__
 
 if TYPE_CHECKING:
     from unisono.base.causes.verdict import Verdict
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from unisono.guard.integrations.inside.guarded_process import guarded
     from unisono.trainer.model.forward import Forward
     from unisono.trainer.objectives.objective import Counts, Micro, Objective, Part
-
-__version__ = "0.1.0"
 
 _PLACES = {
     "unisono.front.api.calls": ("Config", "Diagnosis", "Report", "diagnose", "doctor", "stream", "train"),
@@ -120,40 +117,9 @@ def __getattr__(name: str) -> Any:
     """Imports a public name; nobody pays for names that are not used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _CALLED_ROOMS:  # what the name means does not depend on what has been imported
-        return importlib.import_module(f"unisono.{name}")
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-_CALLED_ROOMS = ("train", "doctor", "diagnose")
-"""Names of public functions that rooms have, too. Importing a module of such a room replaces the
-package's attribute.
-"""
-
-
-class _CalledRoom(ModuleType):
-    """A room that is the public function of its name when it is called."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.__wrapped__(*arguments, **options)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        name = self.__name__.rpartition(".")[2]
-        function: Callable[..., Any] = getattr(importlib.import_module(_MODULES[name]), name)
-        return function
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _CALLED_ROOMS and isinstance(value, ModuleType):  # the import system binds the room
-            value.__class__ = _CalledRoom
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -16,10 +16,11 @@ import pytest
 import xxhash
 
 from tests import front_server
+from unisono.base.user_key import user_key
 from unisono.front.cli.checkpoint import table
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
-from unisono.trainer.checkpoint.manifest import FileEntry, user_key
+from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.checkpoint.writer import TensorPart, write_tensor_file

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unisono.base.errors import UnfitError
-from unisono.trainer.checkpoint.manifest import KEY_FILE, user_key
+from unisono.base.user_key import KEY_FILE, user_key
 
 ASK = (
     "import sys; from pathlib import Path; from unisono.trainer.checkpoint.manifest import user_key;"

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from unisono.front.cli.output import Output
 from unisono.front.cli.screen import Pace, PlainLine, Screen, ending
 from unisono.front.cli.terminal import first_screen
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import (
     DataSummary,
-    DeviceChoice,
     ModelFacts,
     PlanInputs,
     ResumePoint,

@@ -13,8 +13,8 @@ from tests.conftest import training_in
 from tests.damage.damages import Specimen, another_run
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Loopback
+from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
-from unisono.trainer.checkpoint.manifest import user_key
 
 STEPS = 4
 KEPT = {"every": "1 steps", "keep": 3}

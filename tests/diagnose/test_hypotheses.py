@@ -21,7 +21,7 @@ from unisono.guard.diagnosis.report_terms import Feature, feature_names, find_fe
 from unisono.guard.diagnosis.report_text import sentences_of
 
 TABLE = default_table()
-FOLDER = files("unisono.diagnose")
+FOLDER = files("unisono.guard.diagnosis")
 NAMES = sorted({name for entry in TABLE.entries.values() for name in entry.weights})
 FEATURES = st.lists(st.sampled_from(NAMES), unique=True, max_size=12)
 

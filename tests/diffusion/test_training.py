@@ -90,7 +90,7 @@ def test_several_ranks_have_the_same_losses(studio: Studio, done: Done, world: i
 def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> None:
     assert _printed(
         tmp_path / "loaded.py",
-        "import sys, unisono.trainer.worker.__main__, unisono.trainer.training.rank_run, unisono.trainer.task.data_tasks, unisono.trainer.task.export\n"
+        "import sys, unisono.trainer.worker.entry, unisono.trainer.training.rank_run, unisono.trainer.task.data_tasks, unisono.trainer.task.export\n"
         "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.trainer.diffusion'))])",
     ) == (0, "[]")
 

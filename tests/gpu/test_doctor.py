@@ -7,8 +7,8 @@ from tests.doctor.replay import details_from, record
 from unisono.front.checks.ladder_attempts import attempt_local
 from unisono.guard.facts.machine import probe_nvidia
 from unisono.guard.facts.nvidia import probe_details
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.supervise.child_process import Programs
-from unisono.trainer.plan import DeviceChoice
 
 pytestmark = [
     pytest.mark.gpu,

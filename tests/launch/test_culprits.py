@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.watch.run_views import run_view, view
 from unisono.base.causes import Verdict
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.supervise.decision import Decider, Decision, NodeLoss, first_cause
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.postmortem import apart, name_death, name_lost_node, name_victims, node_refused
@@ -17,7 +18,7 @@ from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.guard.watch.views import RankView
 from unisono.jobs.runs.run_records import ending_of
 from unisono.trainer.config import RunConfig
-from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.trainer.plan import RunPlan
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 LOST_PEER = "RuntimeError: Connection closed by peer [127.0.0.1]:29416"

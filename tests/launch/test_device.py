@@ -9,7 +9,7 @@ from unisono.base.errors import UsageError
 from unisono.guard.facts import Machine
 from unisono.guard.facts.machine import Gpu
 from unisono.guard.places.placement import choose_devices, device_words
-from unisono.trainer.plan import DeviceChoice
+from unisono.guard.places.ranks import DeviceChoice
 
 
 def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Gpu:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from unisono.base.causes import Verdict
 from unisono.base.causes.signatures import LINE_LIMIT
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.supervise.local_ranks import open_log
 from unisono.guard.supervise.rank_logs import CODE, FollowedLog, LineSplitter, LogEvents, LogMatch, RateLimit
-from unisono.trainer.plan import DeviceChoice, RankPlace
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB"
 WARN = "node-b:902:1011 [0] misc/socket.cc:484 NCCL WARN Connect to 172.17.0.1<44123> failed"

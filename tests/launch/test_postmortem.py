@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.watch.run_views import places, run_view, view
-from unisono.base.events import MODEL_CODE
+from unisono.base.user_code import MODEL_CODE
 from unisono.guard.control.connection import Left
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.local_ranks import RankEnd

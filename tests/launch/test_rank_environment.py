@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from unisono.guard.supervise.child_process import rank_environments
-from unisono.trainer.plan import DeviceChoice, RankPlace, RunPlan
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.worker.fork_server import different
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1, bfloat16=False)

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter, read_metrics
 from unisono.guard.supervise.decision import Decision, NodeLoss
-from unisono.guard.supervise.local_ranks import RankEnd, SharedMemory, snapshot_ranks
+from unisono.guard.supervise.local_ranks import RankEnd, SharedMemory
 from unisono.guard.supervise.rank_supervisor import Attempt
-from unisono.jobs.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue
+from unisono.jobs.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue, snapshot_ranks
 from unisono.trainer.checkpoint.snapshot import Entry, Layout, Slots, StepSnapshot, needed_bytes, slot_text
 from unisono.trainer.checkpoint.state import load_state
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
-from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace, RunPlan
+from unisono.trainer.plan import RunPlan
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 ROWS = 3

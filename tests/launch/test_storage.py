@@ -20,11 +20,12 @@ from pydantic import ValidationError
 
 from tests import front_server, needs
 from tests.launch.conftest import tasks_of
+from unisono.base.user_key import user_key
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.task_process import TaskProcess, run_task
 from unisono.jobs.remote_checkpoint.storage import storage_tried
-from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, user_key
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.schema import CheckpointSection

@@ -6,7 +6,8 @@ from typing import Any
 from tests.nodes.fronts import Front
 from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Own
-from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, user_key
+from unisono.base.user_key import user_key
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 from unisono.trainer.checkpoint.store import CheckpointStore
 
 

@@ -17,19 +17,11 @@ import memory_page
 from tests import needs
 from tests.model.test_decoder import _full_model, _inputs, _model
 from unisono.base.events import Reporter
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.model import attention, decoder, layers
 from unisono.trainer.model.directory import inspect_model
-from unisono.trainer.plan import (
-    DataSummary,
-    DeviceChoice,
-    ModelFacts,
-    PlanInputs,
-    RankPlace,
-    RunPlan,
-    estimate_memory,
-    resolve_plan,
-)
+from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, RunPlan, estimate_memory, resolve_plan
 from unisono.trainer.plan.run_plan import expects_fast_layers
 from unisono.trainer.task import data_tasks
 

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.base.errors import ConfigError
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import (
     DataSummary,
-    DeviceChoice,
     ModelFacts,
     PlanInputs,
-    RankPlace,
     RunPlan,
     SplitSummary,
     estimate_memory,

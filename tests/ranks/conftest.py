@@ -18,17 +18,9 @@ from tests import needs
 from tests.grouped_files import write_grouped
 from tests.ranks.front import Ended, Front
 from unisono.base.events import Reporter
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
-from unisono.trainer.plan import (
-    DataSummary,
-    DeviceChoice,
-    ModelFacts,
-    PlanInputs,
-    RankPlace,
-    ResumePoint,
-    RunPlan,
-    resolve_plan,
-)
+from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.rank_run import run_plan

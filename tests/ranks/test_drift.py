@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.ranks.conftest import Done, Workshop
 from unisono.base.causes import Verdict
 from unisono.base.events import Message
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.jobs.runs.attempt_end import DriftReport, ReplicaDrift, name_drift
-from unisono.trainer.plan import DeviceChoice, RankPlace, RunPlan
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.training_checks import _CHUNK, _checksums, weights_digest
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)

@@ -6,7 +6,7 @@ import sys
 import time
 
 from unisono.trainer.model.engine import Answer, Engine
-from unisono.trainer.task.__main__ import main
+from unisono.trainer.task.entry import main
 
 _step = Engine.step
 

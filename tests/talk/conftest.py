@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.session_server import cache_with_kernels
 from unisono.base.events import Reporter
 from unisono.base.files import write_json
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
-from unisono.trainer.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, RunPlan, resolve_plan
+from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, RunPlan, resolve_plan
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.rank_run import run_plan

@@ -60,7 +60,7 @@ def test_as_a_process_it_is_quick_and_imports_nothing_heavy(tmp_path: Path, rows
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"config": config(rows), "cache_dir": str(tmp_path / "cache")}))
     program = (
-        "import sys, json, resource; from unisono.trainer.task.__main__ import main; main(sys.argv[1:]); "
+        "import sys, json, resource; from unisono.trainer.task.entry import main; main(sys.argv[1:]); "
         "print(json.dumps([sorted(sys.modules), resource.getrusage(resource.RUSAGE_SELF).ru_utime]))"
     )
     done = subprocess.run(

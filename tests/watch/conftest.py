@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.local_ranks import LocalRanks
 from unisono.guard.supervise.rank_monitor import RankMonitor
 from unisono.guard.watch.views import Look, RankView
-from unisono.trainer.plan import DeviceChoice, RankPlace
 
 LIMIT_S = 60.0
 _STANDIN = Path(__file__).parent / "standins" / "rank.py"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.watch.views import (
     Beat,
     Collective,
@@ -14,7 +15,6 @@ from unisono.guard.watch.views import (
     RankView,
     RunView,
 )
-from unisono.trainer.plan import DeviceChoice, RankPlace
 
 CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 QUICK = PhaseTimes(count=100, total_s=10.0, longest_s=0.3)

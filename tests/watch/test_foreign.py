@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from unisono.base.causes import Verdict
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.watch.judge import judge
 from unisono.guard.watch.verdicts import Patience
 from unisono.guard.watch.views import (
@@ -22,7 +23,6 @@ from unisono.guard.watch.views import (
     RunView,
     Suspicion,
 )
-from unisono.trainer.plan import DeviceChoice, RankPlace
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=1 << 30, bfloat16=False)
 

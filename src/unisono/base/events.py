@@ -198,8 +198,6 @@ def describe_crash(error: BaseException) -> dict[str, Any]:
 
 
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
-MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
-"""Python code of a model's repository: its name, by the folder to which transformers copies it."""
 
 
 def own_frame(text: str, code: Mapping[str, str]) -> str:

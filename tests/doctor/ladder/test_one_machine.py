@@ -10,8 +10,8 @@ import pytest
 
 from tests.doctor.doctor_process import Seen, doctor
 from unisono.front.checks.ladder_attempts import AttemptLogs, attempt_local, logs_name
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.supervise.child_process import Programs
-from unisono.trainer.plan import DeviceChoice
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

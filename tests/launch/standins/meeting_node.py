@@ -18,12 +18,12 @@ from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import DataError, Disagreed, UnisonoError
 from unisono.base.events import Show
 from unisono.guard.agree.reports import Interface, NodeReport
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.places.topology import Topology
 from unisono.guard.rendezvous.head_address import refusals_reported
 from unisono.guard.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.guard.rendezvous.party import ChannelFacts, Party
 from unisono.guard.supervise.interrupts import Interrupts, Stopped
-from unisono.trainer.plan import DeviceChoice
 
 
 def notify(kind: str, **fields: Any) -> None:

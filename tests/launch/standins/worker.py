@@ -18,10 +18,10 @@ from unisono.base.causes import Verdict
 from unisono.base.child import leave, parse_child_arguments, run_child
 from unisono.base.errors import ModelError, RankDied
 from unisono.base.events import Reporter
+from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import truncate_after
-from unisono.trainer.checkpoint.manifest import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.schedule import factor_at

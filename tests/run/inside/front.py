@@ -31,10 +31,10 @@ from unisono.guard.integrations.border import (
 )
 from unisono.guard.integrations.inside import injected
 from unisono.guard.integrations.worker_stacks import workers_below
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.guard.watch.views import BeatMemory, Collective, WorkerProcess
-from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace
 
 LIMIT_S = 300.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

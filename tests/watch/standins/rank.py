@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.base.child import end_with_front, parse_child_arguments
 from unisono.guard.watch import Beats, Pulse
-from unisono.trainer.worker.__main__ import _begin_to_beat
+from unisono.trainer.worker.entry import _begin_to_beat
 
 
 def main(argv: list[str]) -> None:

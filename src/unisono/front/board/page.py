@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono import __version__
+from unisono.base._version import __version__
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.regions import REGIONS, harmless, show_region
 

@@ -9,7 +9,7 @@ from functools import partial
 from html import escape
 from typing import Any
 
-from unisono import __version__
+from unisono.base._version import __version__
 from unisono.base.causes import Verdict
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.text import plain, redact

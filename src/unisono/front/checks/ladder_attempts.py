@@ -33,6 +33,7 @@ from unisono.front.checks.ladder import (
 from unisono.front.checks.network_rules import leads_out, usable_interfaces
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.machine import DevicesDetails, read_processors
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.supervise.child_process import (
     DEBUG_COMM,
     Programs,
@@ -40,7 +41,6 @@ from unisono.guard.supervise.child_process import (
     misleading_variables,
 )
 from unisono.guard.supervise.task_process import TaskProcess
-from unisono.trainer.plan import DeviceChoice
 
 _NAME = re.compile(r"doctor-[0-9A-Za-z-]{1,60}")
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")

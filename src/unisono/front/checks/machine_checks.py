@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import unisono
+from unisono.base._version import PACKAGE
 from unisono.base.causes.variables import KNOWN_TO_LIBRARIES, VALUES, VARIABLES, find_variable
 from unisono.base.text import one_line, show_seconds
 from unisono.front.checks.check import (
@@ -313,7 +313,7 @@ def judge_core_dumps(dumps: CoreDumps) -> Finding:
 
 def check_clock(facts: Surroundings) -> list[Finding]:
     """Whether the clock is plausible and synchronized."""
-    installed_s = Path(unisono.__file__).stat().st_mtime
+    installed_s = (PACKAGE / "__init__.py").stat().st_mtime
     return [judge_clock(facts.probes.clock.wall(), installed_s=installed_s, synchronised=is_synchronised())]
 
 

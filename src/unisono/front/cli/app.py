@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from unisono import __version__
+from unisono.base._version import __version__
 from unisono.base.text import columns, wrapped
 from unisono.front.cli.output import (
     GLOBAL_OPTIONS,

@@ -187,8 +187,8 @@ def _write_file(runs: list[Path], out: Path) -> None:
 
 
 def _key() -> bytes:
+    from unisono.base.user_key import user_key
     from unisono.guard.facts import read_environment
-    from unisono.trainer.checkpoint.manifest import user_key
 
     return user_key(read_environment().settings_dir)
 

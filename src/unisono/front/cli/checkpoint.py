@@ -407,9 +407,9 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
         UsageError: if it is not a run.
     """
     from unisono.base.errors import UsageError
+    from unisono.base.user_key import user_key
     from unisono.guard.facts import read_environment
     from unisono.guard.rundir import RunDir, or_nearest_run
-    from unisono.trainer.checkpoint.manifest import user_key
     from unisono.trainer.checkpoint.store import CheckpointStore
 
     files = RunDir(run)

@@ -20,8 +20,9 @@ from rich.text import Text
 from unisono.base.text import fitting, one_line, plain, show_bytes, show_count, wrapped
 from unisono.front.cli.output import Output, output, shown, styled, terminal_width
 from unisono.guard.facts import read_environment
+from unisono.guard.places.ranks import NodePlace
 from unisono.trainer.config import RunConfig
-from unisono.trainer.plan import NodePlace, RunPlan
+from unisono.trainer.plan import RunPlan
 
 _LONGEST_BAR = 24
 _USUAL_WIDTH = 80

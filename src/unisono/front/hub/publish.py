@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from unisono import __version__
+from unisono.base._version import __version__
 from unisono.base.errors import ModelError, UsageError
 from unisono.base.events import Show
 from unisono.base.files import objects_of, read_json, read_object, write_json, write_text

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from unisono.base.text import one_line
 from unisono.guard.facts.limits import SystemLimits
-from unisono.trainer.plan import DeviceChoice
+from unisono.guard.facts.machine import Gpu
+from unisono.guard.places.ranks import DeviceChoice
 
 _MANY_NODES = 6  # more are written as ranges of numbers
 _MANY_RANGES = 8
@@ -250,6 +251,19 @@ class Device(ReportPart):
     memory_free_bytes: int
     bus_id: str = ""
     numa_node: int | None = None
+
+
+def reported_device(gpu: Gpu) -> Device:
+    """A device as a node reports it."""
+    return Device(
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        memory_free_bytes=gpu.memory_free_bytes,
+        bus_id=gpu.bus_id,
+        numa_node=gpu.numa_node,
+    )
 
 
 class FileDigest(ReportPart):

@@ -4,7 +4,6 @@ thing.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from unisono.base.causes import Evidence
 from unisono.base.text import one_line
@@ -32,7 +31,6 @@ from unisono.guard.agree.reports import (
     show_digest,
 )
 from unisono.guard.agree.rules import PREPARED_RULES, RANK_RULES, Rule
-from unisono.trainer.plan import DataSummary, ModelFacts
 
 Prepared = Sequence[tuple[Member, "PreparedFacts"]]
 
@@ -59,25 +57,6 @@ class PreparedFacts(ReportPart):
     parameters: int
     model_digest: str
     """Digest of config.json and of the weights' names, shapes, sizes and contents."""
-
-    @classmethod
-    def of(cls, data: DataSummary, model: ModelFacts) -> Self:
-        """From the result of the task `prepare`."""
-        return cls(
-            data_digest=data.digest,
-            rows=data.train.rows,
-            sequences=data.train.sequences,
-            tokens=data.train.tokens,
-            loss_tokens=data.train.loss_tokens,
-            eval_rows=data.eval.rows if data.eval else 0,
-            total_steps=data.total_steps,
-            formats=tuple(data.formats),
-            template=data.template,
-            ledger=data.ledger,
-            model_type=model.model_type,
-            parameters=model.parameters,
-            model_digest=model.digest,
-        )
 
 
 def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[NodeReport]) -> Agreement:

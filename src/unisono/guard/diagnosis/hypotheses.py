@@ -184,7 +184,7 @@ _WORDS = ("strong", "some", "weak", "against", "excludes")
 @functools.cache
 def default_table() -> Table:
     """The table of the package."""
-    folder = files("unisono.diagnose")
+    folder = files("unisono.guard.diagnosis")
     numbers = json.loads(folder.joinpath("weights.json").read_text(encoding="utf-8"))
     return make_table(tomllib.loads(folder.joinpath("table.toml").read_text(encoding="utf-8")), numbers)
 

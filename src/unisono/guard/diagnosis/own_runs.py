@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from unisono.base.causes import resume_hint
 from unisono.base.causes.signatures import match_line
 from unisono.base.causes.verdict import Evidence, Verdict
-from unisono.base.events import MODEL_CODE, Message, own_frame, read_message
+from unisono.base.events import Message, own_frame, read_message
 from unisono.base.files import iterate_lines, objects_of, parse_json, read_object, read_text
 from unisono.base.text import one_line
+from unisono.base.user_code import MODEL_CODE, own_objective
 from unisono.guard.diagnosis.judge import Diagnosis
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.own_verdicts import suspected
@@ -24,7 +25,6 @@ from unisono.guard.rundir.lock import read_holder
 from unisono.guard.rundir.merged_logs import Clocks, is_time
 from unisono.guard.rundir.records import RunResult, iterate_metrics, read_result
 from unisono.guard.watch import phase_named
-from unisono.trainer.config.sections import own_objective
 
 SILENT_S = 5.0
 """Seconds by which a rank must have fallen silent earlier than the others to be named."""

@@ -100,7 +100,9 @@ def _sections() -> dict[str, dict[str, list[str]]]:
     """section → feature → phrases of all languages."""
     found: dict[str, dict[str, list[str]]] = {}
     for language in LANGUAGES:
-        text = files("unisono.diagnose").joinpath("terms", f"{language}.toml").read_text(encoding="utf-8")
+        text = (
+            files("unisono.guard.diagnosis").joinpath("terms", f"{language}.toml").read_text(encoding="utf-8")
+        )
         for section, features in tomllib.loads(text).items():
             for feature, phrases in features.items():
                 found.setdefault(section, {}).setdefault(feature, []).extend(phrases)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import unisono
+from unisono.base._version import PACKAGE
 from unisono.base.causes.variables import find_variable
 from unisono.base.errors import ModelError
 from unisono.base.files import objects_of, open_plain, parse_json, path_below
@@ -307,7 +307,7 @@ def code_digests(root: Path | None = None) -> dict[str, str]:
     Args:
         root: the package's folder; None is this one.
     """
-    folder = root or Path(unisono.__file__).parent
+    folder = root or PACKAGE
     files = sorted(file for file in folder.rglob("*.py") if "__pycache__" not in file.parts)
     return {file.relative_to(folder.parent).as_posix(): _digest(file) for file in files}
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from unisono.base.errors import UsageError
 from unisono.guard.facts import Machine
 from unisono.guard.facts.machine import Gpu
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.places.topology import Accelerators
-from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace
 
 _BFLOAT16_SINCE = (8, 0)  # Ampere
 

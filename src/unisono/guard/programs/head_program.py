@@ -19,6 +19,7 @@ from unisono.guard.agree.compare import compare_programs
 from unisono.guard.control.connection import Left, NodeMessage
 from unisono.guard.facts import Probes, all_variables, read_environment, read_machine, take_token
 from unisono.guard.facts.nvidia import KernelLine, read_kernel_log
+from unisono.guard.places.ranks import NodePlace
 from unisono.guard.programs.local_program import LocalProgram, refuse_missing_program
 from unisono.guard.programs.member_program import run_as_member
 from unisono.guard.programs.program_end import (
@@ -49,7 +50,6 @@ from unisono.guard.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.supervise.evidence import keep_evidence
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.trainer.plan import NodePlace
 
 PORT_TRIES = 3
 """Ports that a program gets one after the other, if a different process takes each before it

@@ -14,7 +14,7 @@ from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_launchers, compare_rank_facts
 from unisono.guard.agree.reports import NodeReport, name_node
 from unisono.guard.integrations.border import LAUNCHER, Answer
-from unisono.trainer.plan import NodePlace, RankPlace
+from unisono.guard.places.ranks import NodePlace, RankPlace
 
 Kind = Literal["torchrun", "accelerate", "llamafactory", "deepspeed", "python", "other"]
 

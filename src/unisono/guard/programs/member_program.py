@@ -19,9 +19,9 @@ from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir.lock import recorded_holder
 from unisono.guard.supervise.decision import NodeLoss
+from unisono.guard.supervise.lost_head import writing_for_head
 from unisono.guard.supervise.postmortem import name_loss, verdicts_in
 from unisono.guard.supervise.rank_monitor import MonitorReports
-from unisono.jobs.runs.run_records import writing_for_head
 
 _POLL_S = 0.1
 _ENDING_S = 30.0

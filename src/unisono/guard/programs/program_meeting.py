@@ -13,7 +13,7 @@ from pathlib import Path
 from unisono.base.events import Show
 from unisono.base.text import redact
 from unisono.guard.agree.compare import keyed_arguments
-from unisono.guard.agree.reports import Interface, NodeReport, OutputFacts
+from unisono.guard.agree.reports import Interface, NodeReport, OutputFacts, reported_device
 from unisono.guard.facts import Environment, Machine, Probes, SystemClock
 from unisono.guard.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.guard.facts.limits import read_limits
@@ -25,7 +25,6 @@ from unisono.guard.programs.program_request import RunRequest, RunShape, read_sh
 from unisono.guard.rendezvous.head_address import is_this_machine
 from unisono.guard.rendezvous.party import ChannelFacts, Token, make_token, read_token, watch_lifeline
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, find_head, placed_by_slurm, token_of_step
-from unisono.jobs.runs.node_report import reported_device
 
 _MOST_BYTES = 64 << 20
 _ALL_DEVICES = ("llamafactory", "accelerate", "deepspeed")

@@ -17,10 +17,10 @@ from unisono.guard.facts.processes import exit_status, processes_below, variable
 from unisono.guard.integrations import border
 from unisono.guard.integrations.border import Registration, start_of
 from unisono.guard.integrations.worker_stacks import workers_below
+from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.local_ranks import FINAL_KINDS, RankEnd
 from unisono.guard.watch.views import BeatMemory, WorkerProcess
-from unisono.trainer.plan import DeviceChoice, RankPlace
 
 _VARIABLES = (
     "RANK",

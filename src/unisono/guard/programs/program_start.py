@@ -24,6 +24,7 @@ from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts import Environment, Machine, Probes
 from unisono.guard.facts.path_probes import Identity, PathMonitor, identity_of
 from unisono.guard.integrations.border import ENDS_WITH_FRONT, HELD, Guard
+from unisono.guard.places.ranks import NodePlace
 from unisono.guard.programs.local_program import LocalProgram, Program
 from unisono.guard.programs.program_end import SignalQueue
 from unisono.guard.programs.program_meeting import make_report
@@ -33,7 +34,6 @@ from unisono.guard.rendezvous.party import ChannelFacts
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import LockTaken, RunLock
 from unisono.guard.rundir.records import Outcome, RunResult, outcome_of, set_verdict, write_result
-from unisono.trainer.plan import NodePlace
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - holds a folder with mode 0700 and an unguessable name
 

@@ -15,6 +15,7 @@ from unisono.guard.agree.reports import NodeReport
 from unisono.guard.control.channel_ends import HeadServer
 from unisono.guard.control.connection import Event, Left, NodeMessage
 from unisono.guard.integrations.border import LAUNCHER
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.programs.launcher_facts import LauncherFacts
 from unisono.guard.programs.local_program import JOB_STOP_SIGNALS, LocalProgram
 from unisono.guard.programs.program_end import (
@@ -31,7 +32,6 @@ from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.postmortem import name_death, name_failure, node_refused
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.guard.watch.views import Look
-from unisono.trainer.plan import DeviceChoice, NodePlace, RankPlace
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from unisono.guard.agree.compare import compare_programs
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts import Probes, no_gpus, read_environment, read_machine, take_token
 from unisono.guard.integrations.border import Guard
+from unisono.guard.places.ranks import NodePlace
 from unisono.guard.places.topology import Topology
 from unisono.guard.programs.launcher_facts import Job, read_command
 from unisono.guard.programs.local_program import LocalProgram
@@ -36,7 +37,6 @@ from unisono.guard.programs.program_supervisor import ProgramSupervisor
 from unisono.guard.rendezvous.meeting_rules import end_message
 from unisono.guard.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party, read_token
-from unisono.trainer.plan import NodePlace
 
 _ANSWER_READ_S = 60.0  # it polls 50 times a second, on a possibly loaded machine
 

@@ -20,6 +20,7 @@ from unisono.base.causes import Evidence, Verdict
 from unisono.base.causes.variables import find_variable
 from unisono.base.errors import UnfitError, UsageError
 from unisono.base.text import one_line
+from unisono.base.user_key import user_key
 from unisono.guard.agree.reports import name_node
 from unisono.guard.facts import Environment
 from unisono.guard.facts.network import NetworkProbe, is_loopback
@@ -28,7 +29,6 @@ from unisono.guard.places.topology import HOST_PATTERN, Placed, Topology
 from unisono.guard.rendezvous.head_address import address_towards
 from unisono.guard.supervise.child_process import option_args
 from unisono.guard.supervise.task_process import tail_of
-from unisono.trainer.checkpoint.manifest import user_key
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),

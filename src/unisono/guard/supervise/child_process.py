@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
 from unisono.base.events import Message, read_message
-from unisono.base.files import make_private_dir
 from unisono.guard.facts.network import is_loopback
-from unisono.guard.rundir import RunDir
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.supervise.fork_server import Forked, ForkServer, base_environment
-from unisono.trainer.plan import DeviceChoice, RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +101,6 @@ DEBUG_COMM = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
 """Set by --debug-comm for processes that communicate."""
-_RECORDED_COLLECTIVES = "200"
-"""Collectives that torch's flight recorder keeps. Without the variable, gloo's keeps one. Recording
-costs 2 µs of CPU time per collective, whatever their number (torch 2.13).
-"""
 
 
 def misleading_variables(leftovers: Iterable[str], *, world_size: int) -> list[str]:
@@ -144,53 +138,6 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
     if found is None and is_loopback(address):
         return next((one.name for one in known if one.loopback), None)
     return found
-
-
-def rank_environments(
-    plan: RunPlan, node_rank: int, *, variables: Mapping[str, str], interface: str | None, debug_comm: bool
-) -> list[dict[str, str]]:
-    """The environment of every rank of a node, by local rank.
-
-    Makes the folder for files that libraries write.
-
-    Args:
-        plan: places of all ranks.
-        variables: of other launchers on this node; misleading ones are removed.
-        interface: that has the address at which the other nodes reach this one; a value set by the
-            user has priority.
-        debug_comm: whether collectives are checked and the libraries log what they do, NCCL to one
-            file per rank in evidence/; slow.
-    """
-    without = misleading_variables(variables, world_size=plan.world_size)
-    places = plan.on_node(node_rank)
-    found = []
-    for place in places:
-        environment = child_environment(threads=plan.threads, without=without, device=place.device)
-        if place.device.kind == "cuda" and plan.config.deterministic:
-            environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
-        if plan.world_size > 1:
-            environment |= {
-                "RANK": str(place.rank),
-                "LOCAL_RANK": str(place.local_rank),
-                "WORLD_SIZE": str(plan.world_size),
-                "LOCAL_WORLD_SIZE": str(len(places)),
-            }
-            for name in INTERFACE_VARIABLES if interface else ():
-                environment.setdefault(name, str(interface))
-            environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
-            if debug_comm:
-                environment |= DEBUG_COMM | _nccl_file(plan, place.rank)
-        found.append(environment)
-    return found
-
-
-def _nccl_file(plan: RunPlan, rank: int) -> dict[str, str]:
-    folder = RunDir(Path(plan.output_dir)).evidence
-    try:
-        make_private_dir(folder)
-    except OSError:
-        return {}  # NCCL writes to the rank's log then
-    return {"NCCL_DEBUG_FILE": str(folder / f"nccl-rank-{rank:05d}.log")}
 
 
 _PIPE_BYTES = 1 << 20  # minutes of messages: a front that is stopped (Ctrl-Z) does not block its worker

@@ -14,8 +14,7 @@ from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
 from unisono.guard.agree.training import compare_ranks
 from unisono.guard.control.connection import Left
-from unisono.guard.supervise.local_ranks import RankEnd
-from unisono.trainer.plan import RunPlan
+from unisono.guard.supervise.local_ranks import RankEnd, TrainingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +219,7 @@ class Decider:
         verdict: of the stall monitor, or of a companion.
     """
 
-    plan: RunPlan
+    job: TrainingJob
     reports: dict[int, RankReport] = field(default_factory=dict)
     agreement: Agreement | None = None
     failures: Failures = field(init=False)
@@ -230,7 +229,7 @@ class Decider:
     _decision: Decision | None = None
 
     def __post_init__(self) -> None:
-        self.failures = Failures(world_size=self.plan.world_size)
+        self.failures = Failures(world_size=self.job.world_size)
 
     @property
     def ends(self) -> dict[int, RankEnd]:
@@ -240,14 +239,14 @@ class Decider:
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:
         """Takes a rank's report; gives the store's address once all have reported and agree."""
         self.reports[report.rank] = report
-        if len(self.reports) < self.plan.world_size or self.agreement is not None:
+        if len(self.reports) < self.job.world_size or self.agreement is not None:
             return None
         ordered = [self.reports[rank] for rank in sorted(self.reports)]
-        self.agreement = compare_ranks(ordered, world_size=self.plan.world_size)
+        self.agreement = compare_ranks(ordered, world_size=self.job.world_size)
         port = self.reports[0].store_port if 0 in self.reports else None
         if not self.agreement.agreed or port is None:
             return None
-        return self.plan.store_host, port
+        return self.job.store_host, port
 
     def node_refused(self, verdict: Verdict) -> None:
         """Takes the news that a node does not start its ranks on the plan."""
@@ -267,7 +266,7 @@ class Decider:
     @property
     def is_over(self) -> bool:
         """Whether every rank has ended well."""
-        return len(self.ends) == self.plan.world_size and all(ended_well(end) for end in self.ends.values())
+        return len(self.ends) == self.job.world_size and all(ended_well(end) for end in self.ends.values())
 
     @property
     def has_result(self) -> bool:

@@ -16,11 +16,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-import unisono
+from unisono.base._version import PACKAGE
 from unisono.base.text import is_left_by_launcher, one_line
 
 _SERVER = "unisono.trainer.worker.fork_server"
@@ -281,7 +280,7 @@ class ForkServer:
         if not path:
             return False
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        greeting = {"python": sys.executable, "package": str(Path(unisono.__file__).parent), "environment": {**environment}}  # fmt: skip
+        greeting = {"python": sys.executable, "package": str(PACKAGE), "environment": {**environment}}  # fmt: skip
         try:
             control.connect(path)
             _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -19,14 +19,13 @@ from unisono.base.events import Message
 from unisono.guard.facts.limits import oom_kills
 from unisono.guard.facts.processes import stuck_threads
 from unisono.guard.facts.storage import Hung, unless_stuck
+from unisono.guard.places.ranks import NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import ChildProcess, Programs, worker_command
 from unisono.guard.supervise.fork_server import shared_fork_server
 from unisono.guard.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.guard.supervise.task_process import tail_of
 from unisono.guard.watch.views import BeatMemory, WorkerProcess
-from unisono.trainer.checkpoint.snapshot import StepSnapshot, read_slots
-from unisono.trainer.plan import NodePlace, RankPlace, RunPlan
 
 
 class Job(Protocol):
@@ -59,6 +58,48 @@ class Job(Protocol):
 
     def on_node(self, node_rank: int) -> Sequence[RankPlace]:
         """The ranks of one node."""
+        ...
+
+
+class TrainingJob(Job, Protocol):
+    """What supervising a training run needs to know of it."""
+
+    @property
+    def store_host(self) -> str:
+        """The address of torch's store on rank 0."""
+        ...
+
+    @property
+    def from_step(self) -> int:
+        """The step of the checkpoint that it resumes from; 0 for a new run."""
+        ...
+
+    @property
+    def from_checkpoint(self) -> str | None:
+        """The path of that checkpoint."""
+        ...
+
+    @property
+    def stall_after(self) -> str:
+        """Time without progress until a rank counts as stalled, e.g. `auto` or `60 seconds`."""
+        ...
+
+    @property
+    def grace(self) -> str:
+        """The time for a graceful stop, e.g. `60 seconds`."""
+        ...
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether ranks keep their newest steps in memory."""
+        ...
+
+    def node(self, node_rank: int) -> NodePlace:
+        """One node by its number.
+
+        Raises:
+            KeyError: if it does not take part.
+        """
         ...
 
 
@@ -100,9 +141,6 @@ class NodeRanks(Protocol):
         ...
 
 
-_REPLICAS = 2  # a copy of rank 0 in case its memory is damaged; more would only cost memory
-
-
 class SharedMemory:
     """Memory of the front for each rank that keeps its steps, inherited by the rank.
 
@@ -120,7 +158,7 @@ class SharedMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Frees the memory. Results of `read` stay valid."""
+        """Frees the memory. Results of `content` stay valid."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -134,31 +172,10 @@ class SharedMemory:
         """The file descriptor for the rank's process; None if the rank keeps nothing."""
         return self._fds.get(rank)
 
-    def read(self, rank: int) -> tuple[list[StepSnapshot], list[str]]:
-        """The snapshots of a rank that has ended, newest first, and what is wrong with the unusable
-        ones.
-        """
-        content = self.content(rank)
-        return read_slots(content) if content is not None else ([], [])
-
     def content(self, rank: int) -> memoryview | None:
         """All of the rank's memory; None if nothing was written to it."""
         size = os.fstat(self._fds[rank]).st_size
         return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
-
-
-def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
-    """The ranks of a node that keep their steps in memory.
-
-    With an adapter these are the ranks that together hold its whole state: all ranks if it is
-    sharded, else the first ones of the head's node. Without an adapter the state is too large.
-    """
-    if plan.config.adapter is None:
-        return []
-    places = [place.rank for place in plan.on_node(node_rank)]
-    if plan.strategy == "fsdp":
-        return places
-    return places[:_REPLICAS] if node_rank == 0 else []
 
 
 FINAL_KINDS = ("result", "refused", "crashed")

@@ -10,13 +10,13 @@ from unisono.base.causes.verdict import OwnRunOnly
 from unisono.base.events import Message, own_frame
 from unisono.base.text import one_line
 from unisono.guard.agree.membership import refused_node
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.guard.supervise.local_ranks import Job, RankEnd
 from unisono.guard.supervise.task_process import how_it_ended
 from unisono.guard.watch.rank_dumps import main_thread_of_faulthandler
 from unisono.guard.watch.verdicts import describe_activity, mismatch
 from unisono.guard.watch.views import RankView, RunView
-from unisono.trainer.plan import RankPlace
 
 _TAIL_LINES = 3
 _STACK_FRAMES = 6

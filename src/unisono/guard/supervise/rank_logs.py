@@ -20,7 +20,7 @@ from unisono.base.errors import UnisonoError
 from unisono.base.events import Message
 from unisono.base.files import BackgroundThread
 from unisono.base.text import one_line, redact
-from unisono.trainer.plan import RankPlace
+from unisono.guard.places.ranks import RankPlace
 
 _CLOSE_S = 1.0
 # A thousandth of Python's memory. The process also opens the file: even that can hang. A file that

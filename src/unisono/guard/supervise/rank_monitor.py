@@ -22,6 +22,7 @@ from unisono.guard.facts.processes import (
     reads_input,
     wait_channel,
 )
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.supervise.evidence import RawEvidence, end_of_log
 from unisono.guard.supervise.local_ranks import Job, NodeRanks
 from unisono.guard.supervise.stack_collection import StackCollection
@@ -29,7 +30,6 @@ from unisono.guard.watch import PHASES, phase_named
 from unisono.guard.watch.judge import judge
 from unisono.guard.watch.verdicts import Pace, Patience
 from unisono.guard.watch.views import Beat, Episode, Look, NodeView, ProcessView, RankView, RunView, Suspicion
-from unisono.trainer.plan import RankPlace
 
 if TYPE_CHECKING:
     from unisono.guard.control.channel_ends import HeadServer

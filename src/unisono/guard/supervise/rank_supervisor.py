@@ -20,12 +20,11 @@ from unisono.guard.control.connection import Event, FileReceived, Left, NodeMess
 from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
-from unisono.guard.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate
+from unisono.guard.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate, TrainingJob
 from unisono.guard.supervise.postmortem import node_refused
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.guard.supervise.timeline import Timeline
 from unisono.guard.watch.views import RunView
-from unisono.trainer.plan import RunPlan
 
 if TYPE_CHECKING:
     from unisono.guard.control.channel_ends import HeadServer
@@ -138,7 +137,7 @@ class Attempt:
 
 
 def run_attempt(
-    plan: RunPlan,
+    job: TrainingJob,
     *,
     local: LocalRanks,
     server: "HeadServer | None",
@@ -151,7 +150,7 @@ def run_attempt(
     """Starts the ranks of this node, supervises those of all nodes, and waits for their end.
 
     Args:
-        plan: already in plan.json on every node.
+        job: its plan is already in plan.json on every node.
         local: the ranks of this node; started and ended here.
         server: the connections of the other nodes, which start their ranks with the same plan; None
             for one node.
@@ -169,7 +168,7 @@ def run_attempt(
         interrupts.collect()
         timeline = stack.enter_context(Timeline(local.run, 0, lambda: local.beats))
         supervision = _RankSupervision(
-            plan, local, server, interrupts, show, on_agreement, observers, timeline
+            job, local, server, interrupts, show, on_agreement, observers, timeline
         )
         stack.callback(supervision.monitor.close)
         if shards is not None:
@@ -192,7 +191,7 @@ def run_attempt(
 class _RankSupervision:
     def __init__(
         self,
-        plan: RunPlan,
+        job: TrainingJob,
         local: LocalRanks,
         server: "HeadServer | None",
         interrupts: Interrupts,
@@ -201,13 +200,13 @@ class _RankSupervision:
         observers: Sequence[RunObserver],
         timeline: Timeline,
     ) -> None:
-        self.plan = plan
+        self.job = job
         self._timeline = timeline
         self._observers = observers
         self._on_agreement = on_agreement
-        self.decider = Decider(plan)
-        step = plan.resume.step if plan.resume else 0
-        self.attempt = Attempt(step, step, plan.resume.path if plan.resume else None, saved_step=step)
+        self.decider = Decider(job)
+        step = job.from_step
+        self.attempt = Attempt(step, step, job.from_checkpoint, saved_step=step)
         self.shards: ShardPort | None = None
         self._local = local
         self._server = server
@@ -215,15 +214,15 @@ class _RankSupervision:
         self._interrupts = interrupts
         self.monitor = RankMonitor(local, 0)
         self.stall_monitor = StallMonitor(
-            plan,
+            job,
             self.monitor,
             server,
             show,
-            stall_after=plan.config.watch.stall_after,
+            stall_after=job.stall_after,
             mark=timeline.warn,
         )
-        self._stopping = GracefulStop(interrupts, grace=plan.config.grace, show=self._show_everywhere)
-        self._away = {node.node_rank for node in plan.nodes if node.node_rank != 0}
+        self._stopping = GracefulStop(interrupts, grace=job.grace, show=self._show_everywhere)
+        self._away = {node.node_rank for node in job.nodes if node.node_rank != 0}
         self._final_since: float | None = None
         self._missing_reported_at = time.monotonic()
 
@@ -241,13 +240,13 @@ class _RankSupervision:
             if decision is not None and not self.decider.has_result:
                 self.attempt.decision, self.attempt.decided_at = decision, time.monotonic()
                 self.stall_monitor.see()
-                self._end_all("another rank ended the run" if self.plan.world_size > 1 else "")
+                self._end_all("another rank ended the run" if self.job.world_size > 1 else "")
                 return
             self._pass_on_stop()
             self._report_missing_ranks()
 
     def _is_over(self) -> bool:
-        ended = len(self.decider.ends) == self.plan.world_size
+        ended = len(self.decider.ends) == self.job.world_size
         return self.decider.is_over or (ended and self.decider.has_result)
 
     def _local_result(self) -> bool:
@@ -285,7 +284,7 @@ class _RankSupervision:
             return
         if message["kind"] == "asked":  # a signal to the rank itself, or the echo of one that was passed on
             self._interrupts.request_stop(
-                signal.Signals[str(message["signal"])], where=self.plan.ranks[rank].label
+                signal.Signals[str(message["signal"])], where=self.job.ranks[rank].label
             )
             return
         if rank == 0:
@@ -301,9 +300,9 @@ class _RankSupervision:
 
     def _placed(self, rank: int, message: Message) -> Message:
         """The message with its rank. Rank 0 speaks for all, except about its own storage."""
-        if rank == 0 and (message.get("code") != "storage_blocked" or self.plan.world_size == 1):
+        if rank == 0 and (message.get("code") != "storage_blocked" or self.job.world_size == 1):
             return message
-        where = {"place": self.plan.ranks[rank].label} if len(self.plan.nodes) > 1 else {}
+        where = {"place": self.job.ranks[rank].label} if len(self.job.nodes) > 1 else {}
         return {**message, "rank": rank, **where}
 
     def _take_shard_message(self, rank: int, message: Message) -> None:
@@ -340,7 +339,7 @@ class _RankSupervision:
         self._local.send(go)
         if self._server is not None:
             self._server.broadcast(go)
-        self._notify(f"all {self.plan.world_size} ranks agree")
+        self._notify(f"all {self.job.world_size} ranks agree")
 
     def _take_event(self, event: Event) -> None:
         now = time.monotonic()
@@ -350,17 +349,17 @@ class _RankSupervision:
         elif isinstance(event, FileReceived) and self.shards is not None:
             self.shards.arrived(event)
         elif isinstance(event, NodeMessage) and event.node_rank in {
-            node.node_rank for node in self.plan.nodes
+            node.node_rank for node in self.job.nodes
         }:
             try:
                 self._take_node_message(event.node_rank, event.message)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
-                host = self.plan.node(event.node_rank).host
+                host = self.job.node(event.node_rank).host
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
     def _take_node_message(self, node_rank: int, message: Message) -> None:
-        own = {place.rank for place in self.plan.on_node(node_rank)}
+        own = {place.rank for place in self.job.on_node(node_rank)}
         match message["kind"]:
             case "rank_report":
                 report = RankReport.model_validate(message["report"])
@@ -378,10 +377,10 @@ class _RankSupervision:
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there is nothing to wait for
                 self._away.discard(node_rank)
-                host = self.plan.node(node_rank).host
+                host = self.job.node(node_rank).host
                 self.decider.node_refused(node_refused(node_rank, host, message))
             case "stop":
-                node = self.plan.node(node_rank)
+                node = self.job.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
                 number = signal.Signals[str(message["signal"])]
                 self._interrupts.request_stop(number, where=where, again=message.get("again") is True)
@@ -399,12 +398,12 @@ class _RankSupervision:
             self._receive(0.05)
         for node_rank in sorted(self._away - set(failures.lost)):
             why = f"it did not report within {_GONE_S:g} s that its ranks have ended"
-            loss = NodeLoss(node_rank, self.plan.node(node_rank).host, why)
+            loss = NodeLoss(node_rank, self.job.node(node_rank).host, why)
             failures.node_lost(loss, now=time.monotonic())
 
     def _pass_on_stop(self) -> None:
         attempt = self.attempt
-        in_memory = self.plan.config.adapter is not None
+        in_memory = self.job.keeps_steps
         newest = NewestCheckpoint(
             attempt.checkpoint, step=attempt.saved_step, reached=attempt.step, in_memory=in_memory
         )
@@ -420,15 +419,13 @@ class _RankSupervision:
 
     def _report_missing_ranks(self) -> None:
         """Shows which ranks are missing, while others are ready."""
-        missing = [place for place in self.plan.ranks if place.rank not in self.decider.reports]
+        missing = [place for place in self.job.ranks if place.rank not in self.decider.reports]
         now = time.monotonic()
         if not self.decider.reports or not missing or now - self._missing_reported_at < _WAITING_EVERY_S:
             return
         self._missing_reported_at = now
-        ready_count = self.plan.world_size - len(missing)
-        self._notify(
-            f"{ready_count} of {self.plan.world_size} ranks are ready; waiting for {_names(missing)}"
-        )
+        ready_count = self.job.world_size - len(missing)
+        self._notify(f"{ready_count} of {self.job.world_size} ranks are ready; waiting for {_names(missing)}")
 
     def _notify(self, text: str) -> None:
         self._show({"kind": "note", "time": time.time(), "text": text})

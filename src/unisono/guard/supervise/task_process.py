@@ -27,8 +27,9 @@ from unisono.base.errors import (
     UsageError,
     storage_remedy,
 )
-from unisono.base.events import MODEL_CODE, Message, own_frame
+from unisono.base.events import Message, own_frame
 from unisono.base.text import one_line, show_seconds
+from unisono.base.user_code import MODEL_CODE
 from unisono.guard.facts import no_gpus, read_environment, read_machine
 from unisono.guard.supervise.child_process import ChildProcess, Programs, child_environment, task_command
 from unisono.guard.supervise.fork_server import shared_fork_server
@@ -55,7 +56,7 @@ def run_task(
     """The fields of a task's `result` message, after running it to its end.
 
     Args:
-        name: one of `unisono.trainer.task.__main__.TASKS`.
+        name: one of `unisono.trainer.task.entry.TASKS`.
         request: for the task's `run`.
         on_message: gets every message before the last.
         programs: to start; tests pass different ones.
@@ -95,7 +96,7 @@ class TaskProcess:
         """Starts the task.
 
         Args:
-            name: one of `unisono.trainer.task.__main__.TASKS`.
+            name: one of `unisono.trainer.task.entry.TASKS`.
             request: for the task's `run`.
             has_input: whether `send` will be used.
             programs: to start; tests pass different ones.

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 from unisono.base.causes import Verdict
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.watch import (
     COLLECTIONS_AT,
     GROUPS,
@@ -29,7 +30,6 @@ from unisono.guard.watch import (
     phase_named,
     words,
 )
-from unisono.trainer.plan import RankPlace
 
 _READINGS = 20
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.base.child import parse_child_arguments, run_child
 from unisono.base.errors import UnfitError, UsageError
 from unisono.base.events import Reporter, read_message
+from unisono.base.user_key import user_key
 from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.storage import leave_nonce, remove_nonce
@@ -37,7 +38,6 @@ from unisono.jobs.launchers.ray_node_fronts import (
     lost_node_verdict,
     refuse_different_install,
 )
-from unisono.trainer.checkpoint.manifest import user_key
 
 if TYPE_CHECKING:
     from unisono.base.causes import Verdict

@@ -16,6 +16,7 @@ from unisono.base.causes import Verdict
 from unisono.base.errors import UnfitError, storage_remedy
 from unisono.base.events import Message, Reporter, read_message
 from unisono.base.text import one_line
+from unisono.base.user_key import user_key
 from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir
@@ -33,7 +34,6 @@ from unisono.jobs.launchers.ray_node_fronts import (
     ray_label,
 )
 from unisono.jobs.runs.train_request import config_yaml
-from unisono.trainer.checkpoint.manifest import user_key
 from unisono.trainer.config import RunConfig
 
 

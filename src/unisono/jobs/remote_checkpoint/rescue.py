@@ -22,7 +22,7 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter, truncate_after
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
-from unisono.guard.supervise.local_ranks import SharedMemory, snapshot_ranks
+from unisono.guard.supervise.local_ranks import SharedMemory
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.snapshot import StepSnapshot, read_slots
@@ -36,6 +36,22 @@ from unisono.trainer.checkpoint.writer import (
     write_files,
 )
 from unisono.trainer.plan import RunPlan
+
+_REPLICAS = 2  # a copy of rank 0 in case its memory is damaged; more would only cost memory
+
+
+def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
+    """The ranks of a node that keep their steps in memory.
+
+    With an adapter these are the ranks that together hold its whole state: all ranks if it is
+    sharded, else the first ones of the head's node. Without an adapter the state is too large.
+    """
+    if not plan.keeps_steps:
+        return []
+    places = [place.rank for place in plan.on_node(node_rank)]
+    if plan.strategy == "fsdp":
+        return places
+    return places[:_REPLICAS] if node_rank == 0 else []
 
 
 @dataclass
@@ -55,7 +71,8 @@ class RescuedStep:
         """The snapshots of this node's ranks, which have ended."""
         found = cls()
         for rank in memory.ranks:
-            found.steps[rank], found.damage[rank] = memory.read(rank)
+            content = memory.content(rank)
+            found.steps[rank], found.damage[rank] = read_slots(content) if content is not None else ([], [])
         return found
 
 

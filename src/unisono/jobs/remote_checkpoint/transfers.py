@@ -20,6 +20,7 @@ from unisono.base.errors import IntegrityError, UnfitError
 from unisono.base.events import Message, Show
 from unisono.base.files import fsync_dir, make_private_dir, read_object, write_json
 from unisono.base.text import one_line, show_bytes, show_seconds
+from unisono.base.user_key import KEY_FILE, user_key
 from unisono.guard.control.channel_ends import HeadServer
 from unisono.guard.control.connection import FileReceived
 from unisono.guard.control.file_transfer import (
@@ -35,7 +36,7 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.task_process import run_task
 from unisono.jobs.remote_checkpoint.storage import STALLED_S, storage_url
-from unisono.trainer.checkpoint.manifest import KEY_FILE, Manifest, is_file_name, user_key
+from unisono.trainer.checkpoint.manifest import Manifest, is_file_name
 from unisono.trainer.checkpoint.store import CheckpointStore, temporary_name
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.guard.agree.agreement import majority, odd_first, partition
 from unisono.guard.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
 from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.trainer.checkpoint.manifest import user_key
+from unisono.base.user_key import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Message, Show, notify
@@ -29,7 +29,8 @@ from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.read_back import read_back_result
 from unisono.jobs.runs.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
 from unisono.jobs.runs.train_request import LostNodeSource, TrainRequest
-from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.guard.places.ranks import RankPlace
+from unisono.trainer.plan import RunPlan
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
 from unisono.guard.rendezvous.remote_fronts import step_evidence
 from unisono.guard.rundir import RunDir

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from unisono.trainer.checkpoint.manifest import user_key
+from unisono.base.user_key import user_key
 from unisono.trainer.config import LoadedConfig
 from unisono.base.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.base.events import Show, notify
@@ -37,9 +37,11 @@ from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint, Verifie
 from unisono.guard.rendezvous.head_address import refusals_reported
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir import RunDir
-from unisono.guard.supervise.child_process import interface_name, rank_environments
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory, snapshot_ranks
+from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
+from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
 from unisono.guard.supervise.rank_logs import LogEvents
 from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt
 

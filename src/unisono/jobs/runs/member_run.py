@@ -28,10 +28,12 @@ from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party, Rest
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock, recorded_holder
 from unisono.jobs.runs.start_decision import set_aside
-from unisono.guard.supervise.child_process import interface_name, rank_environments
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
-from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory, snapshot_ranks
+from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
+from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
 
 
 def take_part(

@@ -23,8 +23,10 @@ from unisono.guard.facts.path_probes import PathMonitor, PathState, identity_of
 from unisono.guard.facts.storage import RunsDisk
 from unisono.base.files import make_private_dir, read_object
 from unisono.jobs.runs.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of, writing_for_head
-from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.guard.supervise.lost_head import writing_for_head
+from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
+from unisono.guard.places.ranks import RankPlace
+from unisono.trainer.plan import RunPlan
 from unisono.jobs.remote_checkpoint.rescue import MemorySender
 from unisono.jobs.remote_checkpoint.transfers import ShardSender
 from unisono.guard.rundir import RunDir

@@ -11,20 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.reports import Device, FileDigest, Interface, NodeReport, OutputFacts, name_node
+from unisono.guard.agree.reports import reported_device, FileDigest, Interface, NodeReport, OutputFacts, name_node
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.trainer.checkpoint.manifest import manifest_digest
 from unisono.trainer.checkpoint.retention import max_without_permanent
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.lf_template import lf_name
 from unisono.trainer.config.schema import sources_of
-from unisono.trainer.config.sections import own_objective
+from unisono.base.user_code import own_objective
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Show
 from unisono.guard.facts import Probes
 from unisono.guard.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.guard.facts.limits import SystemLimits, read_limits
-from unisono.guard.facts.machine import Gpu, read_machine
+from unisono.guard.facts.machine import read_machine
 from unisono.guard.facts.processes import stuck_threads, wait_until_ended
 from unisono.guard.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.base.files import path_below
@@ -258,19 +258,6 @@ def _offset(measured: float | None, probes: Probes) -> float | None:
     it.
     """
     return None if measured is None else measured + probes.clock.wall() - time.time()
-
-
-def reported_device(gpu: Gpu) -> Device:
-    """A device as a node reports it."""
-    return Device(
-        index=gpu.index,
-        uuid=gpu.uuid,
-        name=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        memory_free_bytes=gpu.memory_free_bytes,
-        bus_id=gpu.bus_id,
-        numa_node=gpu.numa_node,
-    )
 
 
 def _digests(files: Contents, kind: str) -> list[FileDigest]:

@@ -21,7 +21,8 @@ from unisono.guard.facts.path_probes import Identity, PathMonitor, PathState, id
 from unisono.guard.facts.storage import RunsDisk
 from unisono.base.files import make_private_dir, read_bytes, whole_file
 from unisono.jobs.runs.run_records import Ending
-from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.guard.places.ranks import RankPlace
+from unisono.trainer.plan import RunPlan
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import LockTaken, RunLock
 from unisono.guard.supervise.rank_supervisor import Attempt

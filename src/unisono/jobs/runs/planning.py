@@ -14,13 +14,14 @@ from unisono.guard.agree.training import PreparedFacts
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.schema import deciding_keys
-from unisono.trainer.config.sections import own_objective
+from unisono.base.user_code import own_objective
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.base.events import Show
 from unisono.guard.facts import Environment, Machine, no_gpus, read_machine
 from unisono.guard.facts.environment import read_nccl_files
 from unisono.jobs.runs.train_request import TrainRequest, read_objective
-from unisono.trainer.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+from unisono.guard.places.ranks import DeviceChoice
+from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.guard.places.placement import (
     Layout,
     NodeOffer,
@@ -402,7 +403,7 @@ def report_early_refusal(
 
 def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
     """The part of the result of the task `prepare` that nodes compare."""
-    return PreparedFacts.of(
+    return _prepared_facts(
         DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
     )
 
@@ -419,4 +420,22 @@ def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:
     is_unfit = again or (known is not None and known.exit_code == UnfitError.exit_code)
     return (UnfitError if is_unfit else UsageError).of(
         verdict.summary, where=verdict.phase or "", fix="; ".join(verdict.fix), verdict=verdict
+    )
+
+
+def _prepared_facts(data: DataSummary, model: ModelFacts) -> PreparedFacts:
+    return PreparedFacts(
+        data_digest=data.digest,
+        rows=data.train.rows,
+        sequences=data.train.sequences,
+        tokens=data.train.tokens,
+        loss_tokens=data.train.loss_tokens,
+        eval_rows=data.eval.rows if data.eval else 0,
+        total_steps=data.total_steps,
+        formats=tuple(data.formats),
+        template=data.template,
+        ledger=data.ledger,
+        model_type=model.model_type,
+        parameters=model.parameters,
+        model_digest=model.digest,
     )

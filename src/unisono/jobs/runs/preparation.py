@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_nodes
-from unisono.trainer.checkpoint.manifest import KEY_FILE, user_key
+from unisono.base.user_key import KEY_FILE, user_key
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
 from unisono.trainer.checkpoint.verify import Damage
 from unisono.trainer.config import LoadedConfig, RunConfig

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
-from unisono.trainer.checkpoint.manifest import user_key
+from unisono.base.user_key import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.base.errors import IntegrityError, UnfitError, UsageError
 from unisono.base.events import Message
@@ -31,7 +31,8 @@ from unisono.guard.places.placement import NodeOffer, choose_devices, lay_out
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import read_holder
 from unisono.guard.rundir.records import iterate_metrics
-from unisono.guard.supervise.child_process import Programs, interface_name, rank_environments
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.guard.supervise.child_process import Programs, interface_name
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import LocalRanks
 from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt

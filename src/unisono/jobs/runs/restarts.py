@@ -13,7 +13,7 @@ from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_again
 from unisono.guard.agree.reports import name_node
 from unisono.base.causes import Verdict, find_cause
-from unisono.trainer.checkpoint.manifest import user_key
+from unisono.base.user_key import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import LoadedConfig
 from unisono.trainer.config.schema import ParallelSection

@@ -2,10 +2,9 @@
 ended, in the fields of result.json.
 """
 
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,10 @@ from unisono.guard.facts.storage import RunsDisk
 from unisono.base.files import make_private_dir, read_object, write_json, write_text
 from unisono.jobs.runs.curve_drawing import Drawing
 from unisono.jobs.runs.train_request import config_yaml
-from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.guard.places.ranks import RankPlace
+from unisono.trainer.plan import RunPlan
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.lock import BEAT_S, Holder, RunLock, locked_if_ended
+from unisono.guard.rundir.lock import RunLock
 from unisono.guard.rundir.records import (
     Outcome,
     RunResult,
@@ -43,8 +43,6 @@ from unisono.guard.supervise.postmortem import name_death, name_failure, name_vi
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.guard.supervise.task_process import refusal
 
-_ENDS_S = 3.0
-_WATCH_S = 3 * BEAT_S
 _WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -94,27 +92,6 @@ def read_progress(run: RunDir) -> dict[str, Any]:
         known["checkpoint"] = str(saved[-1])
         known["step"] = max(known["step"], step_of(saved[-1].name))
     return known
-
-
-@contextlib.contextmanager
-def writing_for_head(lock: Path, head: Holder | None, loss: NodeLoss) -> Iterator[bool]:
-    """Whether this node may write a lost head's files: the head has ended, and no start has begun
-    since.
-
-    None can begin meanwhile.
-
-    Args:
-        head: as the lock named it while it lived; None where it did not.
-        loss: the end of the connection to it.
-    """
-    if head is None or not loss.lost_head:  # a head that has given this node up lives
-        yield False
-        return
-    # Of a process that ends the kernel closes connections and locks one after the other; one that
-    # was only silent may beat.
-    limit_s, watch_s = (0.0, _WATCH_S) if loss.is_cut else (_ENDS_S, 0.0)
-    with locked_if_ended(lock, head, limit_s=limit_s, watch_s=watch_s) as is_ours:
-        yield is_ours
 
 
 def note_in_plan(run: RunDir, **fields: Any) -> None:

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import yaml
 
-from unisono import __version__
+from unisono.base._version import __version__
 from unisono.base.causes import Verdict
 from unisono.trainer.config import LoadedConfig, RunConfig, is_llamafactory, load_config
-from unisono.trainer.config.sections import DIFFUSION, own_objective
+from unisono.base.user_code import own_objective
+from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.config.yaml_file import read_yaml
 from unisono.base.errors import ConfigError, Problem, UnisonoError, UsageError
 from unisono.base.events import Show, notify

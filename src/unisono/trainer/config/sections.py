@@ -5,7 +5,6 @@ sections, `preference` and `diffusion`, and which objective uses which keys.
 import re
 from collections.abc import Iterator
 from datetime import date
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
+from unisono.base.user_code import own_objective
 from unisono.trainer.config.yaml_file import Takes
 
 DIFFUSION = "diffusion"
@@ -169,12 +169,6 @@ Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", 
 OwnObjective = Annotated[
     str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
 ]
-
-
-def own_objective(objective: str) -> tuple[Path, str] | None:
-    """File and class of an objective of the user's own; None for ours."""
-    path, found, name = objective.rpartition(":")
-    return (Path(path), name) if found and path.endswith(".py") else None
 
 
 def rows_of(objective: str) -> str:

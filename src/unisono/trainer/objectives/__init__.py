@@ -28,8 +28,9 @@ from torch.nn.functional import logsigmoid
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import one_line
+from unisono.base.user_code import own_objective
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import PreferenceSection, own_objective
+from unisono.trainer.config.sections import PreferenceSection
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.objective import (
     BOTH,

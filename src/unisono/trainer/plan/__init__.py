@@ -6,11 +6,8 @@ Pure: values in, values out; no torch, no clock, no disk.
 from unisono.trainer.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.trainer.plan.run_plan import (
     DataSummary,
-    DeviceChoice,
     MemoryEstimate,
     ModelFacts,
-    NodePlace,
-    RankPlace,
     ResumePoint,
     RunPlan,
     SplitSummary,
@@ -26,12 +23,9 @@ from unisono.trainer.plan.run_plan import (
 __all__ = [
     "STORAGE_PACKAGES",
     "DataSummary",
-    "DeviceChoice",
     "MemoryEstimate",
     "ModelFacts",
-    "NodePlace",
     "PlanInputs",
-    "RankPlace",
     "ResumePoint",
     "RunPlan",
     "SplitSummary",

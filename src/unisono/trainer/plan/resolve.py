@@ -11,16 +11,14 @@ from typing import Any, Literal
 
 from unisono.base.errors import ConfigError
 from unisono.base.text import Duration, Warmup, show_bytes
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, sources_of
 from unisono.trainer.config.sections import DIFFUSION, Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.run_plan import (
     DataSummary,
-    DeviceChoice,
     MemoryEstimate,
     ModelFacts,
-    NodePlace,
-    RankPlace,
     ResumePoint,
     RunPlan,
     Setting,

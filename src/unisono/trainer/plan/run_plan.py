@@ -10,17 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from unisono.base.events import MODEL_CODE
+from unisono.base.user_code import MODEL_CODE, own_objective
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, Part, RankPlace
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import own_objective
-
-
-class Part(BaseModel):
-    """A frozen value that refuses unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelFacts(Part):
@@ -122,50 +116,6 @@ class DataSummary(Part):
     the model's type, too.
     """
     warnings: list[str] = []
-
-
-class DeviceChoice(Part):
-    """The device of one rank."""
-
-    kind: Literal["cpu", "cuda"]
-    index: int | None = None
-    uuid: str | None = None
-    name: str
-    memory_bytes: int
-    """Free when the plan was made."""
-    bfloat16: bool
-    compiles: bool = False
-    """Whether Triton can be expected to compile for it."""
-
-
-class NodePlace(Part):
-    """One node of the job."""
-
-    node_rank: int
-    host: str
-    address: str
-    """Its address for other nodes."""
-    nproc: int
-    """Ranks on this node (nproc_per_node)."""
-    nproc_origin: str
-    """The origin of that number."""
-    shares_output: bool = True
-    """Whether its output_dir is the head's."""
-
-
-class RankPlace(Part):
-    """The place of one rank."""
-
-    rank: int
-    node_rank: int
-    local_rank: int
-    host: str
-    device: DeviceChoice
-
-    @property
-    def label(self) -> str:
-        """Its name for people."""
-        return f"rank {self.rank}, node {self.node_rank} ({self.host})"
 
 
 class MemoryEstimate(Part):
@@ -315,9 +265,34 @@ class RunPlan(Part):
         return expects_fast_layers(self.config, self.model, dtype=self.dtype, devices=devices)
 
     @property
+    def from_step(self) -> int:
+        """The step of the checkpoint that it resumes from; 0 for a new run."""
+        return self.resume.step if self.resume else 0
+
+    @property
+    def from_checkpoint(self) -> str | None:
+        """The path of that checkpoint."""
+        return self.resume.path if self.resume else None
+
+    @property
+    def stall_after(self) -> str:
+        """The config's `watch.stall_after`, e.g. `auto` or `60 seconds`."""
+        return self.config.watch.stall_after
+
+    @property
+    def grace(self) -> str:
+        """The config's `grace`: the time for a graceful stop, e.g. `60 seconds`."""
+        return self.config.grace
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether ranks keep their newest steps in memory: the state of an adapter is small enough."""
+        return self.config.adapter is not None
+
+    @property
     def rehearsed_step(self) -> int | None:
         """The step after which a checkpoint is made as a test; None without one."""
-        return (self.resume.step if self.resume else 0) + 1 if self.rehearse else None
+        return self.from_step + 1 if self.rehearse else None
 
     def node(self, node_rank: int) -> NodePlace:
         """One node by its number.

@@ -40,9 +40,10 @@ from unisono.base.errors import (
 from unisono.base.events import Reporter
 from unisono.base.files import open_plain, read_bytes
 from unisono.base.text import one_line, redact
+from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir.records import best_evaluated
-from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError, user_key
+from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestError
 from unisono.trainer.checkpoint.retention import Rules, measure_disk_space, record_verified
 from unisono.trainer.checkpoint.verify import read_through
 from unisono.trainer.data.sources import open_storage

@@ -13,9 +13,9 @@ from unisono.base.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import read_json
 from unisono.base.text import why_unreadable
+from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir, or_nearest_run, runs_beside
-from unisono.trainer.checkpoint.manifest import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
 from unisono.trainer.config.lf_template import Thinking

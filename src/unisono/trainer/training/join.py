@@ -15,12 +15,13 @@ from unisono.base.errors import Disagreed, Problem
 from unisono.base.events import Reporter
 from unisono.guard.agree.reports import RankReport
 from unisono.guard.facts import Environment
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.watch import Beats
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import PROBE
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.quantization import packed_weights, scales_of
-from unisono.trainer.plan import RankPlace, RunPlan
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.training import faults
 from unisono.trainer.training.front_io import front_messages
 from unisono.trainer.training.process_group import Group, Listener, Ranks, backend_of

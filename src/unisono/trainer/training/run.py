@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unisono.base.events import Reporter
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter
 from unisono.guard.watch import Beats
@@ -25,7 +26,7 @@ from unisono.trainer.model.attention import to_device
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.objectives.objective import Counts, Micro, Objective
-from unisono.trainer.plan import RankPlace, RunPlan, Stream, deal
+from unisono.trainer.plan import RunPlan, Stream, deal
 from unisono.trainer.track import Trackers
 from unisono.trainer.training.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.trainer.training.gradient_sync import GradientSync

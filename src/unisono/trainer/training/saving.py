@@ -28,10 +28,11 @@ from unisono.base.errors import (
 from unisono.base.events import Reporter
 from unisono.base.files import read_object
 from unisono.base.text import parse_seconds
+from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter, best_evaluated, truncate_after
-from unisono.trainer.checkpoint.manifest import FileEntry, user_key
+from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import CheckpointReader, load_optimizer
 from unisono.trainer.checkpoint.store import CheckpointStore, step_of, temporary_name
 from unisono.trainer.checkpoint.writer import STATE, StorageFailed, state_text, write_failure

@@ -5,16 +5,18 @@ from pathlib import Path
 import torch
 
 from unisono.base.events import Reporter
+from unisono.base.user_code import own_objective
 from unisono.guard.facts import identity_of
+from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
-from unisono.trainer.config.sections import DIFFUSION, own_objective
+from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.directory import locate_tokenizer
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import SCORE, LoadedModel, load_for_training
 from unisono.trainer.objectives import objective_of
-from unisono.trainer.plan import RankPlace, RunPlan, Stream
+from unisono.trainer.plan import RunPlan, Stream
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.trainer.training import faults
 from unisono.trainer.training.front_io import StopRequest, front_messages

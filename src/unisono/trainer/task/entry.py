@@ -2,10 +2,9 @@
 
 import importlib
 import json
-import sys
 from typing import Any, Protocol
 
-from unisono.base.child import leave, loading_modules, parse_child_arguments, run_child
+from unisono.base.child import loading_modules, parse_child_arguments, run_child
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
 from unisono.guard.facts.environment import read_environment
@@ -49,11 +48,7 @@ def main(argv: list[str]) -> int:
             raise UsageError.of(f"there is no task {arguments.name!r}", fix=f"one of {', '.join(TASKS)}")
         module, function = TASKS[arguments.name]
         with loading_modules(read_environment().cache_dir):
-            task: Task = getattr(importlib.import_module(f"unisono.task.{module}"), function)
+            task: Task = getattr(importlib.import_module(f"unisono.trainer.task.{module}"), function)
         return task(json.loads(arguments.file.read_text(encoding="utf-8")), report)
 
     return run_child(body, arguments)
-
-
-if __name__ == "__main__":
-    leave(main(sys.argv[1:]))

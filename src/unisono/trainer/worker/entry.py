@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 from unisono.base import child
@@ -77,7 +76,3 @@ def _begin_to_beat(fds: str | None) -> tuple[Beats, Pulse]:
     pulse.start()
     beat_while_collecting(beats)
     return beats, pulse
-
-
-if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
