@@ -14,7 +14,7 @@ from unisono.guard.agree.training import PreparedFacts
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.schema import deciding_keys
-from unisono.trainer.config.sections import own_objective
+from unisono.trainer.config.sections import own_objective, path_keys
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.base.events import Show
 from unisono.guard.facts import Environment, Machine, no_gpus, read_machine
@@ -216,19 +216,6 @@ def offer_of(report: NodeReport) -> NodeOffer:
     )
 
 
-_PATHS = (
-    ("model", "path"),
-    ("model", "tokenizer"),
-    ("adapter", "from"),
-    ("adapter", "merge"),
-    ("preference", "reference"),
-    ("diffusion", "prior"),
-    ("data", "train"),
-    ("data", "eval"),
-    ("data", "template"),
-)
-
-
 # ---- a plan from the head, checked against what this node would have planned
 
 
@@ -315,7 +302,8 @@ def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
     if own := own_objective(config.objective):
         body["objective"] = f"{own[0].name}:{own[1]}"
-    for section, key in _PATHS:
+    for dotted in path_keys(RunConfig):
+        section, _, key = dotted.rpartition(".")
         if body.get(section) is not None:
             body[section].pop(key, None)
     return body
