@@ -23,8 +23,8 @@ from typing import Any
 from unisono.trainer.plan.run_plan import permutation
 
 TESTS = Path(__file__).parent.parent / "tests"
-EXAMPLE = TESTS / "llamafactory" / "examples" / "train_lora" / "qwen3_lora_sft.yaml"
-TOKENIZER = TESTS / "data" / "llamafactory" / "tokenizer"
+EXAMPLE = TESTS / "readers" / "llamafactory_examples" / "examples" / "train_lora" / "qwen3_lora_sft.yaml"
+TOKENIZER = TESTS / "readers" / "llamafactory" / "golden" / "tokenizer"
 RESULT = Path(__file__).parent / "results" / "llamafactory.json"
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a directory of this name in the working directory
 ROWS, SEED, TOLERANCE = 64, 42, 1e-4

@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_TOKENIZER = Path(__file__).parent.parent / "tests" / "data" / "llamafactory" / "tokenizer"
+_TOKENIZER = Path(__file__).parent.parent / "tests" / "readers" / "llamafactory" / "golden" / "tokenizer"
 _WORDS = [
     "the",
     "cat",
@@ -235,7 +235,7 @@ def draw_jobs(seed: int, count: int) -> list[dict[str, Any]]:
     """`count` jobs of each template: three rows, settings, and the entry of a dataset_info.json for
     them.
     """
-    from unisono.trainer.config.lf_template import template_names
+    from unisono.trainer.readers.llamafactory.template import template_names
 
     draw = Draw(seed)
     return [_draw_job(draw, name) for name in template_names() for _ in range(count)]
@@ -333,11 +333,11 @@ def encode(job: dict[str, Any]) -> tuple[list[Any], bool]:
     from transformers import AutoTokenizer
 
     from unisono.base.errors import DataError
-    from unisono.trainer.config.lf_template import find_lf_template
     from unisono.trainer.data import RowError
-    from unisono.trainer.data.lf_encoder import LfEncoder
     from unisono.trainer.data.preference_rows import read_exchange
     from unisono.trainer.data.token_table import EncodedUnit
+    from unisono.trainer.readers.llamafactory.encoder import LfEncoder
+    from unisono.trainer.readers.llamafactory.template import find_lf_template
 
     options, kind = job["options"], job["kind"]
     loss_on: Any = "all" if options.get("train_on_prompt") else "last-answer" if options.get("mask_history") else "answers"  # fmt: skip

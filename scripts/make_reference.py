@@ -33,12 +33,13 @@ from unisono.guard.agree.rules import (
 )
 from unisono.guard.agree.version_rules import KNOWN_BAD, VERSION_RULES
 from unisono.guard.rundir import RunDir
-from unisono.trainer.config.llamafactory import SWITCHES, V1_KEYS
-from unisono.trainer.config.llamafactory_keys import KEYS, Key
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sd_keys import KEYS as SD_SCRIPTS_KEYS
 from unisono.trainer.config.sections import Section
 from unisono.trainer.config.yaml_file import describe_field, section_in
+from unisono.trainer.readers.key_table import Key
+from unisono.trainer.readers.llamafactory.keys import KEYS
+from unisono.trainer.readers.llamafactory.reader import SWITCHES, V1_KEYS
+from unisono.trainer.readers.sd_scripts.keys import KEYS as SD_SCRIPTS_KEYS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 CHINESE = "../zh/reference"

@@ -28,6 +28,7 @@ from tests.sharing import Sharing, announce_bytecode, is_long, pytest_configure_
 from unisono.base.child import loading_modules
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
+from unisono.trainer.readers import register_templates
 
 with loading_modules():
     import torch
@@ -42,6 +43,8 @@ with loading_modules():
     from unisono.trainer.task import data_tasks
     from unisono.trainer.training.front_io import StopRequest
     from unisono.trainer.training.rank_run import run_plan
+
+register_templates()  # as each task and rank does at its start
 
 __all__ = [  # hooks of files beside this one
     "pytest_addoption",

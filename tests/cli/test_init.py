@@ -13,7 +13,8 @@ import yaml
 
 from unisono.front.cli.app import main
 from unisono.front.cli.init import job_names, template_names, template_text
-from unisono.trainer.config import RunConfig, load_config
+from unisono.jobs.runs.config_file import load_config
+from unisono.trainer.config import RunConfig
 from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from unisono.front.cli.app import main
-from unisono.trainer.config import load_config
+from unisono.jobs.runs.config_file import load_config
 
 TEXT = """\
 model_name_or_path: builtin:tiny

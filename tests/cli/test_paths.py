@@ -23,14 +23,14 @@ from tests.front_server import start
 from unisono.base.errors import DataError, UnisonoError
 from unisono.front.cli.app import parser
 from unisono.guard.facts.limits import memory_limited
-from unisono.trainer.config.llamafactory import translate
-from unisono.trainer.config.llamafactory_keys import KEYS as LF_KEYS
-from unisono.trainer.config.llamafactory_keys import Key
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sd_keys import KEYS as SD_KEYS
-from unisono.trainer.config.sd_scripts import read_sd_scripts
 from unisono.trainer.config.sections import DiffusionSection, Section
 from unisono.trainer.diffusion.picture_folders import read_folder
+from unisono.trainer.readers.key_table import Key
+from unisono.trainer.readers.llamafactory.keys import KEYS as LF_KEYS
+from unisono.trainer.readers.llamafactory.reader import translate
+from unisono.trainer.readers.sd_scripts.keys import KEYS as SD_KEYS
+from unisono.trainer.readers.sd_scripts.reader import read_sd_scripts
 
 LIMIT_S = 60.0  # of a command on a busy machine; one that waits for a writer would never end
 TOGETHER = 4

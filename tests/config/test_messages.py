@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from unisono.base.errors import ConfigError, Problem
-from unisono.trainer.config import RunConfig, load_config
+from unisono.jobs.runs.config_file import load_config
+from unisono.trainer.config import RunConfig
 
 GOOD = "model: m\ndata: {train: d}\noutput_dir: o\n"
 

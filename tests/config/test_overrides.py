@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from unisono.base.errors import ConfigError
-from unisono.trainer.config import LoadedConfig, load_config
+from unisono.jobs.runs.config_file import load_config
+from unisono.trainer.config import LoadedConfig
 
 TEXT = (
     "model: {path: m, dtype: float32}\ndata:\n  train: [a, {path: b}]\noptim: {lr: 1.0e-3, warmup:"

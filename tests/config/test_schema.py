@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from unisono.front.cli.init import template_names, template_text
 from unisono.trainer.config import RunConfig, config_digest
+from unisono.trainer.config.sections import path_keys
 from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
@@ -22,6 +23,15 @@ GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
 
 def make(**keys: Any) -> RunConfig:
     return RunConfig.model_validate({**GOOD, **keys})
+
+
+def test_the_keys_that_name_files_are_declared_in_the_schema() -> None:
+    marks = path_keys(RunConfig)
+    optional = {"adapter.from", "adapter.merge", "preference.reference", "diffusion.prior"}
+    inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template"}
+    assert set(marks) == optional | inputs | {"output_dir"}
+    assert {key for key, mark in marks.items() if mark.shows_absence} == optional
+    assert {key for key, mark in marks.items() if mark.is_output} == {"output_dir"}
 
 
 @pytest.mark.parametrize("name", template_names())

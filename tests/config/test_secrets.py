@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono.base.errors import ConfigError
-from unisono.trainer.config import load_config
+from unisono.jobs.runs.config_file import load_config
 
 GOOD = "model: m\ndata: {train: d}\noutput_dir: o\n"
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.trainer.config.lf_template import lf_template_of
 from unisono.trainer.config.schema import SourceSection
 from unisono.trainer.data import Completion, Conversation, RowError, Text
 from unisono.trainer.data.control_tokens import ControlTokens
 from unisono.trainer.data.encode import Encoder
-from unisono.trainer.data.lf_encoder import LfEncoder
 from unisono.trainer.data.token_table import Encoded
 from unisono.trainer.data.tokenizer import load_tokenizer
+from unisono.trainer.readers.llamafactory.encoder import LfEncoder
+from unisono.trainer.readers.llamafactory.template import find_lf_template
 
 TokenizerDir = Callable[..., Path]
 END = "<|im_end|>"
@@ -117,7 +117,7 @@ def test_a_place_behind_an_escaped_token_moves_with_it(tokenizer_dir: TokenizerD
 def lf_encoded(
     directory: Path, messages: list[dict[str, Any]], **settings: Any
 ) -> tuple[LfEncoder, Encoded | RowError]:
-    template = lf_template_of("lf:qwen3")
+    template = find_lf_template("qwen3")
     assert template is not None
     encoder = LfEncoder(load_tokenizer(directory, trust_remote_code=False), template, **settings)
     try:

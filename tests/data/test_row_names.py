@@ -23,7 +23,7 @@ from unisono.trainer.data.token_table import TokenTable, collate
 from unisono.trainer.plan import DataSummary
 
 TokenizerDir = Callable[..., Path]
-LF_TOKENIZER = Path(__file__).parent / "llamafactory" / "tokenizer"
+LF_TOKENIZER = Path(__file__).parents[1] / "readers" / "llamafactory" / "golden" / "tokenizer"
 TEMPLATES = ["own", "lf:qwen3_nothink"]
 
 

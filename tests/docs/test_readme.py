@@ -17,7 +17,8 @@ from tests import front_server
 from unisono.base.causes.verdict import EXIT_CODES
 from unisono.base.errors import ConfigError
 from unisono.front.cli.terminal import first_screen
-from unisono.trainer.config import build_config, load_config
+from unisono.jobs.runs.config_file import load_config
+from unisono.trainer.config import build_config
 from unisono.trainer.config.yaml_file import parse_yaml
 
 ROOT = Path(__file__).parents[2]

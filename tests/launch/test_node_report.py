@@ -20,6 +20,7 @@ from unisono.guard.facts.machine import Gpu
 from unisono.guard.facts.network import NetworkInterface
 from unisono.guard.facts.storage import leave_nonce
 from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts
+from unisono.jobs.runs.config_file import load_config
 from unisono.jobs.runs.node_report import (
     checkpoints_bytes,
     flat_config,
@@ -30,7 +31,7 @@ from unisono.jobs.runs.node_report import (
 )
 from unisono.jobs.runs.planning import LocalNode, look_around
 from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.config import LoadedConfig, RunConfig, load_config
+from unisono.trainer.config import LoadedConfig, RunConfig
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)

@@ -17,8 +17,9 @@ from unisono.front.api import Result
 from unisono.front.api.front import Failed, Front, Notice, Stream, shown
 from unisono.front.checks.check import Finding, findings_of
 from unisono.guard.diagnosis.reading import diagnose_paths
+from unisono.jobs.runs.config_file import load_config
 from unisono.jobs.runs.train_request import config_yaml
-from unisono.trainer.config import build_config, load_config
+from unisono.trainer.config import build_config
 from unisono.trainer.config.schema import RunConfig
 
 _log = logging.getLogger("unisono")

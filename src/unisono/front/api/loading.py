@@ -15,6 +15,7 @@ from unisono.base.events import Reporter
 from unisono.front.api import Result
 from unisono.front.api.front import shown
 from unisono.guard.rundir.records import is_image_model
+from unisono.trainer.readers import register_templates
 from unisono.trainer.task.inference import dtype_of, load_target, stops_of, template_of
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
@@ -46,6 +47,7 @@ def load(
         ModelError: if files are missing or do not match each other.
         IntegrityError: if a file differs from its digest.
     """
+    register_templates()
     name = str(result.output_dir) if isinstance(result, Result) else str(result)
     place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     try:

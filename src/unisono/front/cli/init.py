@@ -16,7 +16,7 @@ from unisono.front.cli.output import output
 if TYPE_CHECKING:
     from unisono.base.errors import UnisonoError
     from unisono.trainer.config import LoadedConfig
-    from unisono.trainer.config.llamafactory import Translation
+    from unisono.trainer.config.translation import Translation
     from unisono.trainer.plan.extent import ProposedExtent
 
 _DEFAULT = "lora"
@@ -266,7 +266,8 @@ def _translate(path: Path, template: str | None, out: Path | None) -> None:
         UnisonoError: with all that is wrong with the file.
     """
     from unisono.base.errors import UnisonoError
-    from unisono.trainer.config import config_of, read_llamafactory
+    from unisono.trainer.config import config_of
+    from unisono.trainer.readers.llamafactory.reader import read_llamafactory
 
     if template is not None:
         raise _exclusive("a template and --from-llamafactory")
@@ -390,7 +391,7 @@ def preview(
     from unisono.front.cli.output import output
     from unisono.guard.facts import read_environment
     from unisono.guard.supervise.task_process import run_task
-    from unisono.trainer.config import load_config
+    from unisono.jobs.runs.config_file import load_config
 
     printer = output()
     if ids and not printer.json:

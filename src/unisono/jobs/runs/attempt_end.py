@@ -12,26 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.agreement import majority, odd_first, partition
-from unisono.guard.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
 from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.base.user_key import user_key
-from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Message, Show, notify
-from unisono.guard.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.base.files import open_plain, parse_json
-from unisono.jobs.runs.curve_drawing import Drawing
-from unisono.jobs.runs.head_nodes import HeadNodes
-from unisono.jobs.runs.output_watch import CAUSE as OUTPUT_REMOVED
-from unisono.jobs.runs.output_watch import OutputWatch
-from unisono.jobs.runs.planning import LocalNode
-from unisono.jobs.runs.read_back import read_back_result
-from unisono.jobs.runs.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
-from unisono.jobs.runs.train_request import LostNodeSource, TrainRequest
+from unisono.base.user_key import user_key
+from unisono.guard.agree.agreement import majority, odd_first, partition
+from unisono.guard.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
+from unisono.guard.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.guard.places.ranks import RankPlace
-from unisono.trainer.plan import RunPlan
-from unisono.jobs.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
 from unisono.guard.rendezvous.remote_fronts import step_evidence
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import RunResult, complete_verdict, set_verdict, write_result
@@ -40,6 +29,17 @@ from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import SharedMemory
 from unisono.guard.supervise.rank_logs import LogEvents
 from unisono.guard.supervise.rank_supervisor import Attempt
+from unisono.jobs.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
+from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.head_nodes import HeadNodes
+from unisono.jobs.runs.output_watch import CAUSE as OUTPUT_REMOVED
+from unisono.jobs.runs.output_watch import OutputWatch
+from unisono.jobs.runs.planning import LocalNode
+from unisono.jobs.runs.read_back import read_back_result
+from unisono.jobs.runs.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
+from unisono.jobs.runs.train_request import LostNodeSource, TrainRequest
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.plan import RunPlan
 
 
 @dataclass

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unisono.trainer.config import RunConfig
-from unisono.trainer.config.yaml_file import all_keys
 from unisono.base.errors import Problem, UsageError
 from unisono.base.text import nearest, one_line
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.yaml_file import all_keys
 
 Kind = Literal["silent", "line", "decided", "contents", "meaning", "fixed"]
 

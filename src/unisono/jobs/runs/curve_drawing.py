@@ -19,9 +19,9 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from unisono.base.files import write_text
+from unisono.base.text import one_line
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import read_metrics
-from unisono.base.text import one_line
 
 Point = tuple[float, float]
 """(step, loss)."""

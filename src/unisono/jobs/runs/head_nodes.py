@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.training import PreparedFacts, compare_prepared
 from unisono.base.causes import Verdict
-from unisono.trainer.config import LoadedConfig
 from unisono.base.errors import Disagreed
 from unisono.base.events import Show
+from unisono.base.text import validation_words
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.training import PreparedFacts, compare_prepared
 from unisono.guard.facts.storage import RunsDisk, leave_nonce, remove_nonce
-from unisono.jobs.runs.node_report import report_maker
-from unisono.jobs.runs.planning import LocalNode, prepared_facts
-from unisono.jobs.runs.run_records import Ending, Table, result_of
-from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.plan import RunPlan
-from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.guard.rendezvous.meeting_rules import end_message
 from unisono.guard.rendezvous.party import NONCE_FILE, Party
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.rank_supervisor import Attempt
-from unisono.base.text import validation_words
+from unisono.jobs.remote_checkpoint.rescue import RescuedStep
+from unisono.jobs.runs.node_report import report_maker
+from unisono.jobs.runs.planning import LocalNode, prepared_facts
+from unisono.jobs.runs.run_records import Ending, Table, result_of
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import LoadedConfig
+from unisono.trainer.plan import RunPlan
 
 if TYPE_CHECKING:
     from unisono.guard.control.channel_ends import HeadServer

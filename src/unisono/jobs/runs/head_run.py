@@ -9,16 +9,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from unisono.base.user_key import user_key
-from unisono.trainer.config import LoadedConfig
 from unisono.base.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.base.events import Show, notify
+from unisono.base.user_key import user_key
 from unisono.guard.facts.storage import RunsDisk, leave
+from unisono.guard.rendezvous.head_address import refusals_reported
+from unisono.guard.rendezvous.party import Party
+from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.child_process import interface_name
+from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
+from unisono.guard.supervise.rank_logs import LogEvents
+from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt
+from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
+from unisono.jobs.remote_checkpoint.storage import Uploads, storage_observers
+from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint, Verifier
 from unisono.jobs.runs.attempt_end import AttemptEnd, ReplicaDrift, checkpoints_of, keep_result
 from unisono.jobs.runs.head_nodes import HeadNodes, together
 from unisono.jobs.runs.output_watch import OutputWatch
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.preparation import Claim, claim, plan_start, prepare_all, restore_from_storage
+from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.jobs.runs.restarts import Restarts
 from unisono.jobs.runs.run_records import (
     NOTHING_DONE,
@@ -31,19 +42,8 @@ from unisono.jobs.runs.run_records import (
     write_plan,
 )
 from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import LoadedConfig
 from unisono.trainer.plan import RunPlan
-from unisono.jobs.remote_checkpoint.storage import Uploads, storage_observers
-from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint, Verifier
-from unisono.guard.rendezvous.head_address import refusals_reported
-from unisono.guard.rendezvous.party import Party
-from unisono.guard.rundir import RunDir
-from unisono.jobs.runs.rank_environment import rank_environments
-from unisono.guard.supervise.child_process import interface_name
-from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
-from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
-from unisono.guard.supervise.rank_logs import LogEvents
-from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt
 
 
 @dataclass

@@ -11,29 +11,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.reports import NodeReport
-from unisono.trainer.config import LoadedConfig
 from unisono.base.errors import Disagreed, UnfitError, UsageError, storage_reason, storage_remedy
 from unisono.base.events import Show
-from unisono.guard.facts.storage import RunsDisk, refuse_if_silent
 from unisono.base.files import make_private_dir, read_object, write_json
-from unisono.jobs.runs.member_supervisor import HeadlessEnd, LastWord, LostHead, Serving, keep_end, keep_refusal
-from unisono.jobs.runs.node_report import look_again, report_maker
-from unisono.jobs.runs.planning import LocalNode, accept_plan, prepare, prepared_facts
-from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.plan import RunPlan
-from unisono.jobs.remote_checkpoint.transfers import clear_parts
+from unisono.guard.agree.reports import NodeReport
+from unisono.guard.facts.storage import RunsDisk, refuse_if_silent
 from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting, rejoin_as_member
 from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock, recorded_holder
-from unisono.jobs.runs.start_decision import set_aside
-from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
-from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
 from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
+from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
+from unisono.jobs.remote_checkpoint.transfers import clear_parts
+from unisono.jobs.runs.member_supervisor import (
+    HeadlessEnd,
+    LastWord,
+    LostHead,
+    Serving,
+    keep_end,
+    keep_refusal,
+)
+from unisono.jobs.runs.node_report import look_again, report_maker
+from unisono.jobs.runs.planning import LocalNode, accept_plan, prepare, prepared_facts
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.jobs.runs.start_decision import set_aside
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.config import LoadedConfig
+from unisono.trainer.plan import RunPlan
 
 
 def take_part(

@@ -15,30 +15,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.guard.control.connection import Left
-from unisono.guard.control.file_transfer import FileSender, TransferOutcome
 from unisono.base.errors import Disagreed
 from unisono.base.events import Message, Show
+from unisono.base.files import make_private_dir, read_object
+from unisono.base.text import one_line, plain
+from unisono.guard.control.connection import Left
+from unisono.guard.control.file_transfer import FileSender, TransferOutcome
 from unisono.guard.facts.path_probes import PathMonitor, PathState, identity_of
 from unisono.guard.facts.storage import RunsDisk
-from unisono.base.files import make_private_dir, read_object
-from unisono.jobs.runs.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
-from unisono.guard.supervise.lost_head import writing_for_head
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.guard.places.ranks import RankPlace
-from unisono.trainer.plan import RunPlan
-from unisono.jobs.remote_checkpoint.rescue import MemorySender
-from unisono.jobs.remote_checkpoint.transfers import ShardSender
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import Holder, LockTaken, RunLock
 from unisono.guard.rundir.records import RunResult, set_verdict, write_result
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
 from unisono.guard.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
+from unisono.guard.supervise.lost_head import writing_for_head
 from unisono.guard.supervise.postmortem import name_loss
 from unisono.guard.supervise.rank_monitor import MonitorReports
 from unisono.guard.supervise.timeline import Timeline
-from unisono.base.text import one_line, plain
+from unisono.jobs.remote_checkpoint.rescue import MemorySender
+from unisono.jobs.remote_checkpoint.transfers import ShardSender
+from unisono.jobs.runs.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
+from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
+from unisono.trainer.plan import RunPlan
 
 if TYPE_CHECKING:
     from unisono.guard.rendezvous.meeting_sides import MemberSide

@@ -11,40 +11,43 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.reports import reported_device, FileDigest, Interface, NodeReport, OutputFacts, name_node
 from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.trainer.checkpoint.manifest import manifest_digest
-from unisono.trainer.checkpoint.retention import max_without_permanent
-from unisono.trainer.config import LoadedConfig, RunConfig
-from unisono.trainer.config.lf_template import lf_name
-from unisono.trainer.config.schema import sources_of
-from unisono.base.user_code import own_objective
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Show
+from unisono.base.files import path_below
+from unisono.base.text import is_secret
+from unisono.base.user_code import own_objective
+from unisono.guard.agree.reports import (
+    FileDigest,
+    Interface,
+    NodeReport,
+    OutputFacts,
+    name_node,
+    reported_device,
+)
 from unisono.guard.facts import Probes
 from unisono.guard.facts.environment import code_digests, decisive_versions, read_nccl_files, versions_digest
 from unisono.guard.facts.limits import SystemLimits, read_limits
 from unisono.guard.facts.machine import read_machine
 from unisono.guard.facts.processes import stuck_threads, wait_until_ended
 from unisono.guard.facts.storage import StorageFacts, is_nonce, probe_storage
-from unisono.base.files import path_below
-from unisono.jobs.runs.planning import LocalNode
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
 from unisono.guard.places.placement import visible_gpus
 from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.task_process import run_task
-from unisono.base.text import is_secret
+from unisono.jobs.runs.planning import LocalNode
+from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.trainer.checkpoint.manifest import manifest_digest
+from unisono.trainer.checkpoint.retention import max_without_permanent
+from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.schema import sources_of
+from unisono.trainer.config.sections import NamesFile, lf_name, path_keys
 
 _LOOPBACK = "127.0.0.1"
 _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
-_PATHS = ("model.path", "model.tokenizer", "output_dir")
-_OPTIONAL_PATHS = ("adapter.from", "adapter.merge", "preference.reference", "diffusion.prior")
-"""Paths whose absence means a different run: nothing else that is compared would show it."""
-
 Contents = Mapping[str, Any]
 """The result of the task `contents`."""
 
@@ -180,13 +183,13 @@ def report_alone(request: TrainRequest, loaded: LoadedConfig, local_node: LocalN
     )
 
 
-def _is_path(key: str, value: Any) -> bool:
-    """Whether it names files; a template of LLaMA-Factory, an absent adapter and `reference: auto`
-    name none.
+def _is_path(mark: NamesFile | None, value: Any) -> bool:
+    """Whether a value names files; a template of LLaMA-Factory, an absent adapter and `reference:
+    auto` name none.
     """
-    if key == "data.template":
-        return lf_name(value) is None
-    return key in _PATHS or (key in _OPTIONAL_PATHS and value not in ("auto", None, []))
+    if mark is None or (isinstance(value, str) and lf_name(value) is not None):
+        return False
+    return not (mark.shows_absence and value in (mark.besides, None, []))
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
@@ -206,8 +209,13 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
             body["data"][role] = "a file"
     if own := own_objective(config.objective):
         body["objective"] = f"{own[0].name}:{own[1]}"
-    flat = _flattened(body)
-    return {key: value for key, value in flat.items() if not _is_path(key, value) and not is_secret(value)}
+    marks = path_keys(RunConfig)
+    del marks["data.train"], marks["data.eval"]  # they are described above
+    return {
+        key: value
+        for key, value in _flattened(body).items()
+        if not _is_path(marks.get(key), value) and not is_secret(value)
+    }
 
 
 def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict[str, int]:

@@ -17,16 +17,16 @@ from typing import Literal
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.events import Message, Show
+from unisono.base.files import make_private_dir, read_bytes, whole_file
+from unisono.base.text import one_line
 from unisono.guard.facts.path_probes import Identity, PathMonitor, PathState, identity_of
 from unisono.guard.facts.storage import RunsDisk
-from unisono.base.files import make_private_dir, read_bytes, whole_file
-from unisono.jobs.runs.run_records import Ending
 from unisono.guard.places.ranks import RankPlace
-from unisono.trainer.plan import RunPlan
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import LockTaken, RunLock
 from unisono.guard.supervise.rank_supervisor import Attempt
-from unisono.base.text import one_line
+from unisono.jobs.runs.run_records import Ending
+from unisono.trainer.plan import RunPlan
 
 _CHUNK_BYTES = 1 << 20
 

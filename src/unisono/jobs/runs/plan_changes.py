@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.trainer.config import RunConfig
 from unisono.base.files import read_object
 from unisono.guard.rundir import RunDir
 from unisono.jobs.runs.config_changes import (
@@ -23,6 +22,7 @@ from unisono.jobs.runs.config_changes import (
     shown,
 )
 from unisono.jobs.runs.start_decision import next_old
+from unisono.trainer.config import RunConfig
 
 _ROUNDING = "losses agree to rounding, not bit-exactly"
 _SAME_ROWS = f"the same rows in the same order; {_ROUNDING}"

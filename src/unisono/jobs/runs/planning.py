@@ -9,19 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unisono.guard.agree.reports import NodeReport
-from unisono.guard.agree.training import PreparedFacts
 from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.trainer.config import LoadedConfig, RunConfig
-from unisono.trainer.config.schema import deciding_keys
-from unisono.base.user_code import own_objective
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.base.events import Show
+from unisono.base.text import Duration, validation_words
+from unisono.base.user_code import own_objective
+from unisono.guard.agree.reports import NodeReport
+from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.facts import Environment, Machine, no_gpus, read_machine
 from unisono.guard.facts.environment import read_nccl_files
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
-from unisono.guard.places.ranks import DeviceChoice
-from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.guard.places.placement import (
     Layout,
     NodeOffer,
@@ -30,13 +26,18 @@ from unisono.guard.places.placement import (
     threads_of,
     usable_accelerators,
 )
+from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.places.topology import Accelerators, Topology, read_topology, refuse_lone_node
 from unisono.guard.rendezvous.head_address import is_this_machine, report_refusal
 from unisono.guard.rendezvous.party import Party, make_token, read_token, watch_lifeline
 from unisono.guard.rendezvous.remote_fronts import find_head, placed_by_slurm
 from unisono.guard.supervise.child_process import misleading_variables
 from unisono.guard.supervise.task_process import run_task
-from unisono.base.text import Duration, validation_words
+from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.schema import deciding_keys
+from unisono.trainer.config.sections import path_keys
+from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
@@ -217,19 +218,6 @@ def offer_of(report: NodeReport) -> NodeOffer:
     )
 
 
-_PATHS = (
-    ("model", "path"),
-    ("model", "tokenizer"),
-    ("adapter", "from"),
-    ("adapter", "merge"),
-    ("preference", "reference"),
-    ("diffusion", "prior"),
-    ("data", "train"),
-    ("data", "eval"),
-    ("data", "template"),
-)
-
-
 # ---- a plan from the head, checked against what this node would have planned
 
 
@@ -316,7 +304,8 @@ def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
     if own := own_objective(config.objective):
         body["objective"] = f"{own[0].name}:{own[1]}"
-    for section, key in _PATHS:
+    for dotted in path_keys(RunConfig):
+        section, _, key = dotted.rpartition(".")
         if body.get(section) is not None:
             body[section].pop(key, None)
     return body

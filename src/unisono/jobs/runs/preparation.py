@@ -12,12 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.compare import compare_nodes
-from unisono.base.user_key import KEY_FILE, user_key
-from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
-from unisono.trainer.checkpoint.verify import Damage
-from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.base.errors import (
     IntegrityError,
     UsageError,
@@ -27,11 +21,22 @@ from unisono.base.errors import (
     storage_words,
 )
 from unisono.base.events import Show
+from unisono.base.files import make_private_dir, read_object, read_text, write_text
+from unisono.base.user_key import KEY_FILE, user_key
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.compare import compare_nodes
 from unisono.guard.facts import Environment
 from unisono.guard.facts.storage import refuse_if_silent
-from unisono.base.files import make_private_dir, read_object, read_text, write_text
+from unisono.guard.places.placement import Layout, lay_out
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
+from unisono.guard.rundir.records import iterate_metrics
+from unisono.jobs.remote_checkpoint.storage import storage_tried
+from unisono.jobs.remote_checkpoint.transfers import download_newest, remove_partial_download
+from unisono.jobs.remote_checkpoint.verification import with_rehearsal
 from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.node_report import report_alone
+from unisono.jobs.runs.plan_changes import check_same_run, unused_allowances
 from unisono.jobs.runs.planning import (
     LocalNode,
     make_plan,
@@ -41,18 +46,13 @@ from unisono.jobs.runs.planning import (
     with_step_difference,
 )
 from unisono.jobs.runs.run_records import Table, as_warning
-from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.plan import ResumePoint, RunPlan
-from unisono.guard.places.placement import Layout, lay_out
-from unisono.trainer.plan.schedule import factor_at
-from unisono.jobs.remote_checkpoint.storage import storage_tried
-from unisono.jobs.remote_checkpoint.transfers import download_newest, remove_partial_download
-from unisono.jobs.remote_checkpoint.verification import with_rehearsal
-from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.lock import RunLock
-from unisono.jobs.runs.plan_changes import check_same_run, unused_allowances
-from unisono.guard.rundir.records import iterate_metrics
 from unisono.jobs.runs.start_decision import StartDecision, decide_start, refuse_if_shrunk, set_aside
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
+from unisono.trainer.checkpoint.verify import Damage
+from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.plan import ResumePoint, RunPlan
+from unisono.trainer.plan.schedule import factor_at
 
 
 def find_resume_point(

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from unisono.base.errors import IntegrityError, RankDied, UnisonoError
 from unisono.base.events import Show
-from unisono.jobs.runs.run_records import Ending
-from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.plan import RunPlan
 from unisono.guard.supervise.child_process import child_environment
 from unisono.guard.supervise.interrupts import Interrupts, Stopped
 from unisono.guard.supervise.task_process import TaskProcess, cannot_start
+from unisono.jobs.runs.run_records import Ending
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.plan import RunPlan
 
 _SILENCE_S = 1800.0
 """A large model on a slow disk is loaded in one piece, without a message."""

@@ -15,29 +15,29 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.reports import RankReport
-from unisono.base.user_key import user_key
-from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.base.errors import IntegrityError, UnfitError, UsageError
 from unisono.base.events import Message
+from unisono.base.files import read_json, read_object
+from unisono.base.text import one_line, why_unreadable
+from unisono.base.user_key import user_key
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.reports import RankReport
 from unisono.guard.facts import Probes, read_environment, read_machine
 from unisono.guard.facts.environment import decisive_versions
-from unisono.base.files import read_json, read_object
-from unisono.jobs.runs.run_records import ending_of, write_decision
-from unisono.jobs.runs.train_request import refuse_code
-from unisono.trainer.plan import ResumePoint, RunPlan
 from unisono.guard.places.placement import NodeOffer, choose_devices, lay_out
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import read_holder
 from unisono.guard.rundir.records import iterate_metrics
-from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.guard.supervise.child_process import Programs, interface_name
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import LocalRanks
 from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt
 from unisono.guard.supervise.task_process import refusal, run_task
-from unisono.base.text import one_line, why_unreadable
+from unisono.jobs.runs.rank_environment import rank_environments
+from unisono.jobs.runs.run_records import ending_of, write_decision
+from unisono.jobs.runs.train_request import refuse_code
+from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
+from unisono.trainer.plan import ResumePoint, RunPlan
 
 COMPARED = ("loss", "grad_norm")
 _ROUNDING = 1e-2  # relative; the effect of a different order of summation on a loss within a few steps stays far below

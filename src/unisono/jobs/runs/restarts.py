@@ -9,30 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.base.causes import Verdict, find_cause
+from unisono.base.errors import Disagreed
+from unisono.base.events import Show, notify
+from unisono.base.user_key import user_key
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_again
 from unisono.guard.agree.reports import name_node
-from unisono.base.causes import Verdict, find_cause
-from unisono.base.user_key import user_key
-from unisono.trainer.checkpoint.store import CheckpointStore
-from unisono.trainer.config import LoadedConfig
-from unisono.trainer.config.schema import ParallelSection
-from unisono.base.errors import Disagreed
-from unisono.base.events import Show, notify
+from unisono.guard.places.placement import lay_out
+from unisono.guard.rendezvous.party import ChannelFacts
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import set_verdict
+from unisono.guard.supervise.rank_supervisor import Attempt
+from unisono.jobs.remote_checkpoint.verification import still_due
 from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.node_report import look_again, question_of, refuse_old_ranks
 from unisono.jobs.runs.planning import LocalNode, make_plan, offer_of, refusal_alone
 from unisono.jobs.runs.preparation import find_resume_point, with_changes
 from unisono.jobs.runs.run_records import Table
-from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.plan import ResumePoint, RunPlan
-from unisono.guard.places.placement import lay_out
-from unisono.jobs.remote_checkpoint.verification import still_due
-from unisono.guard.rendezvous.party import ChannelFacts
-from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import set_verdict
 from unisono.jobs.runs.start_decision import StartDecision
-from unisono.guard.supervise.rank_supervisor import Attempt
+from unisono.jobs.runs.train_request import TrainRequest
+from unisono.trainer.checkpoint.store import CheckpointStore
+from unisono.trainer.config import LoadedConfig
+from unisono.trainer.config.schema import ParallelSection
+from unisono.trainer.plan import ResumePoint, RunPlan
 
 
 @dataclass(frozen=True, slots=True)

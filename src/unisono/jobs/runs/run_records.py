@@ -10,21 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.reports import NodeReport, RankReport
 from unisono.base.causes import Verdict, find_cause
-from unisono.trainer.checkpoint.store import CheckpointStore, step_of
-from unisono.trainer.config import RunConfig
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Message, Show
+from unisono.base.files import make_private_dir, read_object, write_json, write_text
+from unisono.guard.agree.agreement import Agreement
+from unisono.guard.agree.reports import NodeReport, RankReport
 from unisono.guard.facts import package_versions
 from unisono.guard.facts.environment import versions_digest
 from unisono.guard.facts.storage import RunsDisk
-from unisono.base.files import make_private_dir, read_object, write_json, write_text
-from unisono.jobs.runs.curve_drawing import Drawing
-from unisono.jobs.runs.train_request import config_yaml
 from unisono.guard.places.ranks import RankPlace
-from unisono.trainer.plan import RunPlan
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.rundir.records import (
@@ -36,12 +31,17 @@ from unisono.guard.rundir.records import (
     set_verdict,
     write_result,
 )
-from unisono.guard.supervise.decision import Decision, NodeLoss
+from unisono.guard.supervise.decision import Decision
 from unisono.guard.supervise.interrupts import exit_code_of
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.postmortem import name_death, name_failure, name_victims
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.guard.supervise.task_process import refusal
+from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.train_request import config_yaml
+from unisono.trainer.checkpoint.store import CheckpointStore, step_of
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import RunPlan
 
 _WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 

@@ -10,14 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.base.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.base.events import Message, Show, notify
+from unisono.base.text import show_bytes, show_seconds
 from unisono.guard.facts import Environment, read_environment, read_machine, take_token
+from unisono.guard.places.placement import lay_out
+from unisono.guard.rendezvous import meeting_rules
+from unisono.guard.rendezvous.remote_fronts import token_hint, token_of_step
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import read_metrics, shown_outcome
+from unisono.guard.supervise.fork_server import ForkServer
+from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.guard.supervise.task_process import run_task
+from unisono.jobs.remote_checkpoint.storage import storage_tried
 from unisono.jobs.runs.head_run import HeadRun
 from unisono.jobs.runs.planning import LocalNode, look_around, party_of, prepare, report_early_refusal
 from unisono.jobs.runs.preparation import plan_start
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, is_about_nodes, result_of
+from unisono.jobs.runs.start_decision import decide_start
 from unisono.jobs.runs.train_request import (
     TrainRequest,
     load_requested,
@@ -26,18 +36,8 @@ from unisono.jobs.runs.train_request import (
     refuse_missing_packages,
     show_notes,
 )
+from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.plan import RunPlan
-from unisono.guard.places.placement import lay_out
-from unisono.jobs.remote_checkpoint.storage import storage_tried
-from unisono.guard.rendezvous import meeting_rules
-from unisono.guard.rendezvous.remote_fronts import token_hint, token_of_step
-from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import read_metrics, shown_outcome
-from unisono.jobs.runs.start_decision import decide_start
-from unisono.guard.supervise.fork_server import ForkServer
-from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.guard.supervise.task_process import run_task
-from unisono.base.text import show_bytes, show_seconds
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:

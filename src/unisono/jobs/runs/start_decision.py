@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from unisono.trainer.config import RunConfig
-from unisono.trainer.config.schema import BatchSection, config_digest
 from unisono.base.errors import UsageError, require_writable
 from unisono.base.files import fsync_dir, kind_of, read_object
-from unisono.guard.rundir import RunDir
-from unisono.jobs.runs.config_changes import changes_between, judge_key, not_allowed, refusal
-from unisono.guard.rundir.records import iterate_metrics, shown_outcome
 from unisono.base.text import Duration, one_line, validation_words
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import iterate_metrics, shown_outcome
+from unisono.jobs.runs.config_changes import changes_between, judge_key, not_allowed, refusal
+from unisono.trainer.config import RunConfig
+from unisono.trainer.config.schema import BatchSection, config_digest
 
 CONFIG_HEADER = "# Written by unisono"
 """The first line of a config.yaml by unisono; a config written by hand is never overwritten."""

@@ -8,31 +8,31 @@ import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
 from unisono.base._version import __version__
 from unisono.base.causes import Verdict
-from unisono.trainer.config import LoadedConfig, RunConfig, is_llamafactory, load_config
-from unisono.base.user_code import own_objective
-from unisono.trainer.config.sections import DIFFUSION
-from unisono.trainer.config.yaml_file import read_yaml
 from unisono.base.errors import ConfigError, Problem, UnisonoError, UsageError
 from unisono.base.events import Show, notify
+from unisono.base.files import SOURCE_BYTES, read_bytes
+from unisono.base.text import nearest
+from unisono.base.user_code import own_objective
 from unisono.guard.facts import Environment, Probes
 from unisono.guard.facts.environment import all_variables
 from unisono.guard.facts.slurm import SlurmStep
-from unisono.base.files import SOURCE_BYTES, read_bytes
-from unisono.trainer.plan import needed_packages
 from unisono.guard.places.placement import device_words
 from unisono.guard.places.topology import TopologyRequest, parse_hosts
-from unisono.jobs.remote_checkpoint.verification import ReadingRate
 from unisono.guard.rundir import RunDir
-from unisono.jobs.runs.config_changes import read_allowed
-from unisono.jobs.runs.start_decision import decide_start
 from unisono.guard.supervise.child_process import Programs
-from unisono.base.text import nearest
+from unisono.jobs.remote_checkpoint.verification import ReadingRate
+from unisono.jobs.runs.config_changes import read_allowed
+from unisono.jobs.runs.config_file import load_config, read_translation
+from unisono.jobs.runs.start_decision import decide_start
+from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.sections import NamesFile, Section
+from unisono.trainer.plan import needed_packages
 
 
 class LostNodeSource(Protocol):
@@ -51,22 +51,11 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
 
     A name counts as a path if it exists relative to `base`.
     """
-    body = config.model_dump(mode="json", by_alias=True)
-    for section, key in (("model", "path"), ("model", "tokenizer"), ("data", "template")):
-        body[section][key] = _absolute(body[section][key], base)
-    if config.adapter is not None:
-        body["adapter"]["from"] = _absolute(config.adapter.from_, base)
-        body["adapter"]["merge"] = [_absolute(path, base) for path in config.adapter.merge]
-    if config.preference.reference != "auto":
-        body["preference"]["reference"] = _absolute(config.preference.reference, base)
-    if config.objective == DIFFUSION:
-        body["diffusion"]["prior"] = _absolute(config.diffusion.prior, base)
+    located = _located(config, base)
     if own := own_objective(config.objective):
-        body["objective"] = f"{_absolute(str(own[0]), base)}:{own[1]}"
-    for role in ("train", "eval"):
-        body["data"][role] = _absolute_sources(body["data"][role], base)
-    body["output_dir"] = str(_joined(config.output_dir, base))
-    return RunConfig.model_validate(body)
+        objective = f"{_absolute(str(own[0]), base)}:{own[1]}"
+        return located.model_copy(update={"objective": objective})
+    return located
 
 
 def config_yaml(config: RunConfig, *, command: str) -> str:
@@ -79,17 +68,28 @@ def config_yaml(config: RunConfig, *, command: str) -> str:
     )
 
 
-def _absolute_sources(sources: Any, base: Path) -> Any:
-    if isinstance(sources, list):
-        return [
-            (
-                {**entry, "path": _absolute(entry["path"], base)}
-                if isinstance(entry, dict)
-                else _absolute(entry, base)
-            )
-            for entry in sources
-        ]
-    return _absolute(sources, base)
+Kind = TypeVar("Kind", bound=Section)
+
+
+def _located(section: Kind, base: Path) -> Kind:
+    """A section with the paths in it, and in its own sections, absolute."""
+    changes = {}
+    for name, info in type(section).model_fields.items():
+        before = getattr(section, name)
+        after = _located_value(before, NamesFile.of(info), base)
+        if after != before:
+            changes[name] = after
+    return section.model_copy(update=changes)
+
+
+def _located_value(value: Any, mark: NamesFile | None, base: Path) -> Any:
+    if isinstance(value, Section):
+        return _located(value, base)
+    if isinstance(value, list):
+        return [_located_value(item, mark, base) for item in value]
+    if mark is None or value == mark.besides:
+        return value
+    return str(_joined(value, base)) if mark.is_output else _absolute(value, base)
 
 
 def _absolute(value: Any, base: Path) -> Any:
@@ -336,14 +336,12 @@ def with_overwriting(request: TrainRequest) -> TrainRequest:
     if request.resume or request.fresh or not request.config_path.is_file():  # a pipe can be read only once
         return request
     try:
-        raw, _ = read_yaml(request.config_path)
-        if not is_llamafactory(raw):
+        translation = read_translation(request.config_path, request.overrides)
+        if translation is None or not translation.overwrites_output:
             return request
         loaded = load_requested(request)
     except UnisonoError:
         return request  # refused when it is loaded for the run
-    if loaded.translation is None or not loaded.translation.values["overwrite_output_dir"]:
-        return request
     run = RunDir(Path(loaded.config.output_dir))
     try:
         decide_start(run, loaded.config, resume=False, fresh=False, allow=request.allowed)

@@ -1,7 +1,7 @@
 """The configuration of a run: its schema, and the loader that rejects unknown keys.
 
-From a YAML file and `key.sub=value` overrides to a RunConfig, or to all that is wrong with them at
-once. A file of LLaMA-Factory or sd-scripts is recognized, and translated first.
+From the mapping in a YAML file, or a translated file of another tool, and `key.sub=value` overrides
+to a RunConfig, or to all that is wrong with them at once.
 """
 
 import math
@@ -13,18 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.base.errors import ConfigError, Problem
-from unisono.trainer.config.llamafactory import (
-    Translation,
-    Verb,
-    llamafactory_version,
-    refuse_v1,
-    translate,
-)
-from unisono.trainer.config.other_tools import refuse_other_tools
 from unisono.trainer.config.problems import find_secrets, find_variables, problems_of
 from unisono.trainer.config.schema import RunConfig, config_digest
-from unisono.trainer.config.sd_scripts import is_sd_scripts, read_sd_scripts
-from unisono.trainer.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value, read_yaml
+from unisono.trainer.config.translation import Translation, Verb
+from unisono.trainer.config.yaml_file import COMMAND_LINE, KeyPath, KeyPlaces, parse_value
 
 __all__ = [
     "LoadedConfig",
@@ -32,9 +24,6 @@ __all__ = [
     "build_config",
     "config_digest",
     "config_of",
-    "is_llamafactory",
-    "load_config",
-    "read_llamafactory",
 ]
 
 
@@ -50,58 +39,6 @@ class LoadedConfig:
     """
     translation: Translation | None = None
     """What was read from a file of another tool; None: the file is ours."""
-
-
-def load_config(path: Path, overrides: tuple[str, ...] = (), *, verb: Verb = "train") -> LoadedConfig:
-    """Reads a config file and applies overrides of the form `key.sub=value`, the value in YAML.
-
-    Args:
-        path: our config, or a file of LLaMA-Factory or sd-scripts (also a script of its command),
-            whose overrides without a dot use its names.
-        overrides: from the command line.
-        verb: what a LLaMA-Factory file is read for; `preview` also takes one that cannot be trained
-            here.
-
-    Raises:
-        ConfigError: with all problems found.
-    """
-    if is_sd_scripts(path):
-        return config_of(read_sd_scripts(path, overrides), path=path, verb=verb)
-    raw, lines = read_yaml(path)
-    if is_llamafactory(raw):
-        return config_of(_translated(raw, lines, path, overrides), path=path, verb=verb)
-    refuse_other_tools(raw, lines, str(path))
-    return build_config(raw, lines=lines, name=str(path), path=path, overrides=overrides)
-
-
-def is_llamafactory(raw: dict[str, Any]) -> bool:
-    """Whether a mapping is a file of LLaMA-Factory, of either generation."""
-    return "data" not in raw and llamafactory_version(raw) is not None
-
-
-def read_llamafactory(path: Path, overrides: tuple[str, ...] = ()) -> Translation:
-    """A file of LLaMA-Factory in our terms; its `problems` are not raised.
-
-    Raises:
-        ConfigError: if it cannot be read, is of the generation v1, or is not LLaMA-Factory's.
-    """
-    raw, lines = read_yaml(path)
-    if not is_llamafactory(raw):
-        raise ConfigError.of(
-            f"{path} is not a file of LLaMA-Factory",
-            where=str(path),
-            why="it has no `model_name_or_path` with one of its other keys",
-            fix="pass such a file; our own config needs no translation",
-        )
-    return _translated(raw, lines, path, overrides)
-
-
-def _translated(
-    raw: dict[str, Any], lines: dict[KeyPath, int], path: Path, overrides: tuple[str, ...]
-) -> Translation:
-    if llamafactory_version(raw) == "v1":
-        raise refuse_v1(raw, lines, str(path))
-    return translate(raw, lines, str(path), overrides)
 
 
 def config_of(translation: Translation, *, path: Path | None = None, verb: Verb = "train") -> LoadedConfig:

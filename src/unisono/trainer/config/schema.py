@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 from unisono.base.text import Duration, nearest, one_line
-from unisono.trainer.config.lf_template import Thinking, lf_name
 from unisono.trainer.config.sections import (
     DIFFUSION,
     PAIRS,
@@ -29,6 +28,7 @@ from unisono.trainer.config.sections import (
     DateText,
     DiffusionSection,
     DurationText,
+    NamesFile,
     NotNegative,
     Objective,
     OwnObjective,
@@ -43,9 +43,11 @@ from unisono.trainer.config.sections import (
     Share,
     StorageText,
     TargetWord,
+    Thinking,
     WarmupText,
     float_of_yaml,
     keys_of,
+    lf_name,
 )
 from unisono.trainer.config.yaml_file import Takes
 
@@ -79,7 +81,9 @@ class RopeSection(Section):
 class ModelSection(Section):
     """The model to train, and how it is loaded."""
 
-    path: str = Field(min_length=1, description="a directory, a hub id, or `builtin:tiny`")
+    path: Annotated[str, NamesFile()] = Field(
+        min_length=1, description="a directory, a hub id, or `builtin:tiny`"
+    )
     revision: str | None = Field(default=None, description="a hub revision: branch, tag or commit")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -87,7 +91,9 @@ class ModelSection(Section):
             "dtype of frozen weights and of the computation; auto: bfloat16 if the device supports it"
         ),
     )
-    tokenizer: str | None = Field(default=None, description="a directory or hub id; null: the model's own")
+    tokenizer: Annotated[str | None, NamesFile()] = Field(
+        default=None, description="a directory or hub id; null: the model's own"
+    )
     weights: Literal["pretrained", "random"] = Field(
         default="pretrained",
         description=(
@@ -177,13 +183,13 @@ class AdapterSection(Section):
         le=1000,
         description="with `init: pissa`: power iterations of a fast approximate SVD; null: exact",
     )
-    from_: str | None = Field(
+    from_: Annotated[str | None, NamesFile(shows_absence=True)] = Field(
         default=None,
         alias="from",
         min_length=1,
         description="the directory of an adapter, or of a finished run, to continue with its weights",
     )
-    merge: list[Annotated[str, Field(min_length=1)]] = Field(
+    merge: Annotated[list[Annotated[str, Field(min_length=1)]], NamesFile(shows_absence=True)] = Field(
         default=[],
         description=(
             "adapters (directories) that are merged into the base weights in memory, in order; the result"
@@ -269,7 +275,9 @@ def _check_columns(columns: dict[str, str | None]) -> dict[str, str | None]:
 class SourceSection(Section):
     """One source of rows."""
 
-    path: str = Field(min_length=1, description="a path, directory, glob, URL or hub id")
+    path: Annotated[str, NamesFile()] = Field(
+        min_length=1, description="a path, directory, glob, URL or hub id"
+    )
     format: Format = Field(default="auto", description="like data.format, for this source")
     weight: Positive = Field(
         default=1.0,
@@ -337,6 +345,7 @@ class DataSection(Section):
     train: Annotated[
         str | list[str | SourceSection],
         Takes("a path, a glob, a URL, a hub id, or a list of these and of sections"),
+        NamesFile(),
     ] = Field(description="a path, glob, URL (fsspec), hub id, or a list of sources")
     eval: Annotated[
         Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -346,6 +355,7 @@ class DataSection(Section):
         | None,
         BeforeValidator(float_of_yaml),
         Takes("a share between 0 and 1 (e.g. 0.05), a number of rows, a path, a list of sources, or null"),
+        NamesFile(),
     ] = Field(
         default=None,
         description=(
@@ -355,7 +365,7 @@ class DataSection(Section):
     )
     mix: MixSection = MixSection()
     format: Format = Field(default="auto", description="the format of a row; auto: detected and reported")
-    template: str | None = Field(
+    template: Annotated[str | None, NamesFile()] = Field(
         default=None,
         description=(
             "a file with a chat template (Jinja); or `lf:NAME`, a template of LLaMA-Factory, which encodes"
@@ -762,7 +772,9 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="seed of the split, the order, dropout and new weights"
     )
-    output_dir: str = Field(min_length=1, description="the directory to which the run writes everything")
+    output_dir: Annotated[str, NamesFile(is_output=True)] = Field(
+        min_length=1, description="the directory to which the run writes everything"
+    )
 
     @model_validator(mode="before")
     @classmethod

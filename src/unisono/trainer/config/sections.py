@@ -4,6 +4,7 @@ sections, `preference` and `diffusion`, and which objective uses which keys.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,15 +19,40 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
 from unisono.base.user_code import own_objective
-from unisono.trainer.config.yaml_file import Takes
+from unisono.trainer.config.yaml_file import Takes, section_in
 
 DIFFUSION = "diffusion"
 
 TargetWord = Literal["all-linear", "unet", "unet+text"]
 """Words of `adapter.targets`; the last two are for image models."""
+Thinking = bool | Literal["preserve"] | None
+"""As `data.thinking`."""
+LF_PREFIX = "lf:"
+"""Begins a `data.template` that is the name of a template of LLaMA-Factory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesFile:
+    """In the annotation of a field: it is the path of a file or directory, or has several.
+
+    Attributes:
+        is_output: the run makes it. All others are input, and only a path of what exists.
+        shows_absence: nothing else that nodes compare would show that it is not set.
+        besides: a word that names no file.
+    """
+
+    is_output: bool = False
+    shows_absence: bool = False
+    besides: str | None = None
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> "NamesFile | None":
+        """The one of a field; None if its value is no path."""
+        return next((item for item in field.metadata if isinstance(item, cls)), None)
 
 
 class Section(BaseModel):
@@ -47,6 +73,17 @@ class Section(BaseModel):
             key: [one] if isinstance(one, str | dict) and _needs_list(fields.get(key), one) else one
             for key, one in value.items()
         }
+
+
+def path_keys(section: type[BaseModel] | None, prefix: str = "") -> dict[str, NamesFile]:
+    """The dotted keys of values that name files, e.g. `model.path`; without those inside lists of
+    sections.
+    """
+    marks: dict[str, NamesFile] = {}
+    for name, field in section.model_fields.items() if section else ():
+        key, mark = f"{prefix}{field.alias or name}", NamesFile.of(field)
+        marks |= {key: mark} if mark else path_keys(section_in(field.annotation), f"{key}.")
+    return marks
 
 
 def _needs_list(annotation: Any, one: str | dict[str, Any]) -> bool:
@@ -171,6 +208,13 @@ OwnObjective = Annotated[
 ]
 
 
+def lf_name(template: str | None) -> str | None:
+    """The name behind `lf:` in data.template; None if it is a file, or not set."""
+    if template is None or not template.startswith(LF_PREFIX):
+        return None
+    return template.removeprefix(LF_PREFIX)
+
+
 def rows_of(objective: str) -> str:
     """The objective whose rows it has: those of `sft` for one of the user's own."""
     return "sft" if own_objective(objective) else objective
@@ -226,7 +270,7 @@ class PreferenceSection(Section):
     undesirable_weight: Positive = Field(
         default=1.0, description="for kto: weight of rows with `label: false`"
     )
-    reference: str = Field(
+    reference: Annotated[str, NamesFile(shows_absence=True, besides="auto")] = Field(
         default="auto",
         min_length=1,
         description=(
@@ -281,7 +325,7 @@ class DiffusionSection(Section):
     noise_offset: NotNegative = Field(
         default=0.0, description="scale of a random constant that is added to the noise of each channel"
     )
-    prior: str | None = Field(
+    prior: Annotated[str | None, NamesFile(shows_absence=True)] = Field(
         default=None,
         min_length=1,
         description=(

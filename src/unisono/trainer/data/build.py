@@ -8,7 +8,6 @@ import random
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from datetime import date
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import numpy.typing as npt
 
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
-from unisono.trainer.config.lf_template import lf_name, lf_template_of
+from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
-from unisono.trainer.config.sections import PREFERENCE, RATINGS, sides_of
+from unisono.trainer.config.sections import PREFERENCE, RATINGS, lf_name, sides_of
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
 from unisono.trainer.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
-from unisono.trainer.data.lf_encoder import LfEncoder
 from unisono.trainer.data.sources import Source
 from unisono.trainer.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.trainer.plan.run_plan import permutation
@@ -32,7 +30,7 @@ from unisono.trainer.plan.run_plan import permutation
 Ints = npt.NDArray[np.int64]
 
 
-def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder | LfEncoder:
+def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncoder:
     """The encoder of a config's rows.
 
     Args:
@@ -44,18 +42,10 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> Encoder 
         DataError: if the template is missing, is not valid, or does not match the other settings.
     """
     data, pretrain = config.data, config.objective == "pretrain"
-    name, template = lf_name(data.template), lf_template_of(data.template, system=data.system)
-    if template is not None:
-        return LfEncoder(
-            tokenizer,
-            template,
-            loss_on="all" if pretrain else data.loss_on,
-            thinking=data.thinking,
-            cut_at=data.max_length if data.too_long == "balanced" else None,
-            pretrain=pretrain,
-            control_tokens=data.control_tokens,
-            today=None if data.date is None else date.fromisoformat(data.date),
-        )
+    name, named = lf_name(data.template), named_template(data.template, system=data.system)
+    if named is not None:
+        encoder: RowEncoder = named.encoder(config, tokenizer)
+        return encoder
     unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
     return Encoder(
         tokenizer,

@@ -85,7 +85,7 @@ class _Job:
 
 
 class RowEncoder(Protocol):
-    """Encodes rows: an Encoder, or a data.lf_encoder.LfEncoder."""
+    """Encodes rows: an Encoder, or that of a named template."""
 
     tokenizer: Any
     stop_ids: set[int]
@@ -103,7 +103,7 @@ class RowEncoder(Protocol):
 
     @property
     def absent_tokens(self) -> list[str]:
-        """Tokens that the template writes and the tokenizer does not have; -1 is in their
+        """Tokens that the template writes and the tokenizer does not have; NO_TOKEN is in their
         places.
         """
         ...
@@ -354,7 +354,9 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return self._text_job(example)
-            assert not isinstance(example, Exchange | Preference)  # of LfEncoder; encoded answer by answer
+            assert not isinstance(
+                example, Exchange | Preference
+            )  # of another encoder; encoded answer by answer
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)

@@ -40,12 +40,11 @@ from unisono.base.errors import (
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.base.text import Duration
-from unisono.trainer.config.lf_template import LF_VERSION, lf_name
+from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import rows_of
+from unisono.trainer.config.sections import lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
-from unisono.trainer.data.lf_pieces import local_day
 from unisono.trainer.data.sources import Source, find_sources
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
@@ -121,7 +120,7 @@ def gather_ingredients(
         }
     if lf_name(data.template) is not None:
         found["data.template"] = data.template
-        found["encoder version"] = f"{ENCODER_VERSION}, LLaMA-Factory's {LF_VERSION}"
+        found["encoder version"] = f"{ENCODER_VERSION}, {lf_version()}"
         found["data.thinking"], found["data.date"] = data.thinking, data.date or today
         if data.system is not None:
             found["data.system"] = data.system

@@ -257,6 +257,18 @@ class ChatTemplate:
             return added
         return min(stops, key=tail.index) if stops else self._added_at(tail)
 
+    @property
+    def stop_words(self) -> tuple[str | None, ...]:
+        """The texts of the tokens that end an answer."""
+        return (self.end_of_turn,)
+
+    def prompt_ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int] | None:
+        """The tokens of a prompt, if they are not those of its text; None: encode what `render`
+        gives.
+        """
+        del messages, tools
+        return None
+
     @cached_property
     def stop_of_next_turn(self) -> str | None:
         """The stop token with which the question after an answer begins, if the template ends no

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from unisono.trainer.config.lf_template import adapt_tokenizer, end_of_text, lf_name, lf_template_of
-from unisono.trainer.data.lf_encoder import LfChatTemplate, lf_chat_template
+from unisono.trainer.config.named_templates import named_template
+from unisono.trainer.config.sections import lf_name
 from unisono.trainer.data.template import ChatTemplate, choose_template, fallback_template, known_stop_ids
 from unisono.trainer.plan import RunPlan
 
@@ -27,10 +27,10 @@ def trained_template(plan: RunPlan, tokenizer: Any, directories: Iterable[Path])
     if plan.config.objective == "pretrain":
         return choose_template(tokenizer, None, stops=stops)
     file = plan.config.data.template
-    layout = lf_template_of(file, system=plan.config.data.system)
-    if layout is not None:
-        adapt_tokenizer(tokenizer, layout)
-        return lf_chat_template(tokenizer, layout, thinking=plan.config.data.thinking)
+    named = named_template(file, system=plan.config.data.system)
+    if named is not None:
+        template: ChatTemplate = named.chat_template(tokenizer, thinking=plan.config.data.thinking)
+        return template
     is_unknown = lf_name(file) is not None  # then rows were rendered with the tokenizer's own
     if file is not None and (is_unknown or (not Path(file).is_file() and tokenizer.chat_template)):
         file = None  # if it was a file, it is gone; the result has its text
@@ -53,14 +53,10 @@ def stop_ids_of(
         directories: whose generation_config.json may name stop tokens.
     """
     found = {number for directory in directories for number in known_stop_ids(tokenizer, directory)}
-    words: tuple[str | None, ...] = ()
-    if isinstance(template, LfChatTemplate):
-        words = template.known_stops
-    elif template is not None:
-        words = (template.end_of_turn,)
+    words = () if template is None else template.stop_words
     if plan is not None and plan.config.objective == "pretrain":
-        layout = lf_template_of(plan.config.data.template)
-        words += (end_of_text(tokenizer, layout),) if layout is not None else ()
+        named = named_template(plan.config.data.template)
+        words += (named.end_of_text(tokenizer),) if named is not None else ()
     numbers = (tokenizer.convert_tokens_to_ids(word) for word in words if word is not None)
     return found | {number for number in numbers if number is not None}
 

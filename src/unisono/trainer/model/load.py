@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
-from unisono.trainer.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
@@ -118,9 +118,9 @@ def load_for_training(
         ModelError: if the files do not match each other, or the config does not match the model.
     """
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code=config.model.trust_remote_code)
-    layout = lf_template_of(config.data.template)
-    if layout is not None:
-        adapt_tokenizer(tokenizer, layout)
+    named = named_template(config.data.template)
+    if named is not None:
+        named.adapt(tokenizer)
     full, reward = config.adapter is None, config.objective == "reward"
     quantized = quantized_load(config, directory, dtype=dtype, device=device)
     refuse_training(config, directory, quantized.how if quantized else None)

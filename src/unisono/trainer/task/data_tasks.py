@@ -18,11 +18,10 @@ from unisono.base.files import make_private_dir
 from unisono.base.text import one_line
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.verify import check_model, read_digest
-from unisono.trainer.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.trainer.config.named_templates import NO_TOKEN, named_template
 from unisono.trainer.config.schema import DataSection, RunConfig
 from unisono.trainer.config.sections import DIFFUSION, PREFERENCE
 from unisono.trainer.data import RawRow, first_notes, read_counts, unrendered_parts
-from unisono.trainer.data.lf_pieces import NO_TOKEN
 from unisono.trainer.data.preference_rows import is_rated, sides_in
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.data.readers import read_rows
@@ -172,9 +171,9 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     )
     report.phase("preview", "decoding tokens")
     tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
-    layout = lf_template_of(config.data.template)
-    if layout is not None:
-        adapt_tokenizer(tokenizer, layout)
+    named = named_template(config.data.template)
+    if named is not None:
+        named.adapt(tokenizer)
     show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"

@@ -8,6 +8,7 @@ from unisono.base.child import loading_modules, parse_child_arguments, run_child
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
 from unisono.guard.facts.environment import read_environment
+from unisono.trainer.readers import register_templates
 
 # Name on the command line: the module in this room, and its function `(request, report) -> result`.
 TASKS = {
@@ -42,6 +43,7 @@ class Task(Protocol):
 def main(argv: list[str]) -> int:
     """Runs one task; gives the exit code."""
     arguments = parse_child_arguments(argv, named=True)
+    register_templates()
 
     def body(report: Reporter) -> dict[str, Any]:
         if arguments.name not in TASKS:

@@ -23,10 +23,9 @@ from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.guard.rundir.records import is_image_model
-from unisono.trainer.config.lf_template import adapt_tokenizer, lf_template_of
+from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import Message
-from unisono.trainer.data.lf_encoder import LfChatTemplate, lf_chat_template
 from unisono.trainer.data.template import (
     ChatTemplate,
     RenderingTimeout,
@@ -198,10 +197,10 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
     own.
     """
     plan = target.plan
-    chosen = lf_template_of(target.template, system=target.default_system)
-    if chosen is not None:
-        adapt_tokenizer(tokenizer, chosen)
-        return lf_chat_template(tokenizer, chosen, thinking=target.thinking)
+    named = named_template(target.template, system=target.default_system)
+    if named is not None:
+        chosen: ChatTemplate = named.chat_template(tokenizer, thinking=target.thinking)
+        return chosen
     if plan is not None:
         return trained_template(plan, tokenizer, _places(target))
     return choose_template(tokenizer, None, stops=known_stops(tokenizer, _places(target)))
@@ -228,8 +227,9 @@ def prompt_ids(
         RowError: if the template refuses the messages.
         TooManyTokens: as `encode_prompt`; templates of LLaMA-Factory give all their tokens.
     """
-    if isinstance(template, LfChatTemplate):
-        return template.prompt_ids(messages, tools)
+    ids = template.prompt_ids(messages, tools)
+    if ids is not None:
+        return ids
     text = template.render(messages, tools, prompt=True)
     return encode_prompt(tokenizer, text, special=False, most=most)
 

@@ -19,9 +19,8 @@ from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, open_plain, path_below, read_object, read_text, write_json
 from unisono.base.text import one_line
 from unisono.guard.facts import read_environment
-from unisono.trainer.config.lf_template import lf_name
 from unisono.trainer.config.schema import AdapterSection, RunConfig, sources_of
-from unisono.trainer.config.sections import DIFFUSION
+from unisono.trainer.config.sections import DIFFUSION, lf_name
 from unisono.trainer.data.sources import find_local
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.model.directory import is_embedding, is_hub_id, locate_model

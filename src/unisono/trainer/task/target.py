@@ -18,8 +18,7 @@ from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir, or_nearest_run, runs_beside
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
-from unisono.trainer.config.lf_template import Thinking
-from unisono.trainer.config.sections import DIFFUSION
+from unisono.trainer.config.sections import DIFFUSION, Thinking
 from unisono.trainer.model.directory import is_classifier, locate_model, read_model_config
 from unisono.trainer.model.files import check_directory, read_json_object
 from unisono.trainer.plan import RunPlan

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from unisono.base.text import plain
-from unisono.trainer.config.lf_template import lf_template_of, stop_ids
+from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.generate import generate
 from unisono.trainer.objectives.objective import Counts, Micro
@@ -306,9 +306,9 @@ def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
     """
     special = set(run.tokenizer.all_special_ids)
     ends = {q.answer[-1] for q in questions} & special
-    layout = lf_template_of(run.plan.config.data.template)
-    if layout is not None:
-        ends |= stop_ids(run.tokenizer, layout)
+    named = named_template(run.plan.config.data.template)
+    if named is not None:
+        ends |= named.stop_ids(run.tokenizer)
     return ends | ({run.tokenizer.eos_token_id} - {None})
 
 

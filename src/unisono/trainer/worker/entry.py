@@ -13,6 +13,7 @@ from unisono.base.text import one_line
 from unisono.guard.facts.environment import read_environment
 from unisono.guard.watch import Beats, Pulse, beat_while_collecting
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.readers import register_templates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> int:
     """Runs one rank to its end; gives the exit code."""
     closing: list[Callable[..., bool]] = []
     arguments = parse_child_arguments(argv, named=False)
+    register_templates()
     beats, pulse = _begin_to_beat(arguments.beat_fds)
 
     def body(report: Reporter) -> dict[str, Any]:

@@ -1,0 +1,9 @@
+"""The keys of LLaMA-Factory and of Hugging Face's TrainingArguments, as `keys.toml` lists them."""
+
+from unisono.trainer.readers.key_table import Table
+
+TOOL = "LLaMA-Factory"
+KEYS = Table("unisono.trainer.readers.llamafactory")
+"""By name, in the order of LLaMA-Factory's classes."""
+PREFERENCE_STAGES = ("rm", "dpo", "kto")
+"""LLaMA-Factory's stages on rows of preferences."""

@@ -1,0 +1,82 @@
+"""The readers of other tools' configs by name: those of this room, and those that other packages
+install.
+
+Another package names an object with the methods of ConfigReader (a module has them, too) in its
+entry points:
+
+    [project.entry-points."unisono.config_readers"]
+    axolotl = "some_package.axolotl_config"
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from unisono.trainer.config.translation import Translation
+from unisono.trainer.config.yaml_file import KeyPath
+from unisono.trainer.readers.llamafactory import reader as llamafactory
+from unisono.trainer.readers.other_tools import refuse_other_tools
+from unisono.trainer.readers.sd_scripts import reader as sd_scripts
+
+ENTRY_POINTS = "unisono.config_readers"
+
+
+class ConfigReader(Protocol):
+    """Reads the configs of one tool."""
+
+    def recognizes(self, raw: Mapping[str, Any], path: Path) -> bool:
+        """Whether a file is of the tool; `raw` is its mapping, empty for a file whose suffix is not
+        YAML's.
+        """
+        ...
+
+    def to_config(
+        self, raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+    ) -> Translation:
+        """The file in our terms; its `problems` are not raised.
+
+        Args:
+            raw: the mapping, as for `recognizes`.
+            lines: the line of each key.
+            path: of the file.
+            overrides: `key=value` from the command line, in the tool's names or ours.
+
+        Raises:
+            ConfigError: if the file cannot be read.
+        """
+        ...
+
+
+BUILT_IN: dict[str, ConfigReader] = {"llamafactory": llamafactory, "sd_scripts": sd_scripts}
+
+
+def read_foreign_config(
+    raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+) -> Translation | None:
+    """The file in our terms, by the first reader that recognizes it; None if none does.
+
+    Args:
+        raw: its mapping; empty for a file whose suffix is not YAML's.
+        lines: the line of each key.
+        path: of the file.
+        overrides: from the command line.
+
+    Raises:
+        ConfigError: if it cannot be read, or is of a tool whose files are not read.
+    """
+    for reader in chain(BUILT_IN.values(), _installed()):
+        if reader.recognizes(raw, path):
+            return reader.to_config(raw, lines, path, overrides)
+    refuse_other_tools(raw, lines, str(path))
+    return None
+
+
+def _installed() -> Iterator[ConfigReader]:
+    """The readers of other packages, each loaded when those before it have not recognized the
+    file.
+    """
+    for point in entry_points(group=ENTRY_POINTS):
+        reader: ConfigReader = point.load()
+        yield reader
