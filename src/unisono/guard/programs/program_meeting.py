@@ -25,6 +25,7 @@ from unisono.guard.programs.program_request import RunRequest, RunShape, read_sh
 from unisono.guard.rendezvous.head_address import is_this_machine
 from unisono.guard.rendezvous.party import ChannelFacts, Token, make_token, read_token, watch_lifeline
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, find_head, placed_by_slurm, token_of_step
+from unisono.jobs.launchers.launchers import find_launcher
 from unisono.jobs.runs.node_report import reported_device
 
 _MOST_BYTES = 64 << 20
@@ -60,7 +61,8 @@ def find_shape(
         is_local=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
-    refuse_lone_node(request.launcher, request.nodes, shape.topology)
+    if find_launcher(request.launcher).expects_nodes:
+        refuse_lone_node(request.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.base.errors import Problem, UsageError
-from unisono.base.text import nearest
 from unisono.guard.integrations.inside import injected, why_unguardable
 from unisono.guard.places.topology import (
     DEFAULT_PORT,
@@ -24,6 +23,7 @@ from unisono.guard.places.topology import (
 )
 from unisono.guard.programs.launcher_facts import Command, Job, Setting, read_job
 from unisono.guard.programs.program_end import GRACE_S
+from unisono.jobs.launchers.launchers import find_launcher
 
 _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
 
@@ -225,40 +225,15 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
 
 
 def refuse_launcher(request: RunRequest) -> None:
-    """Refuses launchers that `run` does not have: under Ray and Slurm each node runs its own
-    `unisono run`.
+    """Refuses launchers that `run` does not have: under Ray, Slurm and the like each node runs its
+    own `unisono run`.
 
     Raises:
         UsageError: if `--launcher` is unknown, not supported, or contradicts the other options.
     """
-    launcher, program = request.launcher, shlex.join(request.words)
-    if launcher in (None, "nodes"):
-        return
-    if launcher == "local":
-        if request.hosts is not None or request.nodes not in (None, "1"):
-            raise UsageError.of(
-                "--launcher local runs on one node, but several are requested",
-                where="command line",
-                fix="omit --launcher",
-            )
-        return
-    if launcher == "slurm":
-        fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
-    elif launcher == "ray":
-        fix = (
-            "--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono"
-            f" run -- {program}"
-        )
-    else:
-        near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
-        fix = f"did you mean `{near}`?" if near else "choose local or nodes, or omit it"
-        raise UsageError.of(f"unknown launcher {launcher}", where="--launcher", fix=fix)
-    raise UsageError.of(
-        f"run does not submit to {launcher.capitalize()} by itself, unlike train",
-        where="--launcher",
-        why="an existing program is started on each node as it is",
-        fix=fix,
-    )
+    launcher = find_launcher(request.launcher, otherwise="choose local or nodes, or omit it")
+    several = request.hosts is not None or request.nodes not in (None, "1")
+    launcher.check_program(shlex.join(request.words), several=several)
 
 
 def _refuse_other_hosts(
