@@ -23,6 +23,7 @@ from tests.session_server import cache_with_kernels
 from unisono.front.api.calls import Keys, TrainOptions
 from unisono.front.api.front import Stream
 from unisono.front.cli.train import train as train_command
+from unisono.jobs.launchers.launchers import LAUNCHERS
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import RunConfig
 
@@ -247,7 +248,8 @@ def test_options_are_those_of_the_command(place: Place) -> None:
     assert {name.removesuffix("_s") for name in ours} == typed - torchruns - {
         "config", "overrides", "dry_run", "rehearse", "no_first_checkpoint", "no_read_back", "reason"
     }  # fmt: skip
-    assert ours <= {*TrainRequest.__dataclass_fields__}
+    of_launchers = {name for launcher in LAUNCHERS.values() for name in launcher.option_names()}
+    assert ours <= {*TrainRequest.__dataclass_fields__} | of_launchers
     with pytest.raises(TypeError, match="'nprocs' is not an option"):
         unisono.stream(place.config("x"), nprocs=2)  # type: ignore[call-arg]
     assert {*Keys.__annotations__} == {*RunConfig.model_fields}

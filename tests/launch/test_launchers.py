@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import UsageError
-from unisono.jobs.launchers.launchers import refuse_contradictions
+from unisono.jobs.launchers.launchers import prepare_launcher
 from unisono.jobs.runs.train_request import TrainRequest
 
 
@@ -16,7 +16,9 @@ from unisono.jobs.runs.train_request import TrainRequest
     ("options", "words"),
     [
         ({"launcher": "rai"}, "unknown launcher rai"),
-        ({"ray_address": "a:6379"}, "--ray-address requires --launcher ray"),
+        ({"launcher_options": {"ray_address": "a:6379"}}, "--ray-address requires --launcher ray"),
+        ({"launcher": "ray", "launcher_options": {"time": "1"}}, "--time requires --launcher slurm"),
+        ({"launcher": "ray", "launcher_options": {"queue": "x"}}, "the launcher has no option queue"),
         (
             {"launcher": "ray", "hosts": "a,b", "head": "a"},
             "starts the nodes itself, without --head, --hosts",
@@ -27,12 +29,12 @@ from unisono.jobs.runs.train_request import TrainRequest
 )
 def test_options_of_a_different_launcher_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        refuse_contradictions(TrainRequest(Path("c.yaml"), **options))
+        prepare_launcher(TrainRequest(Path("c.yaml"), **options))
 
 
 def test_the_nearest_launcher_is_offered() -> None:
     with pytest.raises(UsageError) as refused:
-        refuse_contradictions(TrainRequest(Path("c.yaml"), launcher="rays"))
+        prepare_launcher(TrainRequest(Path("c.yaml"), launcher="rays"))
     assert refused.value.problems[0].fix == "did you mean `ray`?"
 
 

@@ -22,6 +22,7 @@ from tests.ports import free_port
 from tests.sshd import as_program, ssh_server
 from unisono.base.errors import UsageError
 from unisono.guard.programs.program_request import RunRequest, refuse_launcher
+from unisono.jobs.launchers.launchers import find_launcher
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 150.0
@@ -155,9 +156,8 @@ def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
     ],
 )
 def test_a_launcher_that_does_not_start_programs_reports_what_to_type(name: str, printed: str) -> None:
-    asked = RunRequest(("torchrun", "my train.py"), launcher=name, nodes="2")
     with pytest.raises(UsageError) as caught:
-        refuse_launcher(asked)
+        refuse_launcher(RunRequest(("torchrun", "my train.py"), launcher=find_launcher(name), nodes="2"))
     assert printed in "\n".join(caught.value.lines())
-    refuse_launcher(RunRequest(("true",), launcher="nodes", nodes="2"))
-    refuse_launcher(RunRequest(("true",), launcher="local"))
+    refuse_launcher(RunRequest(("true",), launcher=find_launcher("nodes"), nodes="2"))
+    refuse_launcher(RunRequest(("true",), launcher=find_launcher("local")))

@@ -74,10 +74,16 @@ def test_the_secret_is_the_steps_and_the_users_own(tmp_path: Path) -> None:
     assert token_of_step(Environment(settings_dir=tmp_path)) is None
 
 
-def asked(folder: Path, **request: Any) -> JobRequest:
+def asked(
+    folder: Path, *, partition: str | None = None, time: str | None = None, **request: Any
+) -> JobRequest:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "d"}, "output_dir": str(folder)})
     return job_request(
-        TrainRequest(Path("c.yaml"), launcher="slurm", **request), config, gpus=bool(request.get("devices"))
+        TrainRequest(Path("c.yaml"), launcher="slurm", **request),
+        config,
+        partition=partition,
+        time_limit=time,
+        gpus=bool(request.get("devices")),
     )
 
 

@@ -49,10 +49,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(request: dict[str, Any], show: Any) -> int:
-    from unisono.jobs.launchers.launchers import run_launcher
+    from unisono.jobs.launchers.launchers import run_launcher, with_launcher_options
     from unisono.jobs.runs.train_request import TrainRequest
 
-    config, options = Path(request["config"]), request["options"]
+    config, options = Path(request["config"]), with_launcher_options(request["options"])
     options["allow"] = tuple(options.get("allow") or ())
     training = TrainRequest(config, tuple(request["overrides"]), **options)
     return int(run_launcher(training, show)["exit_code"])
@@ -61,13 +61,21 @@ def _train(request: dict[str, Any], show: Any) -> int:
 def _doctor(request: dict[str, Any], show: Any) -> int:
     from unisono.front.checks.check import DoctorRequest
     from unisono.front.checks.cluster_doctor import examine_with_launcher
+    from unisono.jobs.launchers.launchers import with_launcher_options
 
-    config = Path(request["config"]) if request["config"] else None
-    strict = request["options"].pop("strict", False)
+    config = request["config"]
+    options = with_launcher_options(request["options"])
+    strict = options.pop("strict", False)
     try:
         with Interrupts():
             found = examine_with_launcher(
-                DoctorRequest(config, tuple(request["overrides"]), show=show, **request["options"])
+                DoctorRequest(
+                    Path(config or ""),
+                    tuple(request["overrides"]),
+                    has_config=bool(config),
+                    show=show,
+                    **options,
+                )
             )
     except Stopped as stopped:
         show({"kind": "stopped", "exit_code": exit_code_of(stopped.number)})

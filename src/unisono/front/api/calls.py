@@ -140,6 +140,7 @@ class JobOptions(TypedDict, total=False):
     ray_address: str
     partition: str
     time: str
+    launcher_options: Mapping[str, str]
     debug_comm: bool
 
 
@@ -161,10 +162,11 @@ class TrainOptions(JobOptions, total=False):
         hosts: nodes to start over SSH, `a,b`; the config must be a file that they have, too.
         token_file: file with the job's token; default: UNISONO_TOKEN.
         join_timeout_s: how long nodes wait for each other, in seconds.
-        launcher: local, nodes, ray or slurm.
+        launcher: local, nodes, ray or slurm; or that of another package.
         ray_address: Ray cluster.
         partition: Slurm partition.
         time: time limit of a Slurm job, e.g. `8:00:00`.
+        launcher_options: options of a launcher of another package.
         debug_comm: enable verbose communication logs.
     """
 

@@ -4,7 +4,7 @@ report to which agreement's rules apply.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from unisono.guard.facts import Environment, Machine, Probes, read_environment, 
 from unisono.guard.facts.storage import probe_storage
 from unisono.guard.rendezvous.party import ChannelFacts
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand
-from unisono.guard.supervise.child_process import Programs
 from unisono.jobs.runs.node_report import make_node_report
 from unisono.jobs.runs.planning import LocalNode, look_around
 from unisono.jobs.runs.train_request import TrainRequest, load_requested
@@ -26,101 +25,48 @@ from unisono.trainer.config import LoadedConfig, build_config
 Show = Callable[[Message], None]
 
 
-class _DoctorTraining(TrainRequest):
-    """A training request for doctor; its command line, which fixes quote, is a doctor command."""
+@dataclass(frozen=True)
+class DoctorRequest(TrainRequest):
+    """Request of one `unisono doctor`: that of the training which it checks, and what only doctor
+    does.
+
+    Attributes:
+        has_config: whether there is a config; else only the machine is checked.
+        trust_code: the file of the user's own objective is read, not executed.
+        debug_comm: whether the libraries' logs of the collective of `ladder` are kept.
+        ladder: whether a real collective runs, and if it fails, runs again with one setting after
+            the other.
+        end_orphans: whether orphaned ranks of earlier runs are killed.
+        show: receives progress: data preparation, waiting for nodes.
+    """
+
+    config_path: Path = Path()
+    has_config: bool = False
+    trust_code: bool = True
+    ladder: bool = False
+    end_orphans: bool = False
+    show: Show = lambda _message: None
 
     @property
     def command(self) -> str:
         """The doctor command line, ready to paste."""
-        return (
-            super()
-            .command.replace("unisono train .", "unisono doctor")
-            .replace("unisono train", "unisono doctor")
-        )
-
-
-@dataclass(frozen=True)
-class DoctorRequest:
-    """Request of one `unisono doctor`.
-
-    Attributes:
-        config_path: the YAML file; None: only the machine is checked.
-        overrides: `key.sub=value`, applied to the config.
-        devices: `--devices` as typed.
-        nodes: number of nodes, or MIN:MAX.
-        head: address of node 0.
-        hosts: `--hosts` as typed: this machine, and those on which it starts doctor over SSH.
-        join_timeout_s: how long the nodes wait for each other.
-        ladder: whether a real collective runs, and if it fails, runs again with one setting after
-            the other.
-        debug_comm: whether the libraries' logs of that collective are kept.
-        end_orphans: whether orphaned ranks of earlier runs are killed.
-        launcher: `--launcher` as typed.
-        time: limit of the Slurm step.
-        show: receives progress: data preparation, waiting for nodes.
-    """
-
-    config_path: Path | None = None
-    overrides: tuple[str, ...] = ()
-    nproc: int | None = None
-    devices: str | None = None
-    nodes: str | None = None
-    node_rank: int | None = None
-    head: str | None = None
-    hosts: str | None = None
-    token_file: str | None = None
-    join_timeout_s: float = 300.0
-    ladder: bool = False
-    debug_comm: bool = False
-    end_orphans: bool = False
-    launcher: str | None = None
-    ray_address: str | None = None
-    partition: str | None = None
-    time: str | None = None
-    programs: Programs = field(default_factory=Programs)
-    probes: Probes = field(default_factory=Probes)
-    show: Show = lambda _message: None
-
-    @property
-    def training(self) -> TrainRequest:
-        """The training request that doctor checks; its config path is empty if none was given."""
-        return _DoctorTraining(
-            self.config_path or Path(),
-            self.overrides,
-            nproc=self.nproc,
-            devices=self.devices,
-            nodes=self.nodes,
-            node_rank=self.node_rank,
-            head=self.head,
-            hosts=self.hosts,
-            token_file=self.token_file,
-            join_timeout_s=self.join_timeout_s,
-            programs=self.programs,
-            probes=self.probes,
-            launcher=self.launcher,
-            ray_address=self.ray_address,
-            partition=self.partition,
-            time=self.time,
-            trust_code=True,  # it is read, not executed
+        training = super().command
+        return training.replace("unisono train .", "unisono doctor").replace(
+            "unisono train", "unisono doctor"
         )
 
     @property
     def remote(self) -> RemoteCommand:
         """The same doctor command on a different node."""
-        return RemoteCommand(*self.command_words(None if self.config_path is None else str(self.config_path)))
+        config = (str(self.config_path),) if self.has_config else ()
+        return RemoteCommand(("doctor", *config, *self.overrides), self.node_options)
 
-    def command_words(
-        self, config: str | None, *, resolved: bool = False
-    ) -> tuple[tuple[str, ...], dict[str, object]]:
-        """The same doctor command for a different node: words of `unisono`, and options by name;
-        options of None are omitted.
-
-        Args:
-            config: path of the config on that node; None: no config.
-            resolved: whether the config already contains the overrides.
+    @property
+    def node_options(self) -> dict[str, object]:
+        """The options of the same command on a different node, by name; those of None are
+        omitted.
         """
-        words = ("doctor", *(() if config is None else (config,)), *(() if resolved else self.overrides))
-        return words, {
+        return {
             "--join-timeout": f"{self.join_timeout_s:g}",
             "--nproc": self.nproc,
             "--devices": self.devices,
@@ -290,10 +236,9 @@ def read_local_run(request: DoctorRequest, environment: Environment) -> LocalRun
         ConfigError: with every problem of the config.
         UsageError: if the options contradict each other or the machine.
     """
-    given = request.config_path is not None
     loaded = read_config(request)
     machine = read_machine(request.probes.devices)
-    return LocalRun(loaded, given, look_around(request.training, loaded, machine, environment))
+    return LocalRun(loaded, request.has_config, look_around(request, loaded, machine, environment))
 
 
 def read_config(request: DoctorRequest) -> LoadedConfig:
@@ -302,7 +247,7 @@ def read_config(request: DoctorRequest) -> LoadedConfig:
     Raises:
         ConfigError: with every problem of the config.
     """
-    return load_requested(request.training) if request.config_path is not None else _default_config()
+    return load_requested(request) if request.has_config else _default_config()
 
 
 def read_surroundings(request: DoctorRequest, local_run: LocalRun | None = None) -> Surroundings:

@@ -202,7 +202,7 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     try:
         decide_start(run, loaded.config, resume=False, fresh=False, origins=loaded.origins)
     except UnisonoError as error:
-        if with_overwriting(facts.request.training).fresh:
+        if with_overwriting(facts.request).fresh:
             return [
                 found(START, "pass", f"overwrite_output_dir: {run.root} is renamed, and a new run starts")
             ]
@@ -223,7 +223,7 @@ def _problem_finding(check: Check, problem: Problem, *, status: Status = "fail")
 
 def _prepare_run(facts: Surroundings, loaded: LoadedConfig) -> _PreparedRun:
     """Data, model and plan as at a start; `config.start` checks the decision on an earlier run."""
-    request = facts.request.training
+    request = facts.request
     try:
         prepared = prepare(request, loaded, facts.environment, ledger=False, show=facts.request.show)
         run = RunDir(Path(loaded.config.output_dir))

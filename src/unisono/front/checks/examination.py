@@ -113,12 +113,12 @@ def examine(request: DoctorRequest) -> Examination:
         local_run = read_local_run(request, environment)
         topology, host = local_run.local_node.topology, local_run.local_node.machine.host
         party = (
-            party_of(request.training, topology, host=host, token=token, show=request.show)
+            party_of(request, topology, host=host, token=token, show=request.show)
             if topology.nodes > 1
             else None
         )
     except UnisonoError as error:
-        report_early_refusal(request.training, environment, error, token=token, show=request.show)
+        report_early_refusal(request, environment, error, token=token, show=request.show)
         raise
     own = redacted(run_checks(read_surroundings(request, local_run)))
     if party is None:

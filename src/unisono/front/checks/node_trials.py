@@ -380,7 +380,7 @@ def compare_nodes(
     Raises:
         Disagreed: with the verdict that all nodes receive.
     """
-    make = _report_maker(request.training, local_run)
+    make = _report_maker(request, local_run)
     if party.topology.is_head:
         return _as_head(request, party, make, local_run, own)
     return _as_node(request, party, make, own)

@@ -53,7 +53,6 @@ complete -c unisono -f -a '(__unisono_words)'
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _VALUES = {
-    "--launcher": ("local", "nodes", "ray", "slurm"),
     "--format": ("gguf", "diffusers", "kohya"),
     "--quantize": ("f16", "bf16", "f32", "q8_0", "q4_k_m", "q5_k_m", "q6_k"),
     "--nproc-per-node": ("auto", "gpu"),
@@ -152,6 +151,10 @@ def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
 
 def _values(option: str, param: Any, current: str) -> list[Word]:
     """Values of an option."""
+    if option == "--launcher":
+        from unisono.jobs.launchers.launchers import launcher_names
+
+        return _starting([(name, "") for name in launcher_names()], current)
     if option in _VALUES:
         return _starting([(value, "") for value in _VALUES[option]], current)
     takes_path = any(word in (param.metavar or "") for word in _PATHS) or option == "--out"

@@ -13,28 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unisono.front.cli.app import (
-    Devices,
-    Head,
-    Hosts,
-    JoinTimeout,
-    Launcher,
-    MasterAddr,
-    MasterPort,
-    Nnodes,
-    NodeRank,
-    NodesOrLeast,
-    Nproc,
-    NprocPerNode,
-    Overrides,
-    Partition,
-    RayAddress,
-    RdzvEndpoint,
-    TimeLimit,
-    TokenFile,
-    read_torchrun,
-    refuse_unwritable,
-)
+from unisono.front.cli.app import Overrides, refuse_unwritable
+from unisono.front.cli.job_options import JobOptions, LauncherOptions, with_groups
 from unisono.front.cli.output import output, shown, terminal_width
 
 if TYPE_CHECKING:
@@ -42,28 +22,15 @@ if TYPE_CHECKING:
     from unisono.front.drill.drills import Drill, DrillResult
 
 
+@with_groups
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="Also check the needs of this run.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    nproc: Nproc = None,
-    devices: Devices = None,
-    nodes: NodesOrLeast = None,
-    node_rank: NodeRank = None,
-    head: Head = None,
-    hosts: Hosts = None,
-    nnodes: Nnodes = None,
-    nproc_per_node: NprocPerNode = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    rdzv_endpoint: RdzvEndpoint = None,
-    token_file: TokenFile = None,
-    join_timeout: JoinTimeout = 300.0,
-    launcher: Launcher = None,
-    ray_address: RayAddress = None,
-    partition: Partition = None,
-    time_limit: TimeLimit = None,
+    *,
+    job: JobOptions,
+    launcher_options: LauncherOptions,
     ladder: Annotated[
         bool,
         typer.Option("--ladder", help="Try a real collective; if it fails, find a setting that works."),
@@ -96,27 +63,15 @@ def doctor(
         refuse_unwritable(report, f"--report {report}", replaces=True)
     printer = output()
     screen = Screen(printer)
-    nproc, nodes, head = read_torchrun(
-        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
-    )
     request = DoctorRequest(
-        config,
+        config or Path(),
         tuple(overrides or ()),
-        nproc=nproc,
-        devices=devices,
-        nodes=nodes,
-        node_rank=node_rank,
-        head=head,
-        hosts=hosts,
-        token_file=token_file,
-        join_timeout_s=join_timeout,
+        has_config=config is not None,
+        **job.request_fields(),
+        launcher_options=launcher_options.given,
         ladder=ladder,
         debug_comm=debug_comm,
         end_orphans=end_orphans,
-        launcher=launcher,
-        ray_address=ray_address,
-        partition=partition,
-        time=time_limit,
         show=screen.show,
     )
     try:

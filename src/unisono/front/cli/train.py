@@ -3,55 +3,42 @@ supervised like a run of `unisono train`.
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unisono.front.cli.app import (
-    DebugComm,
-    Devices,
-    Head,
-    Hosts,
-    JoinTimeout,
-    Launcher,
-    MasterAddr,
-    MasterPort,
-    Nnodes,
-    NodeRank,
-    NodesOrLeast,
-    Nproc,
-    NprocPerNode,
-    Overrides,
-    Partition,
-    RayAddress,
-    RdzvEndpoint,
-    TimeLimit,
-    TokenFile,
-    read_torchrun,
+from unisono.front.cli.app import DebugComm, Overrides
+from unisono.front.cli.job_options import (
+    JobOptions,
+    LauncherOptions,
+    OptionGroup,
+    ProgramJobOptions,
+    with_groups,
 )
 from unisono.front.cli.output import output, until_unread
+from unisono.jobs.launchers.launchers import find_launcher
 
 if TYPE_CHECKING:
     from unisono.base.causes import Verdict
     from unisono.jobs.runs.train_request import TrainRequest
 
 
-def train(
-    config: Annotated[
-        Path, typer.Argument(help="A YAML file; `unisono init` writes one.", show_default=False)
-    ],
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class StartOptions(OptionGroup):
+    """What a start does with an earlier run, and whom it trusts: fields of a TrainRequest."""
+
     resume: Annotated[
         bool,
         typer.Option(
             "--resume", help="Resume the run in output_dir, extend a finished one, or start a new one."
         ),
-    ] = False,
+    ] = False
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="Rename an existing output_dir to OUT.old-N, and start from scratch."),
-    ] = False,
+    ] = False
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,31 +46,30 @@ def train(
             help="Resume although this key has changed, e.g. optim.lr or data.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     trust: Annotated[
         bool, typer.Option("--trust", help="Resume from a checkpoint that is not signed with your key.")
-    ] = False,
+    ] = False
     trust_code: Annotated[
         bool,
         typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
-    ] = False,
-    nproc: Nproc = None,
-    devices: Devices = None,
-    nodes: NodesOrLeast = None,
-    node_rank: NodeRank = None,
-    head: Head = None,
-    hosts: Hosts = None,
-    nnodes: Nnodes = None,
-    nproc_per_node: NprocPerNode = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    rdzv_endpoint: RdzvEndpoint = None,
-    token_file: TokenFile = None,
-    join_timeout: JoinTimeout = 300.0,
-    launcher: Launcher = None,
-    ray_address: RayAddress = None,
-    partition: Partition = None,
-    time: TimeLimit = None,
+    ] = False
+
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of a TrainRequest."""
+        return asdict(self) | {"allow": tuple(self.allow or ())}
+
+
+@with_groups
+def train(
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file; `unisono init` writes one.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    *,
+    start: StartOptions,
+    job: JobOptions,
+    launcher_options: LauncherOptions,
     debug_comm: DebugComm = False,
     reason: Annotated[
         list[str] | None,
@@ -127,15 +113,12 @@ def train(
     from unisono.guard.supervise.fork_server import ForkServer
 
     fork_server = None
-    if not (dry_run or rehearse or launcher in ("ray", "slurm")):
+    if not (dry_run or rehearse or find_launcher(job.launcher).places_nodes):
         fork_server = ForkServer(output().warn)  # it ends with this process at the latest
         fork_server.begin()  # before the imports below
     from unisono.guard.supervise.child_process import Programs
     from unisono.jobs.runs.train_request import TrainRequest
 
-    nproc, nodes, head = read_torchrun(
-        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
-    )
     request = TrainRequest(
         config,
         (
@@ -143,24 +126,10 @@ def train(
             *map(_as_override, reason or ()),
             *(["checkpoint.read_back=false"] if no_read_back else []),
         ),
-        resume=resume,
-        fresh=fresh,
-        allow=tuple(allow or ()),
-        trust=trust,
-        trust_code=trust_code,
-        devices=devices,
+        **start.request_fields(),
+        **job.request_fields(),
+        launcher_options=launcher_options.given,
         restarts=restarts,
-        nproc=nproc,
-        nodes=nodes,
-        node_rank=node_rank,
-        head=head,
-        hosts=hosts,
-        token_file=token_file,
-        join_timeout_s=join_timeout,
-        launcher=launcher,
-        ray_address=ray_address,
-        partition=partition,
-        time=time,
         debug_comm=debug_comm,
         rehearse=not no_first_checkpoint,
         programs=Programs(fork_server=fork_server),
@@ -213,17 +182,14 @@ def _show_plan(request: "TrainRequest") -> None:
     from unisono.jobs.runs.run_records import dry_result
 
     printer = output()
-    if request.launcher == "slurm":
-        from unisono.jobs.launchers.slurm_batch_job import script_for
-
-        script = script_for(request)
-        printer.emit({"kind": "script", "text": script}) if printer.json else printer.verbatim(script)
-        return
     screen = Screen(printer)
     try:
         plan = plan_only(request, screen.show)
     finally:
         screen.close()
+    if isinstance(plan, str):
+        printer.emit({"kind": "script", "text": plan}) if printer.json else printer.verbatim(plan)
+        return
     if printer.json:
         printer.emit({"kind": "plan", **plan.to_json()})
         printer.emit({"kind": "result", **dry_result(plan)})
@@ -239,7 +205,8 @@ def _show_plan(request: "TrainRequest") -> None:
 
 def _rehearse(request: "TrainRequest") -> int:
     from unisono.front.cli.screen import Screen
-    from unisono.jobs.runs.session import rehearse, summary
+    from unisono.jobs.launchers.launchers import rehearse
+    from unisono.jobs.runs.session import summary
 
     printer = output()
     screen = Screen(printer)
@@ -255,6 +222,7 @@ def _rehearse(request: "TrainRequest") -> int:
     return done.exit_code
 
 
+@with_groups
 def run(
     command: Annotated[
         list[str],
@@ -264,35 +232,8 @@ def run(
             show_default=False,
         ),
     ],
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=1024, metavar="N", help="Ranks on this node.", show_default=False)
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Devices that the program may use, e.g. 0,1.", show_default=False),
-    ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Number of nodes; run the same command on each.", show_default=False),
-    ] = None,
-    node_rank: NodeRank = None,
-    head: Head = None,
-    hosts: Hosts = None,
-    nnodes: Nnodes = None,
-    nproc_per_node: NprocPerNode = None,
-    master_addr: MasterAddr = None,
-    master_port: MasterPort = None,
-    rdzv_endpoint: RdzvEndpoint = None,
-    token_file: TokenFile = None,
-    join_timeout: JoinTimeout = 300.0,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="local or nodes; ray and slurm only show the command to type.",
-            show_default=False,
-        ),
-    ] = None,
+    *,
+    job: ProgramJobOptions,
     output_dir: Annotated[
         str,
         typer.Option(
@@ -326,28 +267,19 @@ def run(
     from unisono.front.cli.screen import RunOutput
     from unisono.guard.programs.head_program import GuardedRun
     from unisono.guard.programs.program_request import RunRequest
+    from unisono.jobs.launchers.launchers import find_launcher
 
     printer = output()
-    nproc, nodes, head = read_torchrun(
-        nproc, nodes, head, hosts, nnodes, nproc_per_node, master_addr, master_port, rdzv_endpoint
-    )
+    launcher = find_launcher(job.launcher, otherwise="choose local or nodes, or omit it")
     request = RunRequest(
         tuple(command),
-        nproc=nproc,
-        nodes=nodes,
-        node_rank=node_rank,
-        head=head,
-        token_file=token_file,
-        join_timeout_s=join_timeout,
+        **job.request_fields() | {"launcher": launcher},
         output_dir=output_dir,
         uneven=uneven,
         debug_comm=debug_comm,
         json=printer.json,
-        devices=devices,
-        hosts=hosts,
         grace_s=grace,
         idle_limit_s=idle_limit,
-        launcher=launcher,
     )
     show = until_unread(RunOutput(printer).show)
     raise typer.Exit(int(GuardedRun(request, show, _diagnosis).run()["exit_code"]))

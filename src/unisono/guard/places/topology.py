@@ -608,14 +608,14 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
 
 
-def refuse_lone_node(launcher: str | None, nodes: str | None, topology: Topology) -> None:
-    """Checks that `--launcher nodes` has more nodes than this one, unless `--nodes 1` says that it
-    has not.
+def refuse_lone_node(nodes: str | None, topology: Topology) -> None:
+    """Checks that a job of `--launcher nodes` has more nodes than this one, unless `--nodes 1` says
+    that it has not.
 
     Raises:
         UsageError: if nothing says which they are.
     """
-    if launcher == "nodes" and topology.nodes == 1 and nodes is None:
+    if topology.nodes == 1 and nodes is None:
         raise UsageError.of(
             "--launcher nodes is for several nodes, but none are given",
             where="command line",

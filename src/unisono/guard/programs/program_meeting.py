@@ -59,7 +59,8 @@ def find_shape(
         is_local=lambda host: is_this_machine(host, network),
         placed=placed_by_slurm(environment.slurm_step, network),
     )
-    refuse_lone_node(request.launcher, request.nodes, shape.topology)
+    if request.launcher is not None and request.launcher.expects_nodes:
+        refuse_lone_node(request.nodes, shape.topology)
     return replace(shape, topology=find_head(shape.topology, network))
 
 

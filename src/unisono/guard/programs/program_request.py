@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from unisono.base.errors import Problem, UsageError
-from unisono.base.text import nearest
 from unisono.guard.integrations.inside import injected, why_unguardable
 from unisono.guard.places.topology import (
     DEFAULT_PORT,
@@ -26,6 +26,27 @@ from unisono.guard.programs.launcher_facts import Command, Job, Setting, read_jo
 from unisono.guard.programs.program_end import GRACE_S
 
 _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
+
+
+class ProgramLauncher(Protocol):
+    """A launcher, as far as `unisono run` can use it."""
+
+    @property
+    def expects_nodes(self) -> bool:
+        """Whether the job has several nodes."""
+        ...
+
+    def check_program(self, program: str, *, several: bool) -> None:
+        """Checks that `unisono run` can start a program with it.
+
+        Args:
+            program: its command line.
+            several: whether several nodes are requested.
+
+        Raises:
+            UsageError: if it cannot, with the command to type.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +70,7 @@ class RunRequest:
         devices: `--devices`, as typed: visible to the program.
         hosts: `--hosts`, as typed: this machine and those to start over SSH, separated by commas.
         ssh: the SSH command with options; tests use their own port and keys.
-        launcher: `--launcher`: what starts the fronts.
+        launcher: `--launcher`: what starts the fronts; None: not given.
     """
 
     words: tuple[str, ...]
@@ -68,7 +89,7 @@ class RunRequest:
     devices: str | None = None
     hosts: str | None = None
     ssh: tuple[str, ...] = ("ssh",)
-    launcher: str | None = None
+    launcher: ProgramLauncher | None = None
 
     @property
     def from_stdin(self) -> bool:
@@ -225,40 +246,15 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
 
 
 def refuse_launcher(request: RunRequest) -> None:
-    """Refuses launchers that `run` does not have: under Ray and Slurm each node runs its own
-    `unisono run`.
+    """Refuses launchers that `run` does not have: under Ray, Slurm and the like each node runs its
+    own `unisono run`.
 
     Raises:
-        UsageError: if `--launcher` is unknown, not supported, or contradicts the other options.
+        UsageError: if `--launcher` is not supported, or contradicts the other options.
     """
-    launcher, program = request.launcher, shlex.join(request.words)
-    if launcher in (None, "nodes"):
-        return
-    if launcher == "local":
-        if request.hosts is not None or request.nodes not in (None, "1"):
-            raise UsageError.of(
-                "--launcher local runs on one node, but several are requested",
-                where="command line",
-                fix="omit --launcher",
-            )
-        return
-    if launcher == "slurm":
-        fix = f"in a batch script or after salloc: srun --ntasks-per-node=1 unisono run -- {program}"
-    elif launcher == "ray":
-        fix = (
-            "--hosts a,b for its nodes; a program that starts its ranks by Ray itself needs neither: unisono"
-            f" run -- {program}"
-        )
-    else:
-        near = nearest(launcher, ["local", "nodes", "ray", "slurm"])
-        fix = f"did you mean `{near}`?" if near else "choose local or nodes, or omit it"
-        raise UsageError.of(f"unknown launcher {launcher}", where="--launcher", fix=fix)
-    raise UsageError.of(
-        f"run does not submit to {launcher.capitalize()} by itself, unlike train",
-        where="--launcher",
-        why="an existing program is started on each node as it is",
-        fix=fix,
-    )
+    if request.launcher is not None:
+        several = request.hosts is not None or request.nodes not in (None, "1")
+        request.launcher.check_program(shlex.join(request.words), several=several)
 
 
 def _refuse_other_hosts(

@@ -1,98 +1,177 @@
-"""The launchers of a job's fronts (`--launcher`): this front alone (local), the user or SSH
-(nodes), Ray, Slurm.
+"""The table of launchers: this front alone (local), the user or SSH (nodes), Ray, Slurm; and those
+of other packages.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.base.errors import UsageError
-from unisono.base.events import Show
-from unisono.base.text import nearest
-from unisono.jobs.runs.train_request import TrainRequest, with_overwriting
+from unisono.jobs.launchers.launcher import Launcher
+from unisono.jobs.launchers.local_launcher import LocalLauncher
+from unisono.jobs.launchers.nodes_launcher import NodesLauncher
+from unisono.jobs.launchers.ray_launcher import RayLauncher
+from unisono.jobs.launchers.slurm_launcher import SlurmLauncher
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from unisono.base.errors import UsageError
+    from unisono.base.events import Show
+    from unisono.jobs.runs.session import Rehearsal
+    from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.plan import RunPlan
 
+Request = TypeVar("Request", bound="TrainRequest")
 
-LAUNCHERS = ["local", "nodes", "ray", "slurm"]
+LAUNCHERS: dict[str, Launcher] = {
+    launcher.name: launcher for launcher in (LocalLauncher(), NodesLauncher(), RayLauncher(), SlurmLauncher())
+}
 _NODE_OPTIONS = ("node_rank", "head", "hosts", "token_file")
 """Options that describe this node's place; a launcher that starts the fronts itself sets them."""
 
 
-def run_launcher(request: TrainRequest, show: Show) -> dict[str, Any]:
+def launcher_names() -> list[str]:
+    """The launchers of this table and of installed packages, which are not imported."""
+    return [*LAUNCHERS, *sorted(entry.name for entry in _installed() if entry.name not in LAUNCHERS)]
+
+
+def _installed() -> "list[EntryPoint]":
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group="unisono.launchers"))
+
+
+def find_launcher(name: str | None, *, otherwise: str = "") -> Launcher:
+    """The launcher with a name, without options; None: this front, and whoever has the same
+    command.
+
+    Args:
+        otherwise: the fix for an unknown name that is like no other; empty: choose one of the
+            names.
+
+    Raises:
+        UsageError: if there is none, or its package cannot be imported.
+    """
+    if name is None:
+        return Launcher()
+    if name in LAUNCHERS:
+        return LAUNCHERS[name]
+    for entry in _installed():
+        if entry.name == name:
+            return _load(entry)
+    from unisono.base.errors import UsageError
+    from unisono.base.text import nearest
+
+    near = nearest(name, names := launcher_names())
+    raise UsageError.of(
+        f"unknown launcher {name}",
+        where="--launcher",
+        fix=f"did you mean `{near}`?" if near else otherwise or f"choose one of {', '.join(names)}",
+    )
+
+
+def _load(entry: "EntryPoint") -> Launcher:
+    from unisono.base.errors import UsageError
+
+    try:
+        launcher: Launcher = entry.load()()
+    except (ImportError, AttributeError) as error:
+        raise UsageError.of(
+            f"launcher {entry.name} cannot be imported: {error}",
+            where=entry.value,
+            fix="reinstall its package, in a version for this unisono",
+        ) from error
+    return launcher
+
+
+def run_launcher(request: "TrainRequest", show: "Show") -> dict[str, Any]:
     """The object of result.json, after running a job to its end with its launcher.
 
     Raises:
         UnisonoError: if the job is refused before anything starts.
     """
-    refuse_contradictions(request)
-    request = with_overwriting(request)
-    if request.launcher == "ray":
-        from unisono.jobs.launchers.ray_job import train as train_on_ray
+    from unisono.jobs.runs.train_request import with_overwriting
 
-        return train_on_ray(request, show)
-    if request.launcher == "slurm":
-        from unisono.jobs.launchers.slurm_batch_job import train_on_slurm
-
-        return train_on_slurm(request, show)
-    from unisono.jobs.runs.session import train
-
-    return train(request, show)
+    launcher, request = prepare_launcher(request)
+    return launcher.train(with_overwriting(request), show)
 
 
-def plan_only(request: TrainRequest, show: Show) -> "RunPlan":
-    """The plan of a job that is not started, as node 0 would make it; see `session.plan_only`.
+def plan_only(request: "TrainRequest", show: "Show") -> "RunPlan | str":
+    """The plan of a job that is not started, as node 0 would make it, or the script that would be
+    submitted.
 
     Raises:
         UnisonoError: for which the job itself would be refused before its ranks start.
     """
+    from unisono.jobs.runs.train_request import with_overwriting
+
+    launcher, request = prepare_launcher(request)
+    return launcher.plan(with_overwriting(request), show)
+
+
+def rehearse(request: "TrainRequest", show: "Show") -> "Rehearsal":
+    """Rehearses a job on this machine, with any launcher; see `session.rehearse`.
+
+    Raises:
+        UnisonoError: if a stage is refused before anything was started.
+    """
     from unisono.jobs.runs import session
 
-    refuse_contradictions(request)
-    if request.launcher == "ray" and request.nodes not in (None, "1"):
-        request = replace(request, node_rank=0, head="ray")
-    return session.plan_only(with_overwriting(request), show)
+    launcher = find_launcher(request.launcher)
+    request = replace(request, expects_nodes=launcher.expects_nodes)
+    return session.rehearse(request, show, ignored_launcher=launcher.name if launcher.places_nodes else None)
 
 
-def refuse_contradictions(request: TrainRequest) -> None:
-    """Checks `--launcher` and the options that belong to one launcher.
+def prepare_launcher(request: Request) -> tuple[Launcher, Request]:
+    """The launcher of a request, with its options; and the request as this launcher takes it.
 
     Raises:
         UsageError: if the launcher is unknown, or an option belongs to a different launcher.
     """
-    launcher = request.launcher
-    if launcher is not None and launcher not in LAUNCHERS:
-        near = nearest(launcher, LAUNCHERS)
-        raise UsageError.of(
-            f"unknown launcher {launcher}",
-            where="--launcher",
-            fix=f"did you mean `{near}`?" if near else f"choose one of {', '.join(LAUNCHERS)}",
-        )
-    if request.ray_address is not None and launcher != "ray":
-        raise UsageError.of(
-            "--ray-address requires --launcher ray",
+    launcher = find_launcher(request.launcher)
+    for name in request.launcher_options:
+        if name not in launcher.option_names():
+            raise _foreign_option(name, launcher)
+    _refuse_node_options(launcher, request)
+    launcher.check(request)
+    request = replace(request, expects_nodes=launcher.expects_nodes)
+    return replace(launcher, **request.launcher_options), request
+
+
+def _foreign_option(name: str, launcher: Launcher) -> "UsageError":
+    """The error for an option that the launcher does not have."""
+    from unisono.base.errors import UsageError
+
+    owner = next((each.name for each in LAUNCHERS.values() if name in each.option_names()), None)
+    if owner is not None:
+        return UsageError.of(
+            f"--{name.replace('_', '-')} requires --launcher {owner}",
             where="command line",
-            fix="add --launcher ray, or remove it",
+            fix=f"add --launcher {owner}, or remove it",
         )
-    given = [name for name in ("partition", "time") if getattr(request, name) is not None]
-    if given and launcher != "slurm":
+    names = ", ".join(launcher.option_names()) or "none"
+    return UsageError.of(
+        f"the launcher has no option {name}", where="--launcher-option", fix=f"its options: {names}"
+    )
+
+
+def _refuse_node_options(launcher: Launcher, request: "TrainRequest") -> None:
+    """Refuses options about this node's place with a launcher that places the nodes."""
+    from unisono.base.errors import UsageError
+
+    given = [name for name in _NODE_OPTIONS if getattr(request, name) is not None]
+    if launcher.places_nodes and given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError.of(
-            f"--{given[0]} requires --launcher slurm",
+            f"--launcher {launcher.name} finds and starts the nodes itself, without {options}",
             where="command line",
-            fix="add --launcher slurm, or remove it",
+            fix=f"remove {options}",
         )
-    if launcher in ("ray", "slurm"):
-        given = [name for name in _NODE_OPTIONS if getattr(request, name) is not None]
-        if given:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise UsageError.of(
-                f"--launcher {launcher} finds and starts the nodes itself, without {options}",
-                where="command line",
-                fix=f"remove {options}",
-            )
-    if launcher == "local" and (request.hosts is not None or request.nodes not in (None, "1")):
-        raise UsageError.of(
-            "--launcher local runs on one node, but several are requested",
-            where="command line",
-            fix="remove --launcher, or use --launcher nodes, ray or slurm",
-        )
+
+
+def with_launcher_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request, in which the options of launchers stand by their names."""
+    names = {name for launcher in LAUNCHERS.values() for name in launcher.option_names()}
+    options = {name: value for name, value in fields.items() if name in names}
+    others = {name: value for name, value in fields.items() if name not in names}
+    return {**others, "launcher_options": {**options, **others.get("launcher_options", {})}}

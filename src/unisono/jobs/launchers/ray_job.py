@@ -21,11 +21,12 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import RunResult, read_result, set_verdict, write_result
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.guard.supervise.task_process import TaskProcess, refusal
+from unisono.guard.supervise.task_process import TaskProcess, refusal, run_task
+from unisono.jobs.launchers.launcher import NodeOutput, NodesCommand
 from unisono.jobs.launchers.ray_node_fronts import RayHead, ray_head_lost
 from unisono.jobs.runs.preparation import Claim, claim
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
-from unisono.jobs.runs.train_request import TrainRequest, load_requested, show_notes
+from unisono.jobs.runs.train_request import TrainRequest, config_yaml, load_requested, show_notes
 from unisono.trainer.config import LoadedConfig
 
 DRIVER = Programs(task=(sys.executable, "-m", "unisono.jobs.launchers.ray_driver"))
@@ -34,8 +35,11 @@ _HEAD_EXIT_S = 3.0
 """The cluster's head may end slightly later than the processes connected to it."""
 
 
-def train(request: TrainRequest, show: Show) -> dict[str, Any]:
+def train(request: TrainRequest, show: Show, *, ray_address: str | None) -> dict[str, Any]:
     """The object of result.json, after running a job on a Ray cluster to its end.
+
+    Args:
+        ray_address: as typed.
 
     Raises:
         UnisonoError: if it is refused before anything starts.
@@ -44,7 +48,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
     environment = read_environment()
     loaded = load_requested(request)
     show_notes(loaded, show)
-    body = _driver_request(request, loaded, environment)
+    body = _driver_request(request, loaded, environment, ray_address)
     with Interrupts() as interrupts:
         try:
             result = _Session(request, loaded, show, interrupts, body, began).run()
@@ -229,12 +233,52 @@ def ray_topology(request: TrainRequest, environment: Environment) -> Topology:
     )
 
 
-def cluster_address(request: TrainRequest, environment: Environment) -> str:
+def run_by_actors(command: NodesCommand, *, ray_address: str | None) -> NodeOutput:
+    """Runs a command on the nodes of a Ray cluster.
+
+    Args:
+        ray_address: as typed.
+
+    Raises:
+        UsageError: if an option does not apply to Ray, or there is no such cluster.
+        UnfitError: if it cannot provide the nodes, or one is lost.
+    """
+    environment, request, given = read_environment(), command.request, command.config_path is not None
+    shape = ray_topology(request, environment)
+    by = f"unisono {command.name}, by --launcher ray"
+    body = {
+        "job": secrets.token_hex(8),
+        "address": _cluster_address(ray_address, environment),
+        "config": config_yaml(command.loaded.config, command=by) if given else None,
+        "device": command.loaded.config.device,
+        # Null stands for each node's config, which contains the overrides.
+        "words": ["--json", command.name, *([None] if given else []), *command.options],
+        "nodes": shape.nodes,
+        "least": shape.enough,
+        "nproc": shape.nproc,
+        "join_timeout_s": request.join_timeout_s,
+        "variables": forwarded_variables(environment.variables),
+    }
+    looked = run_task("look", body, on_message=command.show, programs=DRIVER)
+    hosts = ", ".join(looked["hosts"])
+    return NodeOutput(
+        lines=looked["lines"],
+        code=int(looked["code"]),
+        host=f"Ray's {hosts}",
+        where=f"{looked['hosts'][0]}, exit code {looked['code']}",
+        tail=looked["said"],
+        fix="`ray status` shows the state of that node; or run there: unisono doctor",
+    )
+
+
+def _cluster_address(ray_address: str | None, environment: Environment) -> str:
     """The address of the cluster; `auto`: the cluster of this machine."""
-    return request.ray_address or environment.ray_address or "auto"
+    return ray_address or environment.ray_address or "auto"
 
 
-def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: Environment) -> dict[str, Any]:
+def _driver_request(
+    request: TrainRequest, loaded: LoadedConfig, environment: Environment, ray_address: str | None
+) -> dict[str, Any]:
     """The request for the driver's process.
 
     Raises:
@@ -255,7 +299,7 @@ def _driver_request(request: TrainRequest, loaded: LoadedConfig, environment: En
     }
     return {
         "job": secrets.token_hex(8),
-        "address": cluster_address(request, environment),
+        "address": _cluster_address(ray_address, environment),
         "config": loaded.config.model_dump(mode="json", by_alias=True),
         "options": options,
         "nodes": shape.nodes,

@@ -43,6 +43,7 @@ from unisono.jobs.launchers.slurm_job_request import (
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.jobs.runs.start_decision import decide_start, set_aside
 from unisono.jobs.runs.train_request import TrainRequest, load_requested
+from unisono.trainer.config import LoadedConfig
 from unisono.trainer.config.yaml_file import read_config_text
 
 _SUBMIT_S = 60.0
@@ -284,7 +285,9 @@ them.
 """
 
 
-def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
+def train_on_slurm(
+    request: TrainRequest, show: Show, *, partition: str | None, time_limit: str | None
+) -> dict[str, Any]:
     """The object of result.json, after submitting the job of a request and following it to its end.
 
     Raises:
@@ -293,7 +296,7 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     began = time.monotonic()
     take_token()  # the job makes its own; sbatch would store this one with the job
     loaded, known = load_requested(request), partitions()
-    spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
+    spec = _job_request(request, loaded, partition, time_limit)
     config = read_config_text(request.config_path)
 
     def check() -> None:
@@ -342,16 +345,23 @@ def train_on_slurm(request: TrainRequest, show: Show) -> dict[str, Any]:
     return result
 
 
-def script_for(request: TrainRequest) -> str:
+def script_for(request: TrainRequest, *, partition: str | None, time_limit: str | None) -> str:
     """The script that would be submitted; nothing is submitted.
 
     Raises:
         UnisonoError: if the job would be refused before submission.
     """
     loaded, known = load_requested(request), partitions()
-    spec = job_request(request, loaded.config, gpus=has_gpus(checked_partitions(request)))
+    spec = _job_request(request, loaded, partition, time_limit)
     refuse_impossible(spec, known)
     return batch_script(spec, read_config_text(request.config_path))
+
+
+def _job_request(
+    request: TrainRequest, loaded: LoadedConfig, partition: str | None, time_limit: str | None
+) -> JobRequest:
+    gpus = has_gpus(checked_partitions(partition, time_limit))
+    return job_request(request, loaded.config, partition=partition, time_limit=time_limit, gpus=gpus)
 
 
 def _renamed(run: RunDir) -> Path:

@@ -4,7 +4,6 @@ job's state, wait and nodes.
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from unisono.base.errors import Problem, UnfitError, UsageError
 from unisono.guard.facts.slurm import (
@@ -24,23 +23,35 @@ _NO_CLUSTER = re.compile(r"configuration source|DNS SRV lookup|unable to status 
 _SHOWN = 8
 
 
-class NodesRequest(Protocol):
-    """The part of a job request that can be checked before submission."""
+@dataclass(frozen=True)
+class NodesRequest:
+    """The nodes of a job or a step.
+
+    Attributes:
+        least_nodes: the smallest sufficient number of nodes.
+        nodes: the largest number of nodes.
+        nproc: ranks on each node; None: one for each device.
+        gpus: accelerators requested on each node; 0: none.
+        partition: as typed; None: the cluster's default.
+        time: the time limit as typed; None: the partition's own limit.
+    """
+
+    least_nodes: int
+    nodes: int
+    nproc: int | None
+    gpus: int
+    partition: str | None
+    time: str | None
 
     @property
-    def least_nodes(self) -> int:
-        """The smallest sufficient number of nodes."""
-        ...
+    def number(self) -> str:
+        """The number of nodes as Slurm takes it: `2`, or `2-4`."""
+        return str(self.nodes) if self.least_nodes == self.nodes else f"{self.least_nodes}-{self.nodes}"
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """The requested partitions."""
-        ...
-
-    @property
-    def time(self) -> str | None:
-        """The time limit as given; None: the partition's own limit."""
-        ...
+        return tuple(self.partition.split(",")) if self.partition else ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from unisono.base.text import one_line, parse_seconds
 from unisono.guard.facts.slurm import seconds_of
 from unisono.guard.places.topology import positive
 from unisono.guard.rundir import RunDir
-from unisono.guard.supervise.child_process import option_args
+from unisono.jobs.launchers.launcher import front_command
+from unisono.jobs.launchers.slurm_controller import NodesRequest
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import RunConfig
 
@@ -30,17 +31,11 @@ _EARLY_S = 30  # Slurm checks limits every 30 s and may signal that much earlier
 
 
 @dataclass(frozen=True)
-class JobRequest:
+class JobRequest(NodesRequest):
     """One batch job.
 
     Attributes:
         folder: the working directory; paths of the config are relative to it.
-        least_nodes: the smallest sufficient number of nodes.
-        nodes: the largest number of nodes.
-        nproc: ranks on each node; None: one for each device.
-        gpus: accelerators requested on each node; 0: none.
-        partition: as given; None: the cluster's default.
-        time: the time limit as given; None: the partition's own limit.
         signal_s: seconds before the end of the job at which Slurm signals it.
         words: the command of each node, without `--launcher` and related options.
         typed: the user's command, for messages.
@@ -49,28 +44,20 @@ class JobRequest:
     name: str
     run: RunDir
     folder: Path
-    least_nodes: int
-    nodes: int
-    nproc: int | None
-    gpus: int
-    partition: str | None
-    time: str | None
     signal_s: int
     words: tuple[str, ...]
     typed: str
 
-    @property
-    def partitions(self) -> tuple[str, ...]:
-        """The requested partitions."""
-        return tuple(self.partition.split(",")) if self.partition else ()
 
-
-def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobRequest:
+def job_request(
+    request: TrainRequest, config: RunConfig, *, partition: str | None, time_limit: str | None, gpus: bool
+) -> JobRequest:
     """The batch job of a request.
 
     Args:
-        request: with `--launcher slurm`.
         config: with absolute paths.
+        partition: as typed.
+        time_limit: as typed.
         gpus: whether the cluster allocates accelerators.
 
     Raises:
@@ -78,12 +65,12 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
     """
     least, nodes = nodes_of(request.nodes)
     run = RunDir(Path(config.output_dir))
-    checked_partitions(request)
+    checked_partitions(partition, time_limit)
     signal_s = math.ceil(parse_seconds(config.grace)) + _SIGNAL_MARGIN_S
-    limit_s = seconds_of(request.time or "")
+    limit_s = seconds_of(time_limit or "")
     if limit_s is not None and limit_s < signal_s + _EARLY_S:
         raise UsageError.of(
-            f"--time {request.time} ends before anything could be trained",
+            f"--time {time_limit} ends before anything could be trained",
             where="command line",
             why=(
                 f"the run starts to save {signal_s} s before the end, and Slurm may signal {_EARLY_S} s"
@@ -103,25 +90,25 @@ def job_request(request: TrainRequest, config: RunConfig, *, gpus: bool) -> JobR
         nodes=nodes,
         nproc=request.nproc,
         gpus=gpus_of(request.nproc, config) if gpus else 0,
-        partition=request.partition,
-        time=request.time,
+        partition=partition,
+        time=time_limit,
         signal_s=signal_s,
-        words=_node_command(request),
+        words=front_command(request, _CONFIG),
         typed=request.command,
     )
 
 
-def checked_partitions(request: TrainRequest) -> tuple[str, ...]:
+def checked_partitions(partition: str | None, time_limit: str | None) -> tuple[str, ...]:
     """The requested partitions, checked together with the time limit: they become words of Slurm's
     commands.
 
     Raises:
         UsageError: if one has characters that Slurm does not use.
     """
-    for name, value in (("--partition", request.partition), ("--time", request.time)):
+    for name, value in (("--partition", partition), ("--time", time_limit)):
         for word in value.split(",") if value is not None else ():
             _check(word, name)
-    return tuple(request.partition.split(",")) if request.partition else ()
+    return tuple(partition.split(",")) if partition else ()
 
 
 def nodes_of(text: str | None) -> tuple[int, int]:
@@ -173,32 +160,6 @@ def gpus_of(nproc: int | None, config: RunConfig) -> int:
     return nproc
 
 
-def _node_command(request: TrainRequest) -> tuple[str, ...]:
-    """The command of each node. It lacks `--fresh`: a requeued job would rename its own run.
-
-    It lacks `--nodes` as well: the step defines their number, and for MIN:MAX the script reads how
-    many Slurm allocated.
-    """
-    options = {
-        "--nproc": request.nproc,
-        "--devices": request.devices,
-        "--restarts": request.restarts,
-        "--join-timeout": f"{request.join_timeout_s:g}",
-    }
-    allowed = [word for key in request.allow for word in ("--allow", key)]
-    flags = {
-        "--resume": request.resume,
-        "--trust": request.trust,
-        "--trust-code": request.trust_code,
-        "--debug-comm": request.debug_comm,
-        "--no-first-checkpoint": not request.rehearse,
-        "--json": True,
-    }
-    given = option_args({name: is_given or None for name, is_given in flags.items()})
-    front = (sys.executable, "-m", "unisono", "train", _CONFIG, *request.overrides)
-    return (*front, *option_args(options), *allowed, *given)
-
-
 def quoted(words: tuple[str, ...]) -> str:
     """The words, quoted for a shell."""
     return shlex.join(words)
@@ -243,11 +204,10 @@ def batch_script(spec: JobRequest, config: str) -> str:
     Args:
         config: the text of the config file.
     """
-    number = str(spec.nodes) if spec.least_nodes == spec.nodes else f"{spec.least_nodes}-{spec.nodes}"
     elastic = spec.least_nodes < spec.nodes
     options = {
         "--job-name": spec.name,
-        "--nodes": number,
+        "--nodes": spec.number,
         # With a number of tasks Slurm allocates only the smallest number of nodes; srun below sets
         # one task for each node.
         "--ntasks-per-node": None if elastic else "1",

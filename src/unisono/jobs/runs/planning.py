@@ -103,7 +103,8 @@ def look_around(
         is_local=lambda host: is_this_machine(host, request.probes.network),
         placed=placed_by_slurm(environment.slurm_step, request.probes.network),
     )
-    refuse_lone_node(request.launcher, request.nodes, topology)
+    if request.expects_nodes:
+        refuse_lone_node(request.nodes, topology)
     topology = find_head(topology, request.probes.network)
     devices, origin = choose_devices(
         machine,

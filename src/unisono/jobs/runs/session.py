@@ -223,12 +223,15 @@ class Rehearsal:
         }
 
 
-def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
+def rehearse(request: TrainRequest, show: Show, *, ignored_launcher: str | None = None) -> Rehearsal:
     """Goes through every stage with 64 rows and three steps, in a directory that is gone
     afterwards.
 
     The data of the long run are prepared whole: row 50,000 can be bad, too, and the long run finds
     them in the cache.
+
+    Args:
+        ignored_launcher: would place the long run on other nodes.
 
     Raises:
         UnisonoError: if a stage is refused before anything was started.
@@ -240,11 +243,8 @@ def rehearse(request: TrainRequest, show: Show) -> Rehearsal:
             why="it tries the path from data to export, and leaves nothing behind",
             fix="remove --nodes and --hosts; `unisono train --dry-run` shows the plan of all nodes",
         )
-    if request.launcher in ("ray", "slurm"):
-        notify(
-            show,
-            f"a rehearsal runs on this machine only: --launcher {request.launcher} is ignored",
-        )
+    if ignored_launcher is not None:
+        notify(show, f"a rehearsal runs on this machine only: --launcher {ignored_launcher} is ignored")
     done = Rehearsal()
 
     @contextmanager

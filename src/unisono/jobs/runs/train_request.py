@@ -5,7 +5,7 @@ import glob
 import hashlib
 import os
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -130,11 +130,10 @@ class TrainRequest:
         token_file: a file with the job's secret; `-`: the first line of stdin, whose end is then
             this front's end.
         join_timeout_s: how long the nodes wait for each other.
-        launcher: who starts the fronts: local, nodes, ray, slurm; None: this one, and whoever has
-            the same command.
-        ray_address: of the Ray cluster; None: the one that RAY_ADDRESS names, or that runs on this
-            machine.
-        time: the limit of a Slurm job, as Slurm writes it.
+        launcher: the name of what starts the fronts; None: this one, and whoever has the same
+            command.
+        launcher_options: by the names of that launcher's fields.
+        expects_nodes: whether a job of this node alone is refused, unless `--nodes 1` is given.
         origins: where each value of the config came from, where another front has resolved it;
             None: as it is read here.
         debug_comm: enable verbose communication logs of the ranks.
@@ -167,10 +166,9 @@ class TrainRequest:
     token_file: str | None = None
     join_timeout_s: float = 300.0
     launcher: str | None = None
-    ray_address: str | None = None
+    launcher_options: Mapping[str, str] = field(default_factory=dict)
+    expects_nodes: bool = False
     origins: dict[str, str] | None = None
-    partition: str | None = None
-    time: str | None = None
     debug_comm: bool = False
     rehearse: bool = True
     limit_rows: int | None = None
