@@ -65,7 +65,10 @@ def train(
     ] = False,
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
+        typer.Option(
+            "--trust-code",
+            help="Execute your own `FILE.py:CLASS` of `objective` and `optim.kind` in each rank.",
+        ),
     ] = False,
     nproc: Nproc = None,
     devices: Devices = None,

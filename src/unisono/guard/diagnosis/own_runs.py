@@ -24,7 +24,7 @@ from unisono.guard.rundir.lock import read_holder
 from unisono.guard.rundir.merged_logs import Clocks, is_time
 from unisono.guard.rundir.records import RunResult, iterate_metrics, read_result
 from unisono.guard.watch import phase_named
-from unisono.trainer.config.sections import own_objective
+from unisono.trainer.config.own_code import own_code
 
 SILENT_S = 5.0
 """Seconds by which a rank must have fallen silent earlier than the others to be named."""
@@ -401,8 +401,7 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     text = str(message.get("traceback") or "")
     trace = [line for line in text.splitlines() if line.strip()][-_MOST_TRACE:]
     config = read_object(run.plan).get("config")
-    own = own_objective(str(config.get("objective"))) if isinstance(config, dict) else None
-    code = {**MODEL_CODE, **({str(own[0]): "the objective"} if own else {})}
+    code = {**MODEL_CODE, **_own_code(config)}
     origin = shown(own_frame(text, code)) if facts.framework == "unisono" else ""
     known = [signature.cause for signature in match_line(error) if signature.cause]
     evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
@@ -418,6 +417,15 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
         evidence=evidence,
         fix=(f"Fix {origin}.",) if origin else (),
     )
+
+
+def _own_code(config: Any) -> dict[str, str]:
+    """See `RunPlan.own_code`, from the config in plan.json, which may be damaged."""
+    values = config if isinstance(config, dict) else {}
+    optim = values.get("optim")
+    optimizer = optim.get("kind") if isinstance(optim, dict) else ""
+    both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer))
+    return {str(own.path): f"the {own.what}" for own in both}
 
 
 def _logs(

@@ -17,8 +17,8 @@ from unisono.trainer.checkpoint.manifest import manifest_digest
 from unisono.trainer.checkpoint.retention import max_without_permanent
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.lf_template import lf_name
+from unisono.trainer.config.own_code import own_code_of, put_path
 from unisono.trainer.config.schema import sources_of
-from unisono.trainer.config.sections import own_objective
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Show
 from unisono.guard.facts import Probes
@@ -29,7 +29,7 @@ from unisono.guard.facts.processes import stuck_threads, wait_until_ended
 from unisono.guard.facts.storage import StorageFacts, is_nonce, probe_storage
 from unisono.base.files import path_below
 from unisono.jobs.runs.planning import LocalNode
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.jobs.runs.train_request import TrainRequest, named_code_digests
 from unisono.guard.places.placement import visible_gpus
 from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport
 from unisono.guard.rundir import RunDir
@@ -130,7 +130,7 @@ def make_node_report(
         versions=decisive_versions(packages),
         environment_digest=versions_digest(packages),
         packages=packages,
-        code={**code_digests(), **files.get("code", {}), **read_objective(loaded.config)},
+        code={**code_digests(), **files.get("code", {}), **named_code_digests(loaded.config)},
         config=flat_config(loaded.config),
         data_files=_digests(files, "data_files"),
         tokenizer_files=_digests(files, "tokenizer_files"),
@@ -204,8 +204,8 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
             }
         elif found:
             body["data"][role] = "a file"
-    if own := own_objective(config.objective):
-        body["objective"] = f"{own[0].name}:{own[1]}"
+    for own in own_code_of(config):
+        put_path(body, own, own.path.name)
     flat = _flattened(body)
     return {key: value for key, value in flat.items() if not _is_path(key, value) and not is_secret(value)}
 

@@ -13,13 +13,13 @@ from unisono.guard.agree.reports import NodeReport
 from unisono.guard.agree.training import PreparedFacts
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_digests, own_code_of, put_path
 from unisono.trainer.config.schema import deciding_keys
-from unisono.trainer.config.sections import own_objective
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.base.events import Show
 from unisono.guard.facts import Environment, Machine, no_gpus, read_machine
 from unisono.guard.facts.environment import read_nccl_files
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.plan import DataSummary, DeviceChoice, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.guard.places.placement import (
     Layout,
@@ -183,7 +183,7 @@ def make_plan(
             ignored_variables=misleading_variables(local_node.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, local_node, layout),
             faults=request.faults,
-            objective_digest="".join(read_objective(loaded.config).values()),
+            code_digests=own_code_digests(loaded.config),
         )
     )
 
@@ -313,8 +313,8 @@ def _problems(
 
 def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
-    if own := own_objective(config.objective):
-        body["objective"] = f"{own[0].name}:{own[1]}"
+    for own in own_code_of(config):
+        put_path(body, own, own.path.name)
     for section, key in _PATHS:
         if body.get(section) is not None:
             body[section].pop(key, None)

@@ -19,6 +19,7 @@ from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
 from unisono.trainer.checkpoint.manifest import user_key
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
+from unisono.trainer.config.own_code import own_code_of
 from unisono.base.errors import IntegrityError, UnfitError, UsageError
 from unisono.base.events import Message
 from unisono.guard.facts import Probes, read_environment, read_machine
@@ -199,7 +200,8 @@ class Replay:
             )
         plan = _plan_of(self.run)
         if not self.trust_code:
-            refuse_code(plan.config, where=str(self.run.plan))
+            plan_file = str(self.run.plan)
+            refuse_code(plan.config, {own.key: plan_file for own in own_code_of(plan.config)})
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
         found = self._choose(plan, logged)
         last = found.step + self.steps

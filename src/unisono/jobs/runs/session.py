@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.base.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.base.events import Message, Show, notify
 from unisono.guard.facts import Environment, read_environment, read_machine, take_token
@@ -21,7 +22,6 @@ from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, is_about_nodes, 
 from unisono.jobs.runs.train_request import (
     TrainRequest,
     load_requested,
-    read_objective,
     refuse_live_launcher,
     refuse_missing_packages,
     show_notes,
@@ -121,7 +121,7 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
     """The config, and what is here for it."""
     with as_usage_error():
         loaded = load_requested(request)
-        read_objective(loaded.config)
+        own_code_digests(loaded.config)
         refuse_live_launcher(environment, request)
         local_node = look_around(request, loaded, read_machine(request.probes.devices), environment)
         if (

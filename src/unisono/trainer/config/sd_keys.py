@@ -8,10 +8,12 @@ from typing import Any
 from unisono.base.errors import Problem
 from unisono.trainer.config.llamafactory import Reading
 from unisono.trainer.config.llamafactory_keys import Key, Table
+from unisono.trainer.config.schedules import SCHEDULES
 from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces
 
 TOOL = "sd-scripts"
-KEYS = Table("sd_scripts_keys.toml")
+_SCHEDULES = tuple(name for schedule in SCHEDULES.values() for name in schedule.sd_scripts)
+KEYS = Table("sd_scripts_keys.toml", words={"lr_scheduler": _SCHEDULES})
 """By name, in groups."""
 PAGE = "docs/reference/sd-scripts.md"
 _UNKNOWN = ("it is neither of sd-scripts' train_network.py nor of LoRA-Scripts", PAGE)

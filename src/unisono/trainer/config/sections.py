@@ -5,7 +5,6 @@ sections, `preference` and `diffusion`, and which objective uses which keys.
 import re
 from collections.abc import Iterator
 from datetime import date
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
+from unisono.trainer.config.extensions import own_class
 from unisono.trainer.config.yaml_file import Takes
 
 DIFFUSION = "diffusion"
@@ -171,15 +171,9 @@ OwnObjective = Annotated[
 ]
 
 
-def own_objective(objective: str) -> tuple[Path, str] | None:
-    """File and class of an objective of the user's own; None for ours."""
-    path, found, name = objective.rpartition(":")
-    return (Path(path), name) if found and path.endswith(".py") else None
-
-
 def rows_of(objective: str) -> str:
     """The objective whose rows it has: those of `sft` for one of the user's own."""
-    return "sft" if own_objective(objective) else objective
+    return "sft" if own_class(objective) else objective
 
 
 PAIRS = ("reward", "dpo", "orpo", "simpo")
