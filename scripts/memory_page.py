@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.trainer.model.directory import facts_of_shape
 from unisono.trainer.plan import MemoryEstimate, ModelFacts, estimate_memory
-from unisono.trainer.plan.run_plan import packed_bytes
+from unisono.trainer.plan.memory import packed_bytes
 
 TOKENS = 2048
 RANK = 16
@@ -44,7 +44,7 @@ def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
         shards=devices,
         on_gpu=True,
         fast_layers=True,
-        state_dtype="bfloat16" if way == "full, compact" else "float32",
+        optimizer_bytes=4 if way == "full, compact" else 8,
     )
 
 

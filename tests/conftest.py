@@ -38,7 +38,7 @@ with loading_modules():
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from unisono.guard.places.ranks import DeviceChoice
-    from unisono.jobs.runs.train_request import read_objective
+    from unisono.trainer.config.own_code import own_code_digests
     from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
     from unisono.trainer.task import data_tasks
     from unisono.trainer.training.front_io import StopRequest
@@ -296,7 +296,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
                 device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True),
                 model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
                 resume=ResumePoint(step=resume[0], path=str(resume[1])) if resume else None, resume_reason="",
-                faults=faults or {}, objective_digest="".join(read_objective(config).values()),
+                faults=faults or {}, code_digests=own_code_digests(config),
             )
         )  # fmt: skip
         result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd)

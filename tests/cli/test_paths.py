@@ -74,7 +74,7 @@ NO_PATH_KEYS = {
 """Keys of text that is not the name of a file."""
 CONFIG_KEYS: dict[str, list[str]] = {
     "model.path": [], "model.tokenizer": [], "adapter.from": [], "adapter.merge": [], "data.train": [], "data.eval": [], "data.template": [],
-    "objective": ["--trust-code"], "preference.reference": ["objective=dpo", "data.train=pairs.jsonl"], "output_dir": [],
+    "objective": ["--trust-code"], "optim.kind": ["--trust-code"], "preference.reference": ["objective=dpo", "data.train=pairs.jsonl"], "output_dir": [],
     "checkpoint.storage": [], **{f"{source}path": [] for source in SOURCES},
 }  # fmt: skip
 """Keys that name a file or a directory, and what else makes them read."""
@@ -239,7 +239,7 @@ def test_every_path_in_a_config(place: Path) -> None:
         for kind in KINDS:
             if kind == "directory" and key in DIRECTORIES:
                 continue
-            suffix = ".py" if key == "objective" else ""
+            suffix = ".py" if key in ("objective", "optim.kind") else ""
             path = make(kind, place / f"{kind}-{key}{suffix}")
             value = filled([{"path": "{0}"}] if is_source else forms[key], path.removesuffix(suffix))
             commands.append((["train", "c.yaml", f"{source}={json.dumps(value)}", *more, "--dry-run"], path))

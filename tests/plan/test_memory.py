@@ -16,6 +16,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 import memory_page
 from tests import needs
 from tests.model.test_decoder import _full_model, _inputs, _model
+from tests.plan import memory_grid
 from unisono.base.events import Reporter
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
@@ -258,3 +259,7 @@ def test_the_fast_layers_are_expected_only_where_they_will_be_used(tmp_path: Pat
     assert not expects(dropout=0.1)
     assert not expects(modules_to_save=["lm_head"])
     assert not expects(targets=["q_proj", "up_proj"])  # an MLP with layers of two kinds
+
+
+def test_the_figures_of_every_setting_are_those_that_were_frozen() -> None:
+    assert memory_grid.figures() == json.loads(memory_grid.FIGURES.read_text())

@@ -32,7 +32,7 @@ from unisono.trainer.model.quantization import (
     weight_bytes,
 )
 from unisono.trainer.plan import Stream
-from unisono.trainer.plan.run_plan import packed_bytes
+from unisono.trainer.plan.memory import packed_bytes
 from unisono.trainer.training.join import make_rank_report
 from unisono.trainer.training.run import TrainingData, load_micro
 

@@ -14,15 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from unisono.trainer.plan.schedule import Schedule, lr_factor
+from unisono.trainer.config.schedules import SCHEDULES, Parameters, from_transformers
 from unisono.trainer.training.run import GeneratorWatch, seed_torch, stream_seed
 
-_SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd"])
+_SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd", "cosine_warmup_with_min_lr"])
+
+
+def lr_factor(
+    step: int, *, total: int, warmup: int, schedule: str, floor: float = 0.0, start: int = 1, **more: Any
+) -> float:
+    """The factor at a step, from 1."""
+    parameters = Parameters(min_lr=floor, start=start, **more)
+    return SCHEDULES[schedule].factor(step - 1 + start, total, warmup, parameters)
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 500), schedule=_SCHEDULES, floor=st.floats(0, 0.9))
 def test_the_factor_rises_in_the_warm_up_never_leaves_its_bounds_and_never_rises_after_it(
-    total: int, warmup: int, schedule: Schedule, floor: float
+    total: int, warmup: int, schedule: str, floor: float
 ) -> None:
     warmup = min(warmup, total)
     factors = [
@@ -36,8 +44,10 @@ def test_the_factor_rises_in_the_warm_up_never_leaves_its_bounds_and_never_rises
     assert all(factor >= floor - 1e-12 for factor in rest)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "cosine_with_restarts", "polynomial"])
-def test_the_last_step_has_the_floor(schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["cosine", "linear", "wsd", "cosine_with_restarts", "polynomial", "cosine_warmup_with_min_lr"]
+)
+def test_the_last_step_has_the_floor(schedule: str) -> None:
     assert lr_factor(100, total=100, warmup=3, schedule=schedule, floor=0.1) == pytest.approx(0.1)
 
 
@@ -73,6 +83,9 @@ def test_the_watch_names_each_generator_that_moved_once() -> None:
         ("polynomial", {"power": 2.0, "lr_end": 1e-5}, {"power": 2.0, "floor": 1e-5 / 2e-4}),
         ("polynomial", {}, {"floor": 1e-7 / 2e-4}),
         ("cosine_with_min_lr", {"min_lr": 2e-5}, {"floor": 0.1}),
+        ("inverse_sqrt", {}, {}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 2e-5}, {"floor": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.0}, {}),
     ],
 )
 @pytest.mark.parametrize(("total", "warmup"), [(50, 5), (7, 0), (31, 30)])
@@ -84,10 +97,11 @@ def test_from_position_zero_every_step_has_the_learning_rate_of_transformers(
     scheduler: Any = get_scheduler(
         name, theirs, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=extra
     )
-    schedule: Any = "cosine" if name == "cosine_with_min_lr" else name
+    named = from_transformers(name)
+    assert named is not None
     given: dict[str, Any] = {"floor": 0.0, **ours}
     for step in range(1, total + 1):
-        factor = lr_factor(step, total=total, warmup=warmup, schedule=schedule, start=0, **given)
+        factor = lr_factor(step, total=total, warmup=warmup, schedule=named[0], start=0, **given)
         assert lr * factor == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-11), step
         theirs.step()
         scheduler.step()

@@ -1,13 +1,36 @@
-"""How configs refer to code of the user's own."""
+"""Code of the user's own, as configs name it: `FILE.py:CLASS`, and that of a model's repository."""
 
+from dataclasses import dataclass
 from pathlib import Path
-
-
-def own_objective(objective: str) -> tuple[Path, str] | None:
-    """File and class of an objective of the user's own; None for ours."""
-    path, found, name = objective.rpartition(":")
-    return (Path(path), name) if found and path.endswith(".py") else None
-
 
 MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
 """Python code of a model's repository: its name, by the folder to which transformers copies it."""
+
+
+def own_class(name: str) -> tuple[Path, str] | None:
+    """File and class of a `FILE.py:CLASS`; None for any other name."""
+    path, colon, kind = name.rpartition(":")
+    return (Path(path), kind) if colon and path.endswith(".py") else None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """A class of the user's own that a config names.
+
+    Attributes:
+        key: of the config.
+        what: objective or optimizer.
+        path: of the file.
+        name: of the class.
+    """
+
+    key: str
+    what: str
+    path: Path
+    name: str
+
+
+def own_code(*, objective: str, optimizer: str) -> list[OwnCode]:
+    """The user's own classes among two values of a config."""
+    values = (("objective", "objective", objective), ("optim.kind", "optimizer", optimizer))
+    return [OwnCode(key, what, *own) for key, what, value in values if (own := own_class(value))]

@@ -154,7 +154,7 @@ class TrainOptions(JobOptions, total=False):
         fresh: rename an existing output_dir to `OUT.old-N`, and start from scratch.
         allow: resume although these keys have changed, e.g. `["optim.lr"]`.
         trust: resume from a checkpoint that is not signed with your key.
-        trust_code: execute the file of `objective: FILE.py:CLASS` in each rank.
+        trust_code: execute your own `FILE.py:CLASS` of `objective` and `optim.kind` in each rank.
         restarts: number of automatic restarts after a failure.
         nodes: number of nodes, or `MIN:MAX`; the same program runs on each.
         node_rank: number of this node, from 0.

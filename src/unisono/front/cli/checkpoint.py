@@ -245,7 +245,10 @@ def verify(
     ] = None,
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
+        typer.Option(
+            "--trust-code",
+            help="Execute your own `FILE.py:CLASS` of `objective` and `optim.kind` in each rank.",
+        ),
     ] = False,
 ) -> None:
     """Read the checkpoints of a run, and its final adapter or model, completely, and report damage.

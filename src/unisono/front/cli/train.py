@@ -52,7 +52,10 @@ class StartOptions(OptionGroup):
     ] = False
     trust_code: Annotated[
         bool,
-        typer.Option("--trust-code", help="Execute the file of `objective: FILE.py:CLASS` in each rank."),
+        typer.Option(
+            "--trust-code",
+            help="Execute your own `FILE.py:CLASS` of `objective` and `optim.kind` in each rank.",
+        ),
     ] = False
 
     def request_fields(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from unisono.base.causes.verdict import Evidence, Verdict
 from unisono.base.events import Message, own_frame, read_message
 from unisono.base.files import iterate_lines, objects_of, parse_json, read_object, read_text
 from unisono.base.text import one_line
-from unisono.base.user_code import MODEL_CODE, own_objective
+from unisono.base.user_code import MODEL_CODE, own_code
 from unisono.guard.diagnosis.judge import Diagnosis
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.own_verdicts import suspected
@@ -401,8 +401,7 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     text = str(message.get("traceback") or "")
     trace = [line for line in text.splitlines() if line.strip()][-_MOST_TRACE:]
     config = read_object(run.plan).get("config")
-    own = own_objective(str(config.get("objective"))) if isinstance(config, dict) else None
-    code = {**MODEL_CODE, **({str(own[0]): "the objective"} if own else {})}
+    code = {**MODEL_CODE, **_own_code(config)}
     origin = shown(own_frame(text, code)) if facts.framework == "unisono" else ""
     known = [signature.cause for signature in match_line(error) if signature.cause]
     evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
@@ -418,6 +417,15 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
         evidence=evidence,
         fix=(f"Fix {origin}.",) if origin else (),
     )
+
+
+def _own_code(config: Any) -> dict[str, str]:
+    """See `RunPlan.own_code`, from the config in plan.json, which may be damaged."""
+    values = config if isinstance(config, dict) else {}
+    optim = values.get("optim")
+    optimizer = optim.get("kind") if isinstance(optim, dict) else ""
+    both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer))
+    return {str(own.path): f"the {own.what}" for own in both}
 
 
 def _logs(

@@ -128,6 +128,7 @@ RULES: dict[str, Rule] = {
     "diffusion.sample_steps": Rule("line", _ONLY_MEASUREMENT),
     "diffusion.guidance": Rule("line", _ONLY_MEASUREMENT),
     "optim.kind": Rule("fixed", "the checkpoint has the state of a different optimizer"),
+    "optim.options": Rule("meaning", "updates differ from here on"),
     "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_scale": Rule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_lr": Rule("meaning", "updates are larger or smaller from here on"),
@@ -309,10 +310,12 @@ def shown(value: Any) -> str:
 
 
 ABSENT = object()
+_MAPPINGS = frozenset({"optim.options"})
+"""Keys with a mapping as their value, which changes as a whole."""
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
-    if isinstance(before, dict) and isinstance(now, dict):
+    if isinstance(before, dict) and isinstance(now, dict) and key not in _MAPPINGS:
         for name in dict.fromkeys([*before, *now]):
             dotted = f"{key}.{name}" if key else name
             yield from _differences(before.get(name, ABSENT), now.get(name, ABSENT), dotted)

@@ -16,7 +16,6 @@ from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Show
 from unisono.base.files import path_below
 from unisono.base.text import is_secret
-from unisono.base.user_code import own_objective
 from unisono.guard.agree.reports import (
     FileDigest,
     Interface,
@@ -37,10 +36,11 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.task_process import run_task
 from unisono.jobs.runs.planning import LocalNode
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.jobs.runs.train_request import TrainRequest, named_code_digests
 from unisono.trainer.checkpoint.manifest import manifest_digest
 from unisono.trainer.checkpoint.retention import max_without_permanent
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_of, put_path
 from unisono.trainer.config.schema import sources_of
 from unisono.trainer.config.sections import NamesFile, lf_name, path_keys
 
@@ -133,7 +133,7 @@ def make_node_report(
         versions=decisive_versions(packages),
         environment_digest=versions_digest(packages),
         packages=packages,
-        code={**code_digests(), **files.get("code", {}), **read_objective(loaded.config)},
+        code={**code_digests(), **files.get("code", {}), **named_code_digests(loaded.config)},
         config=flat_config(loaded.config),
         data_files=_digests(files, "data_files"),
         tokenizer_files=_digests(files, "tokenizer_files"),
@@ -207,8 +207,8 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
             }
         elif found:
             body["data"][role] = "a file"
-    if own := own_objective(config.objective):
-        body["objective"] = f"{own[0].name}:{own[1]}"
+    for own in own_code_of(config):
+        put_path(body, own, own.path.name)
     marks = path_keys(RunConfig)
     del marks["data.train"], marks["data.eval"]  # they are described above
     return {

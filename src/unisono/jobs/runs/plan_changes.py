@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.base.files import read_object
+from unisono.base.user_code import own_class
 from unisono.guard.rundir import RunDir
 from unisono.jobs.runs.config_changes import (
     Change,
@@ -125,18 +126,28 @@ def find_changes(
     found += _model_findings(before, after, changed)
     found += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
     found += _decided_findings(before, after)
-    old, new = before.get("objective_digest") or "", after.get("objective_digest") or ""
-    if old != new and not any(change.key == "objective" for change in changed):
-        text = (
-            f"the file of objective {after['config']['objective']} has changed: the loss may be different"
-            " from here on"
-        )
-        found.append(ChangeFinding("objective", text, old, new, "refused"))
+    found += _code_findings(before, after, {change.key for change in changed})
     found += [
         ChangeFinding("", f"{text}: losses may not be bit-exact")
         for text in _versions(packages_before, packages_after, (*_PACKAGES, *_quantizers(after)))
     ]
     return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
+
+
+_CODE_DECIDES = {"objective": "the loss", "optim.kind": "updates", "optim.schedule": "learning rates"}
+
+
+def _code_findings(before: dict[str, Any], after: dict[str, Any], changed: set[str]) -> list[ChangeFinding]:
+    """Code of the user's own, or of other packages, that differs under the same name."""
+    found = []
+    for key, decides in _CODE_DECIDES.items():
+        old, new = (plan.get("code_digests", {}).get(key, "") for plan in (before, after))
+        if old != new and key not in changed:
+            name = str(_at(after, f"config.{key}"))
+            what = "file" if own_class(name) else "package"
+            text = f"the {what} of {key} {name} has changed: {decides} may be different from here on"
+            found.append(ChangeFinding(key, text, old, new, "refused"))
+    return found
 
 
 def _model_findings(

@@ -13,7 +13,6 @@ from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
 from unisono.base.events import Show
 from unisono.base.text import Duration, validation_words
-from unisono.base.user_code import own_objective
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.facts import Environment, Machine, no_gpus, read_machine
@@ -33,8 +32,9 @@ from unisono.guard.rendezvous.party import Party, make_token, read_token, watch_
 from unisono.guard.rendezvous.remote_fronts import find_head, placed_by_slurm
 from unisono.guard.supervise.child_process import misleading_variables
 from unisono.guard.supervise.task_process import run_task
-from unisono.jobs.runs.train_request import TrainRequest, read_objective
+from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_digests, own_code_of, put_path
 from unisono.trainer.config.schema import deciding_keys
 from unisono.trainer.config.sections import path_keys
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -186,7 +186,7 @@ def make_plan(
             ignored_variables=misleading_variables(local_node.leftovers, world_size=layout.world_size),
             origins=_origins(loaded, local_node, layout),
             faults=request.faults,
-            objective_digest="".join(read_objective(loaded.config).values()),
+            code_digests=own_code_digests(loaded.config),
         )
     )
 
@@ -303,8 +303,8 @@ def _problems(
 
 def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
-    if own := own_objective(config.objective):
-        body["objective"] = f"{own[0].name}:{own[1]}"
+    for own in own_code_of(config):
+        put_path(body, own, own.path.name)
     for dotted in path_keys(RunConfig):
         section, _, key = dotted.rpartition(".")
         if body.get(section) is not None:

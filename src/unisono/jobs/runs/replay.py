@@ -37,6 +37,7 @@ from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.jobs.runs.run_records import ending_of, write_decision
 from unisono.jobs.runs.train_request import refuse_code
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
+from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.plan import ResumePoint, RunPlan
 
 COMPARED = ("loss", "grad_norm")
@@ -200,7 +201,8 @@ class Replay:
             )
         plan = _plan_of(self.run)
         if not self.trust_code:
-            refuse_code(plan.config, where=str(self.run.plan))
+            plan_file = str(self.run.plan)
+            refuse_code(plan.config, {own.key: plan_file for own in own_code_of(plan.config)})
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
         found = self._choose(plan, logged)
         last = found.step + self.steps

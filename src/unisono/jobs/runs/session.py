@@ -31,12 +31,12 @@ from unisono.jobs.runs.start_decision import decide_start
 from unisono.jobs.runs.train_request import (
     TrainRequest,
     load_requested,
-    read_objective,
     refuse_live_launcher,
     refuse_missing_packages,
     show_notes,
 )
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import RunPlan
 
 
@@ -121,7 +121,7 @@ def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig
     """The config, and what is here for it."""
     with as_usage_error():
         loaded = load_requested(request)
-        read_objective(loaded.config)
+        own_code_digests(loaded.config)
         refuse_live_launcher(environment, request)
         local_node = look_around(request, loaded, read_machine(request.probes.devices), environment)
         if (

@@ -1,8 +1,6 @@
 """The request of one training run: command line options, and the config that results from them."""
 
-import ast
 import glob
-import hashlib
 import os
 import shlex
 from collections.abc import Collection, Mapping
@@ -16,9 +14,6 @@ from unisono.base._version import __version__
 from unisono.base.causes import Verdict
 from unisono.base.errors import ConfigError, Problem, UnisonoError, UsageError
 from unisono.base.events import Show, notify
-from unisono.base.files import SOURCE_BYTES, read_bytes
-from unisono.base.text import nearest
-from unisono.base.user_code import own_objective
 from unisono.guard.facts import Environment, Probes
 from unisono.guard.facts.environment import all_variables
 from unisono.guard.facts.slurm import SlurmStep
@@ -31,6 +26,7 @@ from unisono.jobs.runs.config_changes import read_allowed
 from unisono.jobs.runs.config_file import load_config, read_translation
 from unisono.jobs.runs.start_decision import decide_start
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.config.own_code import own_code_digests, own_code_of, with_code_path
 from unisono.trainer.config.sections import NamesFile, Section
 from unisono.trainer.plan import needed_packages
 
@@ -52,9 +48,8 @@ def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
     A name counts as a path if it exists relative to `base`.
     """
     located = _located(config, base)
-    if own := own_objective(config.objective):
-        objective = f"{_absolute(str(own[0]), base)}:{own[1]}"
-        return located.model_copy(update={"objective": objective})
+    for own in own_code_of(config):
+        located = with_code_path(located, own, _absolute(str(own.path), base))
     return located
 
 
@@ -120,7 +115,7 @@ class TrainRequest:
         allow: `--allow` as typed: keys that may change when a run resumes. Node 0 decides.
         trust: also resume from a checkpoint that is not signed with this user's key. Node 0
             decides.
-        trust_code: run an objective of the user's own file, on this node.
+        trust_code: run classes of the user's own files, on this node.
         devices: `--devices` as it was typed: indices or UUIDs between commas.
         nodes: how many there are: a number, or MIN:MAX.
         node_rank: which of them this is.
@@ -232,27 +227,31 @@ def load_requested(request: TrainRequest) -> LoadedConfig:
         overrides = (*overrides, f"restarts={request.restarts}")
     loaded = load_config(request.config_path, overrides)
     if not request.trust_code:
-        refuse_code(loaded.config, where=loaded.origins.get("objective", "objective"))
+        refuse_code(loaded.config, loaded.origins)
     origins = loaded.origins if request.origins is None else request.origins
     return replace(loaded, config=with_absolute_paths(loaded.config, Path.cwd()), origins=origins)
 
 
-def refuse_code(config: RunConfig, *, where: str) -> None:
-    """Refuses an objective of the user's own, without --trust-code.
+def refuse_code(config: RunConfig, origins: Mapping[str, str]) -> None:
+    """Refuses classes of the user's own, without --trust-code.
 
     Args:
-        where: the origin of the config.
+        origins: of keys of the config.
 
     Raises:
         UsageError: if the config has one.
     """
-    if own_objective(config.objective):
-        raise UsageError.of(
-            f"objective: {config.objective} is code that has not been trusted",
-            where=where,
-            why="each rank would execute the file, with your rights",
-            fix="read it, and pass --trust-code (in Python: trust_code=True) on every node",
+    problems = [
+        Problem(
+            f"{own.key}: {own.path}:{own.name} is code that has not been trusted",
+            origins.get(own.key, own.key),
+            "each rank would execute the file, with your rights",
+            "read it, and pass --trust-code (in Python: trust_code=True) on every node",
         )
+        for own in own_code_of(config)
+    ]
+    if problems:
+        raise UsageError(*problems)
 
 
 def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) -> None:
@@ -273,55 +272,14 @@ def refuse_missing_packages(loaded: LoadedConfig, installed: Collection[str]) ->
         raise ConfigError(*problems)
 
 
-def read_objective(config: RunConfig) -> dict[str, str]:
-    """The digest of the file of an own objective, by `objective FILE`; empty for ours.
-
-    It is read, not executed.
+def named_code_digests(config: RunConfig) -> dict[str, str]:
+    """`own_code_digests` with names for people, e.g. `objective focal.py`.
 
     Raises:
-        ConfigError: if it cannot be read, is not Python, or has no such class.
+        ConfigError: as there.
     """
-    own = own_objective(config.objective)
-    if own is None:
-        return {}
-    path, name = own
-    try:
-        source = read_bytes(path, most_bytes=SOURCE_BYTES)
-        tree = ast.parse(source, str(path))
-    except SyntaxError as error:
-        raise ConfigError.of(
-            f"the objective is not Python: {error.msg}",
-            where=f"{path}:{error.lineno}",
-            fix="fix the file: each rank would fail to import it",
-        ) from None
-    except (RecursionError, MemoryError):  # what Python raises for thousands of brackets or terms
-        raise ConfigError.of(
-            "the objective is nested too deep for Python",
-            where=str(path),
-            fix="write it with fewer brackets and shorter sums",
-        ) from None
-    except (OSError, ValueError) as error:
-        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError.of(
-            "the file of the objective cannot be read",
-            where=str(path),
-            why=why,
-            fix="check the path in `objective`",
-        ) from None
-    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    if name not in kinds:
-        near = nearest(name, kinds)
-        raise ConfigError.of(
-            f"the file of the objective has no class {name}",
-            where=str(path),
-            why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
-            fix=(
-                f"did you mean `{path.name}:{near}`?"
-                if near
-                else "name a class of the file, as FILE.py:CLASS"
-            ),
-        )
-    return {f"objective {path.name}": hashlib.sha256(source).hexdigest()[:16]}
+    names = {own.key: f"{own.what} {own.path.name}" for own in own_code_of(config)}
+    return {names.get(key, key): digest for key, digest in own_code_digests(config).items()}
 
 
 def with_overwriting(request: TrainRequest) -> TrainRequest:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from unisono.base.errors import IntegrityError
+from unisono.base.errors import ConfigError, IntegrityError
 from unisono.base.files import parse_json, path_below, read_text
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.writer import (
@@ -25,6 +25,7 @@ from unisono.trainer.checkpoint.writer import (
     TensorFile,
     TensorPart,
     decode_values,
+    encode_values,
     group_file,
     group_files,
     state_text,
@@ -251,6 +252,46 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
         own, rest = rest[:count], rest[count:]
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "names": own})
     return tensors, {"groups": groups, "values": values}
+
+
+def refuse_unsaved(optimizer: torch.optim.Optimizer, names: list[str]) -> None:
+    """Refuses an optimizer with state that `optimizer_tensors` would not save.
+
+    Raises:
+        ConfigError: with the key of the state.
+    """
+    labels = {parameter: name for name, parameter in _named(optimizer, names).items()}
+    for parameter, entries in optimizer.state.items():
+        if parameter not in labels:
+            raise _unsaved(f"`state[{parameter!r:.60}]`, which is not the state of a parameter")
+        for key, value in entries.items():
+            if not isinstance(key, str) or "::" in key:
+                raise _unsaved(f"{key!r:.60}, a key of the state of {labels[parameter]}, which is not a name")
+            is_tensor = isinstance(value, torch.Tensor) and value.dtype in _NAMES and not value.is_sparse
+            if not is_tensor and not _is_plain(value):
+                raise _unsaved(f"{type(value).__name__} as `{key}` of {labels[parameter]}")
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params" and not _is_plain(value):
+                raise _unsaved(f"{type(value).__name__} as `{key}` of a parameter group")
+
+
+def _unsaved(what: str) -> ConfigError:
+    return ConfigError.of(
+        f"the optimizer keeps {what}: a checkpoint cannot hold it",
+        where="optim.kind",
+        why="checkpoints hold tensors and plain values of parameters, and plain values of groups",
+        fix="keep the state of each parameter in `self.state[parameter]`, as tensors or plain values with a name",
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether state.json can hold a value."""
+    try:
+        encode_values(value, "")
+    except TypeError:
+        return False
+    return True
 
 
 def load_optimizer(

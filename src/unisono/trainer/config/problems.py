@@ -205,6 +205,7 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
         if value.lower() in ("none", "nil") and type(None) in get_args(annotation):
             return "write null"
         words = [word for word in _words_in(annotation) if isinstance(word, str)]
+        words += [word for item in metadata if isinstance(item, Takes) for word in item.words]
         near = "cuda" if value == "gpu" and "cuda" in words else nearest(value, words)
         return f"did you mean `{near}`?" if near else ""
     takes_any_text = str in (annotation, *get_args(annotation)) and not any(

@@ -8,6 +8,7 @@ it is used.
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -18,8 +19,11 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
+from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
+from unisono.trainer.config.schedules import SCHEDULES, schedule_named
 from unisono.trainer.config.sections import (
     DIFFUSION,
     PAIRS,
@@ -475,13 +479,48 @@ def picture_settings(config: "RunConfig") -> list[DiffusionSection]:
     return [config.diffusion, *(pictures.applied_to(config.diffusion) for pictures in own)]
 
 
+def _named_in(named: Callable[[str], object]) -> Callable[[str], str]:
+    """A validator of names that a table, or an installed package, has."""
+
+    def check(name: str) -> str:
+        try:
+            named(name)
+        except KeyError:
+            raise PydanticCustomError("unknown_name", "unknown") from None
+        return name
+
+    return check
+
+
+def _names(words: Iterable[str]) -> str:
+    return f"one of {', '.join(f'`{word}`' for word in words)}"
+
+
+ScheduleName = Annotated[
+    str, AfterValidator(_named_in(schedule_named)), Takes(_names(SCHEDULES), tuple(SCHEDULES))
+]
+OptimizerName = Annotated[
+    str,
+    AfterValidator(_named_in(optimizer_named)),
+    Takes(f"{_names(OPTIMIZERS)} or a class in a file of yours, `FILE.py:CLASS`", tuple(OPTIMIZERS)),
+]
+OptionValue = Annotated[bool | int | float | str | list[int | float] | None, BeforeValidator(float_of_yaml)]
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    kind: Literal["adamw", "muon"] = Field(
+    kind: OptimizerName = Field(
         default="adamw",
-        description="muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining)",
+        description=(
+            "muon: Muon for matrices, AdamW for the rest (with full fine-tuning or pretraining);"
+            " FILE.py:CLASS: a torch.optim.Optimizer of your own, with `--trust-code`"
+        ),
     )
+    options: Annotated[
+        dict[str, OptionValue],
+        Takes("a mapping of names to numbers, texts, true, false, null or lists of numbers"),
+    ] = Field(default={}, description="further arguments of an optimizer of your own or of another package")
     lr: Positive = Field(
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
     )
@@ -499,7 +538,7 @@ class OptimSection(Section):
             "LoRA+ (arXiv:2402.12354): the learning rate of an adapter's B matrices, as a multiple of lr"
         ),
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd", "cosine_with_restarts", "polynomial"] = Field(
+    schedule: ScheduleName = Field(
         default="cosine",
         description=(
             "learning rate schedule after the warmup; wsd: constant, then linear decay over the last fifth"
@@ -813,6 +852,7 @@ def contradictions(config: RunConfig) -> list[str]:
     batch, set_in_batch = config.batch, config.batch.model_fields_set
     has_adapter, has_eval = config.adapter is not None, has_evaluation(config.data)
     micro, global_batch = config.batch.micro, config.batch.global_
+    optimizer = optimizer_named(config.optim.kind)
     rules = [
         (
             batch.per_rank is not None and "global_" in set_in_batch,
@@ -866,8 +906,11 @@ def contradictions(config: RunConfig) -> list[str]:
             "train_only: `freeze` also selects the trained parameters; remove one of them",
         ),
         (
-            has_adapter and config.optim.kind == "muon",
-            "optim.kind: muon trains full matrices; set `optim.kind: adamw`, or `adapter: null`",
+            has_adapter and not optimizer.trains_adapters,
+            (
+                f"optim.kind: {config.optim.kind} trains full matrices; set `optim.kind: adamw`, or `adapter:"
+                " null`"
+            ),
         ),
         (
             not has_adapter and config.optim.lora_b_ratio != 1,
@@ -877,9 +920,9 @@ def contradictions(config: RunConfig) -> list[str]:
             ),
         ),
         (
-            config.parallel.strategy == "fsdp" and config.optim.kind == "muon",
+            config.parallel.strategy == "fsdp" and bool(optimizer.needs_full),
             (
-                "parallel.strategy: muon needs full matrices, but fsdp shards them; set `parallel.strategy:"
+                f"parallel.strategy: {optimizer.needs_full}, but fsdp shards them; set `parallel.strategy:"
                 " ddp`, or `optim.kind: adamw`"
             ),
         ),

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from unisono.base.text import Duration, Warmup, parse_bytes, parse_seconds
-from unisono.base.user_code import own_objective
+from unisono.base.user_code import own_class
 from unisono.trainer.config.yaml_file import Takes, section_in
 
 DIFFUSION = "diffusion"
@@ -217,7 +217,7 @@ def lf_name(template: str | None) -> str | None:
 
 def rows_of(objective: str) -> str:
     """The objective whose rows it has: those of `sft` for one of the user's own."""
-    return "sft" if own_objective(objective) else objective
+    return "sft" if own_class(objective) else objective
 
 
 PAIRS = ("reward", "dpo", "orpo", "simpo")

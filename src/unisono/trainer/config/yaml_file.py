@@ -301,9 +301,15 @@ _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """In the annotation of a field: what it takes, if its type alone does not say it."""
+    """In the annotation of a field: what it takes, if its type alone does not say it.
+
+    Attributes:
+        text: for people.
+        words: those among it that may be misspelled.
+    """
 
     text: str
+    words: tuple[str, ...] = ()
 
 
 def describe_field(field: FieldInfo) -> str:

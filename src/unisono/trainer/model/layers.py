@@ -23,7 +23,7 @@ from unisono.trainer.config.schema import RopeSection
 from unisono.trainer.model.files import read_json_object
 from unisono.trainer.model.kernels import COMPILER, Kernels, Layer, load_kernels
 from unisono.trainer.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
-from unisono.trainer.plan.run_plan import LOGITS_ON_GPU
+from unisono.trainer.plan.memory import LOGITS_ON_GPU
 
 if TYPE_CHECKING:
     from unisono.trainer.model.cuda_kernels import CudaKernels

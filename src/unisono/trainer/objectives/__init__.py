@@ -12,23 +12,18 @@ trl.experimental `ORPOTrainer` and `CPOTrainer`. Where LLaMA-Factory 0.9.5 diffe
 loss, the function says how.
 """
 
-import hashlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, cast
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from unisono.base.errors import ConfigError, storage_words
-from unisono.base.files import SOURCE_BYTES, read_bytes
-from unisono.base.text import one_line
-from unisono.base.user_code import own_objective
+from unisono.base.errors import ConfigError
+from unisono.base.user_code import OwnCode
+from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PreferenceSection
 from unisono.trainer.model.forward import Forward, Rows
@@ -424,56 +419,25 @@ def objective_of(config: RunConfig, *, digest: str = "") -> Objective:
     Raises:
         ConfigError: if an own objective is refused.
     """
-    own = own_objective(config.objective)
-    return _MADE[config.objective](config) if own is None else _load_own(*own, config, digest)
+    for own in own_code_of(config):
+        if own.key == "objective":
+            return _load_own(own, config, digest)
+    return _MADE[config.objective](config)
 
 
-def _load_own(path: Path, name: str, config: RunConfig, digest: str) -> Objective:
-    """An objective of the user's own: executes the file, if its content is that on which the nodes
-    agreed.
+def _load_own(own: OwnCode, config: RunConfig, digest: str) -> Objective:
+    """An objective of the user's own.
 
     Raises:
-        ConfigError: if it is not, or does not give an objective; with the line in the file.
+        ConfigError: if its file does not give an objective; with the line in the file.
     """
-    try:
-        source = read_bytes(path, most_bytes=SOURCE_BYTES)
-    except OSError as error:
-        raise ConfigError.of(
-            "the file of the objective cannot be read",
-            where=str(path),
-            why=storage_words(error),
-            fix="restore the file that the plan was made with, on all nodes",
-        ) from None
-    if hashlib.sha256(source).hexdigest()[:16] != digest:
-        raise ConfigError.of(
-            "the file of the objective has changed since the plan was made",
-            where=str(path),
-            fix="start again, with the same file on all nodes",
-        )
-    module = ModuleType(f"unisono_objective_{path.stem}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
-    try:
-        exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
-        kind = getattr(module, name)
-        _refuse_other(kind, path, source)
+    with refusing(own, "fix the file; `class NAME(unisono.Objective)` with a method `loss` is enough"):
+        kind, source = execute(own, digest)
+        _refuse_other(kind, own.path, source)
         inner = cast("type[Objective]", kind).of(config)
         # The attributes of the class, as that of our own objectives have them.
         given = {name: getattr(inner, name) for name in ("metrics", "sides", "first_sides")}
-        return type(kind.__name__, (OwnObjective,), given)(inner, path)
-    except ConfigError:
-        raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's code may raise anything, and must not end a rank silently
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        raise ConfigError.of(
-            f"the objective cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
-            where=f"{path}:{lines[-1]}" if lines else str(path),
-            fix="fix the file; `class NAME(unisono.Objective)` with a method `loss` is enough",
-        ) from error
+        return type(kind.__name__, (OwnObjective,), given)(inner, own.path)
 
 
 class OwnObjective(Objective):

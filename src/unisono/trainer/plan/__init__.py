@@ -3,6 +3,7 @@
 Pure: values in, values out; no torch, no clock, no disk.
 """
 
+from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.trainer.plan.run_plan import (
     DataSummary,
@@ -14,7 +15,6 @@ from unisono.trainer.plan.run_plan import (
     Strategy,
     Stream,
     deal,
-    estimate_memory,
     order_by_group,
     permutation,
     steps_for_tokens,

@@ -12,9 +12,13 @@ from typing import Any, Literal
 from unisono.base.errors import ConfigError
 from unisono.base.text import Duration, Warmup, show_bytes
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
+from unisono.trainer.config import optimizers, schedules
+from unisono.trainer.config.optimizers import optimizer_named
+from unisono.trainer.config.schedules import schedule_named
 from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, sources_of
 from unisono.trainer.config.sections import DIFFUSION, Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
+from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.run_plan import (
     DataSummary,
     MemoryEstimate,
@@ -23,7 +27,6 @@ from unisono.trainer.plan.run_plan import (
     RunPlan,
     Setting,
     Strategy,
-    estimate_memory,
     expects_fast_layers,
     has_one_backward,
 )
@@ -100,7 +103,7 @@ class PlanInputs:
     ignored_variables: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
-    objective_digest: str = ""
+    code_digests: Mapping[str, str] = field(default_factory=dict)
     nodes: list[NodePlace] = field(default_factory=list)
     """Empty: this node alone."""
     ranks: list[RankPlace] = field(default_factory=list)
@@ -193,7 +196,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         + _seldom_kept(config, data)
         + _reasons_for_nothing(config, given.settings),
         faults=given.faults,
-        objective_digest=given.objective_digest,
+        code_digests=dict(given.code_digests),
     )
 
 
@@ -319,13 +322,15 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
             why="a single rank has no peers",
             fix="pass --nproc 1, or set parallel.strategy to auto, ddp or fsdp",
         )
-    # Muon needs full matrices, which fsdp shards; so does peft's DoRA of quantized weights.
+    # fsdp shards full matrices, which some optimizers need; so does peft's DoRA of quantized
+    # weights.
+    needs_full = bool(optimizer_named(given.config.optim.kind).needs_full)
     adapter = given.config.adapter
     quantized_dora = bool(given.model.quantized) and adapter is not None and adapter.kind == "dora"
     if requested == "auto":
         if given.config.objective == DIFFUSION:
             return ["ddp"]
-        return ["ddp"] if given.config.optim.kind == "muon" or quantized_dora else ["ddp", "fsdp"]
+        return ["ddp"] if needs_full or quantized_dora else ["ddp", "fsdp"]
     if requested == "fsdp" and quantized_dora:
         raise ConfigError.of(
             "parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as"
@@ -403,7 +408,7 @@ def _need(
         one_backward=has_one_backward(
             config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
         ),
-        state_dtype=config.optim.state_dtype,
+        optimizer_bytes=optimizer_named(config.optim.kind).state_bytes(config.optim.state_dtype),
     )
 
 
@@ -477,10 +482,12 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
         ]
     if config.deterministic and config.device == "cpu":
         found.append("deterministic has no effect: runs on CPU are always bit-exact")
-    if config.optim.kind != "muon":
-        for key in ("muon_lr", "muon_scale"):
-            if key in _changed(config.optim):
-                found.append(f"optim.{key} has no effect: optim.kind is adamw")
+    optimizer = optimizer_named(config.optim.kind)
+    found += [
+        f"optim.{key} has no effect: optim.kind is {config.optim.kind}"
+        for key in optimizers.OWN_KEYS
+        if key not in optimizer.keys and key in _changed(config.optim)
+    ]
     found += _quantization_without_effect(config, model)
     if (
         config.adapter is not None
@@ -494,10 +501,11 @@ def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, mo
             f"model.rope has no effect: data.max_length is {config.data.max_length}, and the model has"
             f" {positions} positions"
         )
+    schedule = schedule_named(config.optim.schedule)
     found += [
         f"optim.{key} has no effect: optim.schedule is {config.optim.schedule}"
-        for key, schedule in (("cycles", "cosine_with_restarts"), ("power", "polynomial"))
-        if config.optim.schedule != schedule and key in _changed(config.optim)
+        for key in schedules.OWN_KEYS
+        if key not in schedule.keys and key in _changed(config.optim)
     ]
     return found
 

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from unisono.base.user_code import MODEL_CODE, own_objective
+from unisono.base.user_code import MODEL_CODE
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, Part, RankPlace
+from unisono.trainer.config.optimizers import optimizer_named
+from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
 
 
@@ -231,8 +233,10 @@ class RunPlan(Part):
     origins: dict[str, str] = {}
     """The origin of each value that is not directly from the config."""
     warnings: list[str] = []
-    objective_digest: str = ""
-    """Of the file of an own objective: a rank executes no other content."""
+    code_digests: dict[str, str] = {}
+    """See `config.own_code.own_code_digests`: a rank executes no other content of a file of the
+    user's own.
+    """
     faults: dict[str, Any] = {}
     """Written by drills and tests only."""
 
@@ -246,9 +250,9 @@ class RunPlan(Part):
         """The user's own code that the ranks execute: its name for people, by a part of the paths
         of its files.
         """
-        own = own_objective(self.config.objective)
+        own = {str(one.path): f"the {one.what}" for one in own_code_of(self.config)}
         model = MODEL_CODE if self.config.model.trust_remote_code else {}
-        return {**({str(own[0]): "the objective"} if own else {}), **model}
+        return {**own, **model}
 
     @property
     def answers(self) -> bool:
@@ -451,147 +455,6 @@ def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_BLOCK = 64  # weights that share a scale, of nf4 and fp4
-_BLOCKS = 256  # of these scales share another one, if they are quantized themselves
-_VALUES_OF_A_LEVEL = 500
-_SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
-_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
-LOGITS_ON_GPU = 1 << 27
-"""Logits alive at a time there: a product with few rows reads the whole head from memory for little
-work. Other numbers were not tried.
-"""
-
-
-def trainable_parameters(model: ModelFacts, *, adapter_rank: int | None) -> int:
-    """The number of trained parameters: an adapter's r·(in + out) over the matrices, or all."""
-    if adapter_rank is None:
-        return model.parameters
-    return adapter_rank * model.linear_in_out
-
-
-KEPT_WHOLE_BYTES = 64 << 20
-"""The last layers of a sharded model stay whole between forward and backward as far as their
-weights fit into this.
-
-Backward begins with them, so of a large model the last layer would only be gathered again at once;
-a small model is gathered once for both. Of frozen layers these are not sharded at all.
-"""
-
-
-def estimate_memory(
-    model: ModelFacts,
-    *,
-    dtype: str,
-    adapter_rank: int | None,
-    micro_tokens: int,
-    longest_row: int,
-    gradient_checkpointing: bool,
-    shards: int = 1,
-    logits: bool = True,
-    on_gpu: bool = False,
-    fast_layers: bool = False,
-    one_backward: bool = False,
-    state_dtype: str = "float32",
-) -> MemoryEstimate:
-    """Bytes for one rank.
-
-    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its
-      matrices, and the matrices × `packed_bytes`. With quantized embeddings those outside × (1 + 4
-      / hidden). Nothing with full fine-tuning in float32: the trained copy is the weight.
-    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all
-      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values for each
-      matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a
-      layer's matrix that is trained itself: its gradient stays in bfloat16 until its update.
-    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 ×
-      hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
-      half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
-      hidden values for each layer, without an adapter in float32.
-    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
-      × intermediate + 7 × r values, where attention is the width of queries and keys together;
-      without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
-      adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
-      hidden + 2 × intermediate for gradients of the layer whose backward runs.
-    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
-      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
-    - of an image model a token is a position of the latents, and activations are those of its UNet
-      (`_picture_activations`).
-    - dequantized: the largest matrix of a quantized model in `dtype`.
-    - shards: weights and trainable are divided by the ranks, but not the scales of quantized
-      weights. Embedding and head are whole during a step, and two layers, or the last layers of up
-      to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
-      are not divided, and two of the other layers are whole.
-
-    Args:
-        model: the model's figures.
-        dtype: of frozen weights and computation.
-        adapter_rank: r, or None for full fine-tuning.
-        micro_tokens: tokens in one forward.
-        longest_row: tokens of the longest row.
-        gradient_checkpointing: whether activations are computed again.
-        shards: ranks among which weights and state are cut (fsdp).
-        logits: whether there are logits over the vocabulary; a reward model has one value for a
-            row.
-        on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
-        fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
-        one_backward: see `has_one_backward`.
-        state_dtype: of AdamW's moments.
-    """
-    size = _DTYPE_BYTES[dtype]
-    trainable = trainable_parameters(model, adapter_rank=adapter_rank)
-    is_mixed = adapter_rank is None and dtype != "float32"  # what is added up over the layers is in float32
-    if fast_layers:
-        per_layer = _values_of_fast_layers(model, adapter_rank)
-    else:
-        per_layer = 10 * model.hidden_size + 4 * model.intermediate_size
-        per_layer += 6 * model.hidden_size if adapter_rank is not None or (is_mixed and on_gpu) else 0
-        per_layer += 0 if on_gpu else max(1, model.hidden_size // 64) * longest_row // 2
-    values = per_layer * (1 if gradient_checkpointing else model.layers)
-    values += model.layers * model.hidden_size * (1 + is_mixed) * gradient_checkpointing
-    values += (4 * model.hidden_size + 2 * model.intermediate_size) * fast_layers
-    activations = micro_tokens * values * size
-    if model.is_picture_model:
-        activations, logits = _picture_activations(model, micro_tokens, gradient_checkpointing) * size, False
-    head = micro_tokens * model.hidden_size * size * 2
-    if logits and on_gpu:
-        head += min(micro_tokens * model.vocab_size, LOGITS_ON_GPU) * size * 2
-    elif logits:
-        head += min(micro_tokens, _HEAD_CHUNK) * model.vocab_size * 4 * 2
-    weights, dequantized, matrix_bytes = model.parameters * size, 0, float(size)
-    outside = model.parameters - model.linear_parameters
-    outside_bytes = 1 + 4 / model.hidden_size if model.quantized_embeddings else size
-    if model.quantized:
-        dequantized = model.hidden_size * max(model.intermediate_size, model.hidden_size) * size
-        matrix_bytes = packed_bytes(model)
-        weights -= int(model.linear_parameters * (size - matrix_bytes) + outside * (size - outside_bytes))
-    if adapter_rank is None and dtype == "float32":
-        weights = 0  # the master copy is the weight
-    state = trainable * (4 + 4 + 2 * _DTYPE_BYTES[state_dtype])
-    if one_backward and is_mixed and dtype == "bfloat16" and (fast_layers or not on_gpu):
-        state -= (
-            model.linear_parameters * 2
-        )  # the fast layers leave gradients as their products computed them
-    if shards > 1:
-        layers = int(model.linear_parameters * matrix_bytes)
-        layer = max(1, layers // max(1, model.layers))
-        scales = int(model.linear_parameters * (matrix_bytes - _bits(model) / 8)) if model.quantized else 0
-        whole, divided = max(2 * layer, min(layers, KEPT_WHOLE_BYTES)), weights - scales
-        if adapter_rank is not None:
-            undivided = layer * min(model.layers, KEPT_WHOLE_BYTES // layer)
-            divided = max(0, divided - undivided - int(outside * outside_bytes))
-            whole = undivided + min(divided, 2 * layer)
-        weights = divided // shards + scales + whole + int(outside * outside_bytes)
-        state //= shards
-    return MemoryEstimate(
-        weights=weights,
-        trainable=state,
-        activations=activations,
-        loss_head=head,
-        dequantized=dequantized,
-        total=weights + state + activations + head + dequantized,
-    )
-
-
 def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_size: int) -> bool:
     """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have
     no sum in float32.
@@ -599,23 +462,8 @@ def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_
     is_full = (
         config.adapter is None and config.objective != "reward"
     )  # reward models have no fast layers then
-    return is_full and world_size == 1 and micro >= global_batch
-
-
-def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
-    """Values that a layer of `model.decoder` keeps for each token on a GPU. A test counts them.
-
-    The inputs of both norms and their outputs; queries, keys, values and the output of attention,
-    which is as wide as the queries; gate and up; the low-rank outputs of seven adapters.
-    """
-    hidden, intermediate = model.hidden_size, model.intermediate_size
-    # in + out of the seven matrices of a layer: 7 × hidden + 3 × intermediate + 2 × attention
-    attention = (model.linear_in_out // model.layers - 7 * hidden - 3 * intermediate) // 2
-    if adapter_rank is None:
-        return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
-    kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
-    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0  # the flash kernels need aligned inputs
-    return kept + attention * 3 // 2 * is_copied
+    in_blocks = optimizer_named(config.optim.kind).updates_blocks
+    return is_full and in_blocks and world_size == 1 and micro >= global_batch
 
 
 def expects_fast_layers(
@@ -636,34 +484,3 @@ def expects_fast_layers(
         for name in ("gate", "up", "down")
     }
     return adapter.is_plain and compute in ("auto", "bfloat16") and len(adapted) == 1
-
-
-def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
-    """Values that a UNet keeps for its backward: 500 for each channel of the first level and
-    position, and less for the levels below.
-
-    From the shapes of its blocks: five residual blocks with attention in each level, and half as
-    many channels for each position from level to level. On a CPU in float32 it is above what was
-    measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside
-    it: bench/results/diffusion.json. It has not been measured on a GPU.
-    """
-    values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
-    return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
-
-
-def packed_bytes(model: ModelFacts) -> float:
-    """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each
-    block, int8 one for each row.
-    """
-    if model.quantized_bytes:
-        return model.quantized_bytes
-    packed = _bits(model) / 8
-    if model.quantized == "int8":
-        return packed + 4 / model.hidden_size
-    if not model.quantized_double:
-        return packed + 4 / _BLOCK
-    return packed + (1 + 4 / _BLOCKS) / _BLOCK
-
-
-def _bits(model: ModelFacts) -> float:
-    return model.quantized_bits or (8 if model.quantized == "int8" else 4)

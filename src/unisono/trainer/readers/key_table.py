@@ -5,7 +5,7 @@ filled key by key.
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from typing import Any
@@ -41,16 +41,20 @@ class Table(Mapping[str, Key]):
     """The keys of a tool by name, from `keys.toml` in its package.
 
     It is read when a key is looked up.
+
+    Args:
+        words: choices of keys that a table of ours has.
     """
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    def __init__(self, package: str, *, words: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        self._package, self._words = package, words or {}
 
     @cached_property
     def _keys(self) -> dict[str, Key]:
         text = resources.files(self._package).joinpath("keys.toml").read_text(encoding="utf-8")
         groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
-        return {name: _key(name, group, key) for group, keys in groups.items() for name, key in keys.items()}
+        keys = {name: _key(name, group, key) for group, keys in groups.items() for name, key in keys.items()}
+        return keys | {name: replace(keys[name], words=words) for name, words in self._words.items()}
 
     def __getitem__(self, name: str) -> Key:
         return self._keys[name]

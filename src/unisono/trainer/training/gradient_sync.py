@@ -13,18 +13,9 @@ from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.run_plan import has_one_backward
 from unisono.trainer.training.process_group import Group, room_of
 from unisono.trainer.training.sharding import Sharded
+from unisono.trainer.training.step_sums import size_of_step
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
-
-
-FIXED_SCALARS = 3  # the loss, and the two numbers of a stop request
-
-
-def scalars_of_a_step(world_size: int, *, metrics: int) -> int:
-    """Numbers of a step that are summed over the ranks beside the gradients: the fixed ones, one
-    for each rank, two for each metric.
-    """
-    return FIXED_SCALARS + world_size + 2 * metrics
 
 
 class GradientSync(Protocol):
@@ -328,5 +319,5 @@ def gradient_sync_of(
         )
         return NoSync(loaded.trainable.values() if one_backward else ())
     parameters = list(loaded.trainable.values())
-    scalars = scalars_of_a_step(group.world_size, metrics=metrics)
+    scalars = size_of_step(group.world_size, metrics=metrics)
     return ReplicaSync(group, device, parameters, scalars=scalars)

@@ -31,8 +31,7 @@ from unisono.trainer.training.evaluation import (
     show_samples,
     with_pictures,
 )
-from unisono.trainer.training.front_io import EXIT_CODES, flags_of, outcome_of
-from unisono.trainer.training.gradient_sync import FIXED_SCALARS, scalars_of_a_step
+from unisono.trainer.training.front_io import EXIT_CODES
 from unisono.trainer.training.optim import clipping_factor, total_norm
 from unisono.trainer.training.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.trainer.training.saving import (
@@ -42,6 +41,7 @@ from unisono.trainer.training.saving import (
     wait_for_copies,
 )
 from unisono.trainer.training.sharding import own_part
+from unisono.trainer.training.step_sums import StepSums, encode_step
 from unisono.trainer.training.training_checks import (
     StepOutcome,
     is_out_of_memory,
@@ -305,31 +305,39 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     known = _known_first(run, batches)
     total, sums, origin, data_time = _add_up(run, batches, known=known)
     faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
-    summed = run.gradient_sync.finish(_scalars(run, total, sums, origin))
+    numbers = encode_step(
+        total,
+        sums,
+        origin,
+        stop=run.stop.outcome,
+        rank=run.group.rank,
+        world_size=run.group.world_size,
+    )
+    summed = run.gradient_sync.finish(numbers)
     norm = _norm(run)
     # The only wait for the device after the backward: these figures decide whether the update is
     # made, and whether it is the last.
     run.gradient_sync.wait_for_own_part()
-    (loss, *rest), norm_value = run.group.figures(summed), float(norm)
+    step = StepSums.decode(run.group.figures(summed), world_size=run.group.world_size)
+    norm_value = float(norm)
     comm_time = run.gradient_sync.wait_and_time()
-    flags, odd, found = rest[:2], rest[2 : 2 + run.group.world_size], rest[2 + run.group.world_size :]
-    run.agreed_stop = outcome_of(flags)
+    run.agreed_stop = step.stop
     run.beats.enter("update")
-    if math.isfinite(loss) and math.isfinite(norm_value):
+    if math.isfinite(step.loss) and math.isfinite(norm_value):
         wait_for_copies(run)
         run.optimizers.step(clipping_factor(norm, section.max_grad_norm))
     run.optimizers.zero_grad()
     return StepOutcome(
-        loss=loss,
+        loss=step.loss,
         grad_norm=norm_value,
         lr=section.lr * factor,
         data_time_s=data_time,
         step_time_s=time.perf_counter() - began,
         cpu_time_s=time.process_time() - cpu_began,
         comm_time_s=comm_time,
-        odd_ranks=[rank for rank, figure in enumerate(odd) if figure % 2],
-        origin_of_nan=int(max(odd)) // 2,
-        metrics=run.objective.figures(found, known=known),
+        odd_ranks=step.odd_ranks,
+        origin_of_nan=step.origin_of_nan,
+        metrics=run.objective.figures(step.metrics, known=known),
     )
 
 
@@ -431,21 +439,6 @@ def _tokens_of(run: Run, rows: Rows, sequences: list[int]) -> list[int]:
     sides = len(rows.lengths) // sum(units)
     ends = np.cumsum([0, *units]) * sides
     return [sum(rows.lengths[first:end]) for first, end in pairwise(ends.tolist())]
-
-
-def _scalars(run: Run, total: torch.Tensor, sums: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """(3 + ranks + sums,) float32: the loss, the stop request, a figure of each rank, and sums of
-    metrics.
-
-    A rank's figure is 1 if its own loss is NaN or infinite, plus twice the origin of that.
-    """
-    own = torch.zeros(scalars_of_a_step(run.group.world_size, metrics=len(sums) // 2), device=run.device)
-    own[0] = total
-    if run.stop.outcome is not None:
-        own[1:FIXED_SCALARS] = torch.tensor(flags_of(run.stop.outcome))
-    own[FIXED_SCALARS + run.group.rank] = ~torch.isfinite(total) + 2 * origin
-    own[FIXED_SCALARS + run.group.world_size :] = sums
-    return own
 
 
 def _norm(run: Run) -> torch.Tensor:

@@ -1,13 +1,20 @@
 """Optimizers over named parameters, and the norm of gradients."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pkgutil import resolve_name
+from typing import Any, TypeVar, cast
 
 import torch
 
-from unisono.trainer.config.schema import OptimSection
+from unisono.base.errors import ConfigError
+from unisono.base.text import one_line
+from unisono.trainer.checkpoint.state import refuse_unsaved
+from unisono.trainer.config import extensions
+from unisono.trainer.config.optimizers import OPTIMIZERS
+from unisono.trainer.config.own_code import execute, own_code_of, refusing
+from unisono.trainer.config.schema import OptimSection, RunConfig
 from unisono.trainer.model.kernels import AdamWFigures
 from unisono.trainer.model.layers import kernels_of
 from unisono.trainer.training.sharding import own_part
@@ -118,21 +125,28 @@ class Optimizers:
 
     Attributes:
         parts: the optimizers by name, with the names of their parameters in order.
+        set_by_config: the hyperparameters that the config sets; None: all. The others are state of
+            an optimizer of the user's own.
         settings: the config's hyperparameters for each parameter group: the full learning rate,
             weight decay, betas.
     """
 
     parts: dict[str, torch.optim.Optimizer]
     names: dict[str, list[str]]
+    set_by_config: frozenset[str] | None = None
     settings: dict[str, list[dict[str, Any]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = {
             name: [
-                {key: value for key, value in group.items() if key != "params"} for group in part.param_groups
+                {key: value for key, value in group.items() if self._is_setting(key)}
+                for group in part.param_groups
             ]
             for name, part in self.parts.items()
         }
+
+    def _is_setting(self, key: str) -> bool:
+        return key != "params" and (self.set_by_config is None or key in self.set_by_config)
 
     def take_settings(self) -> None:
         """Restores the config's hyperparameters: a checkpoint brings its own, which may differ from
@@ -161,6 +175,9 @@ class Optimizers:
             for part in self.parts.values():
                 torch.set_num_threads(1 if _has_small_parameters(part) else threads)
                 _update(part, factor)
+            if self.set_by_config is not None:
+                for name, part in self.parts.items():
+                    refuse_unsaved(part, self.names[name])
         finally:
             torch.set_num_threads(threads)
 
@@ -170,15 +187,18 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
 
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+
 def build_optimizers(
     section: OptimSection,
     trainable: dict[str, torch.nn.Parameter],
     *,
     not_matrices: set[int],
     text_lr: float | None = None,
+    own: OptimizerClass | None = None,
 ) -> Optimizers:
-    """AdamW (arXiv:1711.05101), or Muon (Jordan et al., 2024) for the matrices and AdamW for the
-    rest.
+    """The optimizers that a config names.
 
     Weight decay applies to matrices, not to norms and biases. The B matrices of an adapter may have
     a learning rate of their own (LoRA+, arXiv:2402.12354).
@@ -189,30 +209,112 @@ def build_optimizers(
         not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the
             head.
         text_lr: learning rate of the text encoders of an image model; None: the same.
+        own: of `load_own_optimizer`.
+
+    Raises:
+        ConfigError: if a class does not take the parameters and options.
     """
-    muon = {
-        n: p
-        for n, p in trainable.items()
-        if section.kind == "muon" and p.ndim == 2 and id(p) not in not_matrices
+    builder = own or resolve_name(OPTIMIZERS[section.kind].builder)
+    if own is not None or isinstance(builder, type):
+        return _build_class(section, trainable, builder, text_lr)
+    made: Optimizers = builder(section, trainable, not_matrices=not_matrices, text_lr=text_lr)
+    return made
+
+
+def load_own_optimizer(config: RunConfig, *, digest: str) -> OptimizerClass | None:
+    """The optimizer of a file of the user's own, which is executed, or of another package; None if
+    the config names one of ours.
+
+    Args:
+        digest: of the file, as the plan has it.
+
+    Raises:
+        ConfigError: if it is not a torch.optim.Optimizer.
+    """
+    kind = config.optim.kind
+    if kind in OPTIMIZERS:
+        return None
+    for own in own_code_of(config):
+        if own.key == "optim.kind":
+            with refusing(own, _FIX):
+                made, _ = execute(own, digest)
+                if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+                    raise TypeError(f"{own.name} is not a subclass of torch.optim.Optimizer")
+                return made
+    entry = extensions.find_extension(extensions.OPTIMIZERS, kind)
+    assert entry is not None
+    return cast("OptimizerClass", entry.load())
+
+
+_FIX = "write `class NAME(torch.optim.Optimizer)` with `__init__(self, groups, lr, …)`"
+
+
+def _build_class(
+    section: OptimSection,
+    trainable: dict[str, torch.nn.Parameter],
+    made: OptimizerClass,
+    text_lr: float | None,
+) -> Optimizers:
+    """An optimizer of a class that gets parameter groups, `lr`, and `optim.options`."""
+    groups, names = _groups(section, trainable, text_lr)
+    options = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
     }
-    rest = {n: p for n, p in trainable.items() if n not in muon}
+    try:
+        part = made(groups, lr=section.lr, **options)
+    except Exception as error:  # the code of others may raise anything
+        raise ConfigError.of(
+            f"the optimizer {section.kind} cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
+            where="optim.kind",
+            why=f"it is called with parameter groups, lr and optim.options: {', '.join(options) or 'none'}",
+            fix=f"set optim.options to what it takes; {_FIX}",
+        ) from error
+    settings = frozenset({"lr", "weight_decay", *options})
+    return Optimizers({"own": part}, {"own": names}, set_by_config=settings)
+
+
+def build_adamw(
+    section: OptimSection,
+    trainable: dict[str, torch.nn.Parameter],
+    *,
+    not_matrices: Collection[int] = (),
+    text_lr: float | None = None,
+) -> Optimizers:
+    """AdamW (arXiv:1711.05101). The arguments are those of `build_optimizers`."""
+    del not_matrices
+    groups, names = _groups(section, trainable, text_lr)
+    settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+    is_compact = section.state_dtype == "bfloat16"
+    part = CompactAdamW(groups, **settings) if is_compact else ShardAdamW(groups, **settings, fused=True)
+    return Optimizers({"adamw": part}, {"adamw": names})
+
+
+def build_muon(
+    section: OptimSection,
+    trainable: dict[str, torch.nn.Parameter],
+    *,
+    not_matrices: Collection[int] = (),
+    text_lr: float | None = None,
+) -> Optimizers:
+    """Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
+
+    The arguments are those of `build_optimizers`.
+    """
+    matrices = {n: p for n, p in trainable.items() if p.ndim == 2 and id(p) not in not_matrices}
+    others = {n: p for n, p in trainable.items() if n not in matrices}
     parts: dict[str, torch.optim.Optimizer] = {}
     names: dict[str, list[str]] = {}
-    if muon:
+    if matrices:
         parts["muon"] = torch.optim.Muon(
-            list(muon.values()),
+            list(matrices.values()),
             lr=section.muon_lr,
             weight_decay=section.weight_decay,
             adjust_lr_fn="match_rms_adamw" if section.muon_scale == "adamw" else "original",
         )
-        names["muon"] = list(muon)
-    if rest:
-        groups, names["adamw"] = _groups(section, rest, text_lr)
-        settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
-        is_compact = section.state_dtype == "bfloat16"
-        parts["adamw"] = (
-            CompactAdamW(groups, **settings) if is_compact else ShardAdamW(groups, **settings, fused=True)
-        )
+        names["muon"] = list(matrices)
+    if others:
+        adamw = build_adamw(section, others, text_lr=text_lr)
+        parts, names = parts | adamw.parts, names | adamw.names
     return Optimizers(parts, names)
 
 

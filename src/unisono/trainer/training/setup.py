@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from unisono.base.events import Reporter
-from unisono.base.user_code import own_objective
 from unisono.guard.facts import identity_of
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
+from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.directory import locate_tokenizer
@@ -22,7 +22,7 @@ from unisono.trainer.training import faults
 from unisono.trainer.training.front_io import StopRequest, front_messages
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
-from unisono.trainer.training.optim import build_optimizers
+from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
 from unisono.trainer.training.process_group import Alone, Group
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
@@ -46,10 +46,11 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     device = _bind_device(plan)
     check_device(place, device)
     torch.set_num_threads(plan.threads)
-    if own := own_objective(plan.config.objective):
-        report.phase("objective", f"executing {own[0]}")
+    for own in own_code_of(plan.config):
+        report.phase("objective", f"executing {own.path}")
         beats.enter("objective")
-    objective = objective_of(plan.config, digest=plan.objective_digest)
+    objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""))
+    optimizer = load_own_optimizer(plan.config, digest=plan.code_digests.get("optim.kind", ""))
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
     # Weights that will be sharded are first loaded into host memory: they may not fit on one
@@ -86,6 +87,7 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
             loaded.trainable,
             not_matrices=_tables(loaded),
             text_lr=plan.config.diffusion.text_lr,
+            own=optimizer,
         ),
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
         sharded=sharded,

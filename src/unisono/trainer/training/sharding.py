@@ -31,7 +31,7 @@ from unisono.base.errors import ModelError
 from unisono.base.text import one_line
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.quantization import keep_scales
-from unisono.trainer.plan.run_plan import KEPT_WHOLE_BYTES
+from unisono.trainer.plan.memory import KEPT_WHOLE_BYTES
 from unisono.trainer.training.process_group import Group, backend_of, room_of, world_mesh
 
 

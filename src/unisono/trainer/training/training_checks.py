@@ -16,6 +16,7 @@ import xxhash
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import RankDied
 from unisono.base.text import show_bytes, shown_places
+from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.model.load import odd_parameters
 from unisono.trainer.objectives import MODEL, OBJECTIVE, OwnObjective
 from unisono.trainer.objectives.objective import Counts, Micro, Objective
@@ -413,7 +414,10 @@ def _savings(run: Run) -> list[str]:
     """Two settings that save memory, each with the estimated amount."""
     plan, config = run.plan, run.plan.config
 
-    def total(micro: int, *, checkpointing: bool, state_dtype: str = config.optim.state_dtype) -> int:
+    optimizer = optimizer_named(config.optim.kind)
+    state_bytes = optimizer.state_bytes(config.optim.state_dtype)
+
+    def total(micro: int, *, checkpointing: bool, optimizer_bytes: int = state_bytes) -> int:
         return estimate_memory(
             plan.model,
             dtype=plan.dtype,
@@ -428,7 +432,7 @@ def _savings(run: Run) -> list[str]:
             one_backward=has_one_backward(
                 config, micro=micro, global_batch=plan.global_batch, world_size=run.group.world_size
             ),
-            state_dtype=state_dtype,
+            optimizer_bytes=optimizer_bytes,
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
@@ -444,7 +448,11 @@ def _savings(run: Run) -> list[str]:
             f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third"
             " longer"
         )
-    saved = now - total(plan.micro_batch, checkpointing=plan.gradient_checkpointing, state_dtype="bfloat16")
+    saved = now - total(
+        plan.micro_batch,
+        checkpointing=plan.gradient_checkpointing,
+        optimizer_bytes=optimizer.state_bytes("bfloat16"),
+    )
     # Later the checkpoints have the state in this dtype, and would not be resumed.
     if len(found) < 2 and config.adapter is None and saved > 0 and run.state.step == 0:
         found.append(f"optim.state_dtype=bfloat16 saves about {show_bytes(saved)} of the optimizer's state")

@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from unisono.base.errors import Problem
 from unisono.base.files import SETTINGS_BYTES, expand, parse_json, read_given
+from unisono.trainer.config.optimizers import OPTIMIZERS
+from unisono.trainer.config.schedules import SCHEDULES, from_transformers
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import keys_of
 from unisono.trainer.readers.key_table import Draft, Values
@@ -88,7 +90,7 @@ def _optim(draft: Draft) -> None:
     if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
         draft.put("optim.state_dtype", "bfloat16", "optim")
         draft.warnings.append(f"optim: {name}: AdamW's moments are in bfloat16, with 16 bits instead of 8")
-    elif name not in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
+    elif name not in OPTIMIZERS["adamw"].transformers:
         draft.refuse("optim", "AdamW and Muon are the optimizers here", "use adamw_torch, or use_muon: true")
     draft.put("optim.lr", values["learning_rate"], "learning_rate")
     draft.put("optim.weight_decay", values["weight_decay"], "weight_decay")
@@ -117,12 +119,11 @@ def _loss_of_tokens(draft: Draft) -> None:
 def _schedule(draft: Draft) -> None:
     values = draft.values
     name = values["lr_scheduler_type"]
-    ours = _SCHEDULES.get(name)
-    if ours is None:
-        draft.refuse(
-            "lr_scheduler_type", "there is no such schedule here", f"use one of {', '.join(_SCHEDULES)}"
-        )
-        ours = "linear"
+    schedule = from_transformers(name)
+    if schedule is None:
+        choice = ", ".join(theirs for ours in SCHEDULES.values() for theirs in ours.transformers)
+        draft.refuse("lr_scheduler_type", "there is no such schedule here", f"use one of {choice}")
+    ours, arguments = schedule or ("linear", {})
     draft.put("optim.schedule", ours, "lr_scheduler_type")
     draft.put("optim.schedule_start", 0)
     warmup = values["warmup_steps"] if values["warmup_ratio"] is None else values["warmup_ratio"]
@@ -132,30 +133,24 @@ def _schedule(draft: Draft) -> None:
             draft.ignore(key, "no effect with lr_scheduler_type: constant; constant_with_warmup has one")
     text = f"{int(warmup)} steps" if warmup >= 1 or warmup == 0 else f"{_plain(warmup * 100)}%"
     draft.put("optim.warmup", text, "warmup_ratio", "warmup_steps")
-    _schedule_kwargs(draft, name)
+    _schedule_kwargs(draft, name, arguments)
 
 
-def _schedule_kwargs(draft: Draft, name: str) -> None:
+def _schedule_kwargs(draft: Draft, name: str, arguments: Mapping[str, str]) -> None:
     given = draft.values["lr_scheduler_kwargs"] or {}
     lr = draft.values["learning_rate"]
-    known = {
-        "cosine_with_restarts": {"num_cycles": ("optim.cycles", 1)},
-        "polynomial": {"power": ("optim.power", 1), "lr_end": ("optim.min_lr", 1 / lr if lr else 0)},
-        "cosine_with_min_lr": {
-            "min_lr": ("optim.min_lr", 1 / lr if lr else 0),
-            "min_lr_rate": ("optim.min_lr", 1),
-        },
-    }.get(name, {})
-    if name == "polynomial":
+    if "lr_end" in arguments:
         given = {"lr_end": 1e-7, **given}  # transformers' default
-    if name == "cosine_with_min_lr" and not given:
+    if "min_lr_rate" in arguments and not given:
         draft.refuse("lr_scheduler_type", "it needs its end", "add lr_scheduler_kwargs: {min_lr_rate: 0.1}")
     for key, value in given.items():
-        if key not in known or not isinstance(value, int | float):
-            choice = f"{name} has {', '.join(known)}" if known else f"{name} has none"
+        if key not in arguments or not isinstance(value, int | float):
+            choice = f"{name} has {', '.join(arguments)}" if arguments else f"{name} has none"
             draft.refuse("lr_scheduler_kwargs", f"`{key}` is not known; {choice}", "remove it")
             continue
-        ours, factor = known[key]
+        is_rate = key in ("lr_end", "min_lr")  # ours are shares
+        factor = (1 / lr if lr else 0) if is_rate else 1
+        ours = f"optim.{arguments[key]}"
         draft.put(ours, value if factor == 1 else value * factor, "lr_scheduler_kwargs", "lr_scheduler_type")
 
 
@@ -294,10 +289,6 @@ _PREFERENCE = (
     "pref_beta", "pref_ftx", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model",
 )  # fmt: skip
 """The keys of LLaMA-Factory's preference stages that are carried."""
-_SCHEDULES = {
-    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-    "cosine_with_restarts": "cosine_with_restarts", "polynomial": "polynomial", "cosine_with_min_lr": "cosine",
-}  # fmt: skip
 _TRACKERS = get_args(get_args(RunConfig.model_fields["track"].annotation)[0])
 
 

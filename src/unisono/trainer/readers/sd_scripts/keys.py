@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.base.errors import Problem
+from unisono.trainer.config.schedules import SCHEDULES
 from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces
 from unisono.trainer.readers.key_table import Key, Table
 from unisono.trainer.readers.reading import Reading
 
 TOOL = "sd-scripts"
-KEYS = Table("unisono.trainer.readers.sd_scripts")
+_SCHEDULES = tuple(name for schedule in SCHEDULES.values() for name in schedule.sd_scripts)
+KEYS = Table("unisono.trainer.readers.sd_scripts", words={"lr_scheduler": _SCHEDULES})
 """By name, in groups."""
 PAGE = "docs/reference/sd-scripts.md"
 _UNKNOWN = ("it is neither of sd-scripts' train_network.py nor of LoRA-Scripts", PAGE)

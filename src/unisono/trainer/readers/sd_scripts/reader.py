@@ -11,6 +11,8 @@ from typing import Any
 
 from unisono.base.errors import ConfigError, Problem
 from unisono.base.files import SETTINGS_BYTES, read_text
+from unisono.trainer.config.optimizers import OPTIMIZERS
+from unisono.trainer.config.schedules import from_sd_scripts
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.config.translation import Translation
@@ -372,7 +374,7 @@ def _fill_training(draft: Draft, file: DatasetFile) -> None:
     draft.put("duration", duration, "max_train_epochs", "max_train_steps")
     draft.put("memory.gradient_checkpointing", values["gradient_checkpointing"], "gradient_checkpointing")
     kind = values["optimizer_type"] or "AdamW"
-    if kind.lower() not in ("adamw", "adamw8bit", "pagedadamw8bit", "pagedadamw"):
+    if kind.lower() not in OPTIMIZERS["adamw"].sd_scripts:
         draft.refuse("optimizer_type", "only AdamW is available", 'set optimizer_type = "AdamW"')
     draft.put("optim.kind", "adamw", "optimizer_type")
     if values["unet_lr"] == 0:
@@ -380,19 +382,27 @@ def _fill_training(draft: Draft, file: DatasetFile) -> None:
     draft.put("optim.lr", values["unet_lr"] or values["learning_rate"], "unet_lr", "learning_rate")
     draft.put("optim.weight_decay", 0.01, "optimizer_type")
     _put_optimizer_args(draft)
-    schedule = values["lr_scheduler"]
-    draft.put("optim.schedule", schedule.removesuffix("_with_warmup"), "lr_scheduler")
-    draft.put("optim.schedule_start", 0)
-    warmup = values["lr_warmup_steps"]
-    text = _warmup(warmup)
-    draft.put("optim.warmup", text if schedule != "constant" else "0 steps", "lr_warmup_steps")
-    if schedule == "constant" and warmup:
-        draft.ignore("lr_warmup_steps", "as there: `constant` has no warmup")
-    if schedule == "cosine_with_restarts":
-        draft.put("optim.cycles", max(1, values["lr_scheduler_num_cycles"]), "lr_scheduler_num_cycles")
-    if schedule == "polynomial":
-        draft.put("optim.power", values["lr_scheduler_power"], "lr_scheduler_power")
+    _put_schedule(draft)
     draft.put("optim.max_grad_norm", values["max_grad_norm"] or None, "max_grad_norm")
+
+
+def _put_schedule(draft: Draft) -> None:
+    values = draft.values
+    name, warmup = values["lr_scheduler"], values["lr_warmup_steps"]
+    schedule = from_sd_scripts(name)
+    assert schedule is not None  # the table of keys has only these
+    ours, parameters = schedule
+    draft.put("optim.schedule", ours, "lr_scheduler")
+    draft.put("optim.schedule_start", 0)
+    draft.put("optim.warmup", _warmup(warmup) if name != "constant" else "0 steps", "lr_warmup_steps")
+    if name == "constant" and warmup:
+        draft.ignore("lr_warmup_steps", "as there: `constant` has no warmup")
+    for key, parameter in parameters.items():
+        if parameter:
+            value = values[key]
+            draft.put(f"optim.{parameter}", max(1, value) if parameter == "cycles" else value, key)
+        elif values.is_set(key):
+            draft.refuse(key, f"{name} has no such setting here", "remove it")
 
 
 def _warmup(amount: float) -> str:

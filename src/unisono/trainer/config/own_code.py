@@ -1,0 +1,154 @@
+"""Code that a config names: classes in files of the user's own (`FILE.py:CLASS`), and parts of
+other packages.
+
+Reading and executing it.
+"""
+
+import ast
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from unisono.base.errors import ConfigError, storage_words
+from unisono.base.files import SOURCE_BYTES, read_bytes
+from unisono.base.text import nearest, one_line
+from unisono.base.user_code import OwnCode, own_code
+from unisono.trainer.config import extensions
+from unisono.trainer.config.schema import RunConfig
+
+
+def own_code_of(config: RunConfig) -> list[OwnCode]:
+    """The user's own classes that a config names."""
+    return own_code(objective=config.objective, optimizer=config.optim.kind)
+
+
+def with_code_path(config: RunConfig, own: OwnCode, path: str) -> RunConfig:
+    """A config with a different path of a file."""
+    section, _, last = own.key.rpartition(".")
+    update = {last: f"{path}:{own.name}"}
+    if not section:
+        return config.model_copy(update=update)
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+
+
+def put_path(body: dict[str, Any], own: OwnCode, path: str) -> None:
+    """Replaces the path of a file in a config as a dict."""
+    *sections, last = own.key.split(".")
+    for section in sections:
+        body = body[section]
+    body[last] = f"{path}:{own.name}"
+
+
+def own_code_digests(config: RunConfig) -> dict[str, str]:
+    """What decides which code a config executes, by key: of files their digest, of other packages
+    name and version.
+
+    Nothing is executed.
+
+    Raises:
+        ConfigError: if a file cannot be read, is not Python, or has no such class.
+    """
+    digests = {own.key: _digest(own) for own in own_code_of(config)}
+    for key, group, name in (
+        ("optim.kind", extensions.OPTIMIZERS, config.optim.kind),
+        ("optim.schedule", extensions.SCHEDULES, config.optim.schedule),
+    ):
+        entry = None if key in digests else extensions.find_extension(group, name)
+        if entry is not None:
+            digests[key] = extensions.version_of(entry)
+    return digests
+
+
+def _digest(own: OwnCode) -> str:
+    path, what = own.path, own.what
+    try:
+        source = read_bytes(path, most_bytes=SOURCE_BYTES)
+        tree = ast.parse(source, str(path))
+    except SyntaxError as error:
+        raise ConfigError.of(
+            f"the {what} is not Python: {error.msg}",
+            where=f"{path}:{error.lineno}",
+            fix="fix the file: each rank would fail to import it",
+        ) from None
+    except (RecursionError, MemoryError):  # what Python raises for thousands of brackets or terms
+        raise ConfigError.of(
+            f"the {what} is nested too deep for Python",
+            where=str(path),
+            fix="write it with fewer brackets and shorter sums",
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError.of(
+            f"the file of the {what} cannot be read",
+            where=str(path),
+            why=why,
+            fix=f"check the path in `{own.key}`",
+        ) from None
+    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if own.name not in kinds:
+        near = nearest(own.name, kinds)
+        raise ConfigError.of(
+            f"the file of the {what} has no class {own.name}",
+            where=str(path),
+            why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
+            fix=f"did you mean `{path.name}:{near}`?"
+            if near
+            else "name a class of the file, as FILE.py:CLASS",
+        )
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def execute(own: OwnCode, digest: str) -> tuple[Any, bytes]:
+    """The class and the source of its file, which is executed if its content is that on which the
+    nodes agreed.
+
+    Raises:
+        ConfigError: if it is not.
+        Exception: what the file raises; see `refusing`.
+    """
+    path, what = own.path, own.what
+    try:
+        source = read_bytes(path, most_bytes=SOURCE_BYTES)
+    except OSError as error:
+        raise ConfigError.of(
+            f"the file of the {what} cannot be read",
+            where=str(path),
+            why=storage_words(error),
+            fix="restore the file that the plan was made with, on all nodes",
+        ) from None
+    if hashlib.sha256(source).hexdigest()[:16] != digest:
+        raise ConfigError.of(
+            f"the file of the {what} has changed since the plan was made",
+            where=str(path),
+            fix="start again, with the same file on all nodes",
+        )
+    module = ModuleType(f"unisono_{what}_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
+    exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
+    return getattr(module, own.name), source
+
+
+@contextmanager
+def refusing(own: OwnCode, fix: str) -> Iterator[None]:
+    """Makes what the user's code raises a refusal with its line: it must not end a rank silently.
+
+    Raises:
+        ConfigError: instead of any other exception.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(own.path)]
+        raise ConfigError.of(
+            f"the {own.what} cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
+            where=f"{own.path}:{lines[-1]}" if lines else str(own.path),
+            fix=fix,
+        ) from error

@@ -1,0 +1,366 @@
+"""The estimate of a rank's memory: a table of terms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from unisono.trainer.plan.run_plan import MemoryEstimate, ModelFacts
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BLOCK = 64  # weights that share a scale, of nf4 and fp4
+_BLOCKS = 256  # of these scales share another one, if they are quantized themselves
+_VALUES_OF_A_LEVEL = 500
+_SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
+_HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
+LOGITS_ON_GPU = 1 << 27
+"""Logits alive at a time there: a product with few rows reads the whole head from memory for little
+work. Other numbers were not tried.
+"""
+
+KEPT_WHOLE_BYTES = 64 << 20
+"""The last layers of a sharded model stay whole between forward and backward as far as their
+weights fit into this.
+
+Backward begins with them, so of a large model the last layer would only be gathered again at once;
+a small model is gathered once for both. Of frozen layers these are not sharded at all.
+"""
+
+
+def estimate_memory(
+    model: ModelFacts,
+    *,
+    dtype: str,
+    adapter_rank: int | None,
+    micro_tokens: int,
+    longest_row: int,
+    gradient_checkpointing: bool,
+    shards: int = 1,
+    logits: bool = True,
+    on_gpu: bool = False,
+    fast_layers: bool = False,
+    one_backward: bool = False,
+    optimizer_bytes: int = 8,
+) -> MemoryEstimate:
+    """Bytes for one rank.
+
+    - weights: parameters × bytes of `dtype`; of a quantized model only those outside of its
+      matrices, and the matrices × `packed_bytes`. With quantized embeddings those outside × (1 + 4
+      / hidden). Nothing with full fine-tuning in float32: the trained copy is the weight.
+    - trainable: trained values × 16 bytes: the value, its gradient and two moments of AdamW, all
+      float32; × 12 with moments in bfloat16. An adapter trains r × (in + out) values for each
+      matrix. In bfloat16 with one rank and one micro batch in a step, 14 bytes for a value of a
+      layer's matrix that is trained itself: its gradient stays in bfloat16 until its update.
+    - activations: for each token and layer 10 × hidden + 4 × intermediate values of `dtype`; 6 ×
+      hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
+      half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
+      hidden values for each layer, without an adapter in float32.
+    - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
+      × intermediate + 7 × r values, where attention is the width of queries and keys together;
+      without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
+      adapter three times; if 3 × r is not a multiple of 8, copies add it 1.5 times. And once 4 ×
+      hidden + 2 × intermediate for gradients of the layer whose backward runs.
+    - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
+      tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
+    - of an image model a token is a position of the latents, and activations are those of its UNet
+      (`_picture_activations`).
+    - dequantized: the largest matrix of a quantized model in `dtype`.
+    - shards: weights and trainable are divided by the ranks, but not the scales of quantized
+      weights. Embedding and head are whole during a step, and two layers, or the last layers of up
+      to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
+      are not divided, and two of the other layers are whole.
+
+    Args:
+        model: the model's figures.
+        dtype: of frozen weights and computation.
+        adapter_rank: r, or None for full fine-tuning.
+        micro_tokens: tokens in one forward.
+        longest_row: tokens of the longest row.
+        gradient_checkpointing: whether activations are computed again.
+        shards: ranks among which weights and state are cut (fsdp).
+        logits: whether there are logits over the vocabulary; a reward model has one value for a
+            row.
+        on_gpu: whether the device is a GPU, whose attention keeps no probabilities.
+        fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
+        one_backward: see `has_one_backward`.
+        optimizer_bytes: bytes of the optimizer's state for a trained value.
+    """
+    rank = _Rank(
+        model=model,
+        dtype=dtype,
+        adapter_rank=adapter_rank,
+        micro_tokens=micro_tokens,
+        longest_row=longest_row,
+        gradient_checkpointing=gradient_checkpointing,
+        shards=shards,
+        logits=logits,
+        on_gpu=on_gpu,
+        fast_layers=fast_layers,
+        one_backward=one_backward,
+        optimizer_bytes=optimizer_bytes,
+    )
+    parts = dict.fromkeys(("weights", "trainable", "activations", "loss_head", "dequantized"), 0)
+    for term in _TERMS:
+        if term.applies(rank):
+            parts[term.part] += term.bytes(rank)
+    return MemoryEstimate(**parts, total=sum(parts.values()))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The settings of an estimate (see `estimate_memory`), and the figures that several terms
+    need.
+    """
+
+    model: ModelFacts
+    dtype: str
+    adapter_rank: int | None
+    micro_tokens: int
+    longest_row: int
+    gradient_checkpointing: bool
+    shards: int
+    logits: bool
+    on_gpu: bool
+    fast_layers: bool
+    one_backward: bool
+    optimizer_bytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of a value of `dtype`."""
+        return _DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.adapter_rank is None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether what is added up over the layers is in float32, and the computation is not."""
+        return self.is_full and self.dtype != "float32"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights and state are divided among ranks."""
+        return self.shards > 1
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the model has the usual layers of a language model."""
+        return not self.fast_layers and not self.model.is_picture_model
+
+    @property
+    def has_fast_layers(self) -> bool:
+        """Whether they are those of `model.decoder`."""
+        return self.fast_layers and not self.model.is_picture_model
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether there are logits over a vocabulary."""
+        return self.logits and not self.model.is_picture_model
+
+    @property
+    def trained(self) -> int:
+        """Trained values: an adapter's r × (in + out) over the matrices, or all."""
+        return (
+            self.model.parameters
+            if self.adapter_rank is None
+            else self.adapter_rank * self.model.linear_in_out
+        )
+
+    @property
+    def has_wide_inputs(self) -> bool:
+        """Whether 6 × hidden values more are kept: the inputs of the adapters, or copies in the
+        other dtype.
+        """
+        return not self.is_full or (self.is_mixed and self.on_gpu)
+
+    @property
+    def has_narrow_gradients(self) -> bool:
+        """Whether gradients of matrices stay in bfloat16: the fast layers leave them as their
+        products computed them.
+        """
+        is_narrow = self.is_mixed and self.dtype == "bfloat16"
+        return self.one_backward and is_narrow and (self.fast_layers or not self.on_gpu)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of one value for each token and layer that is kept for the backward."""
+        return self.micro_tokens * self.size * (1 if self.gradient_checkpointing else self.model.layers)
+
+    @property
+    def of_tokens(self) -> int:
+        """Bytes of one value for each token."""
+        return self.micro_tokens * self.size
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of a weight in the matrices of the layers."""
+        return packed_bytes(self.model) if self.model.quantized else float(self.size)
+
+    @property
+    def outside_bytes(self) -> float:
+        """Bytes of a weight outside of them: embedding and head."""
+        return 1 + 4 / self.model.hidden_size if self.model.quantized_embeddings else self.size
+
+    @property
+    def outside(self) -> int:
+        """Values outside of the matrices of the layers."""
+        return self.model.parameters - self.model.linear_parameters
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of all frozen weights, of which fully trained ones in float32 are their own master
+        copy.
+        """
+        if self.is_full and self.dtype == "float32":
+            return 0
+        saved = 0
+        if self.model.quantized:
+            in_matrices = self.model.linear_parameters * (self.size - self.matrix_bytes)
+            saved = int(in_matrices + self.outside * (self.size - self.outside_bytes))
+        return self.model.parameters * self.size - saved
+
+    @property
+    def scales(self) -> int:
+        """Bytes of the scales of quantized weights, which are not divided."""
+        if not self.model.quantized:
+            return 0
+        return int(self.model.linear_parameters * (self.matrix_bytes - _bits(self.model) / 8))
+
+    @property
+    def layers(self) -> int:
+        """Bytes of all layers' matrices."""
+        return int(self.model.linear_parameters * self.matrix_bytes)
+
+    @property
+    def layer(self) -> int:
+        """Bytes of one layer's matrices."""
+        return max(1, self.layers // max(1, self.model.layers))
+
+    @property
+    def undivided(self) -> int:
+        """Bytes of the last frozen layers, which are not sharded."""
+        return 0 if self.is_full else self.layer * min(self.model.layers, KEPT_WHOLE_BYTES // self.layer)
+
+    @property
+    def divided(self) -> int:
+        """Bytes of the weights that are divided among the ranks."""
+        divided = self.weights - self.scales
+        if self.is_full:
+            return divided
+        return max(0, divided - self.undivided - int(self.outside * self.outside_bytes))
+
+    @property
+    def whole_layers(self) -> int:
+        """Bytes of the layers that are whole during a step."""
+        if self.is_full:
+            return max(2 * self.layer, min(self.layers, KEPT_WHOLE_BYTES))
+        return self.undivided + min(self.divided, 2 * self.layer)
+
+
+class _Term(NamedTuple):
+    """A term of the estimate.
+
+    Attributes:
+        part: the part of `MemoryEstimate` that it belongs to.
+        name: what takes the memory.
+        bytes: how much, for one rank.
+        applies: whether there is any.
+    """
+
+    part: Literal["weights", "trainable", "activations", "loss_head", "dequantized"]
+    name: str
+    bytes: Callable[[_Rank], int]
+    applies: Callable[[_Rank], bool] = lambda _rank: True
+
+
+_TERMS = (
+    _Term("weights", "all_weights", lambda r: r.weights, lambda r: not r.is_sharded),
+    _Term("weights", "rank_share", lambda r: r.divided // r.shards, lambda r: r.is_sharded),
+    _Term("weights", "scales", lambda r: r.scales, lambda r: r.is_sharded),
+    _Term("weights", "whole_layers", lambda r: r.whole_layers, lambda r: r.is_sharded),
+    _Term("weights", "embedding_and_head", lambda r: int(r.outside * r.outside_bytes),
+          lambda r: r.is_sharded),
+    _Term("trainable", "values_gradients_optimizer",
+          lambda r: r.trained * (8 + r.optimizer_bytes) // r.shards),
+    _Term("trainable", "gradients_in_bfloat16", lambda r: -2 * r.model.linear_parameters,
+          lambda r: r.has_narrow_gradients),
+    _Term("activations", "fast_layers", lambda r: r.kept * _values_of_fast_layers(r.model, r.adapter_rank),
+          lambda r: r.has_fast_layers),
+    _Term("activations", "fast_layer_gradients",
+          lambda r: r.of_tokens * (4 * r.model.hidden_size + 2 * r.model.intermediate_size),
+          lambda r: r.has_fast_layers),
+    _Term("activations", "layers",
+          lambda r: r.kept * (10 * r.model.hidden_size + 4 * r.model.intermediate_size),
+          lambda r: r.has_layers),
+    _Term("activations", "adapter_inputs_or_copies",
+          lambda r: r.kept * 6 * r.model.hidden_size, lambda r: r.has_layers and r.has_wide_inputs),
+    _Term("activations", "attention_probabilities",
+          lambda r: r.kept * (max(1, r.model.hidden_size // 64) * r.longest_row // 2),
+          lambda r: r.has_layers and not r.on_gpu),
+    _Term("activations", "layer_inputs",
+          lambda r: r.of_tokens * r.model.layers * r.model.hidden_size * (1 + r.is_mixed),
+          lambda r: r.gradient_checkpointing and not r.model.is_picture_model),
+    _Term("activations", "UNet",
+          lambda r: _picture_activations(r.model, r.micro_tokens, r.gradient_checkpointing) * r.size,
+          lambda r: r.model.is_picture_model),
+    _Term("loss_head", "hidden_values", lambda r: r.of_tokens * r.model.hidden_size * 2),
+    _Term("loss_head", "logits_on_gpu",
+          lambda r: min(r.micro_tokens * r.model.vocab_size, LOGITS_ON_GPU) * r.size * 2,
+          lambda r: r.has_logits and r.on_gpu),
+    _Term("loss_head", "logits_on_cpu",
+          lambda r: min(r.micro_tokens, _HEAD_CHUNK) * r.model.vocab_size * 4 * 2,
+          lambda r: r.has_logits and not r.on_gpu),
+    _Term("dequantized", "largest_matrix",
+          lambda r: r.model.hidden_size * max(r.model.intermediate_size, r.model.hidden_size) * r.size,
+          lambda r: bool(r.model.quantized)),
+)  # fmt: skip
+
+
+def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
+    """Values that a layer of `model.decoder` keeps for each token on a GPU. A test counts them.
+
+    The inputs of both norms and their outputs; queries, keys, values and the output of attention,
+    which is as wide as the queries; gate and up; the low-rank outputs of seven adapters.
+    """
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+    # in + out of the seven matrices of a layer: 7 × hidden + 3 × intermediate + 2 × attention
+    attention = (model.linear_in_out // model.layers - 7 * hidden - 3 * intermediate) // 2
+    if adapter_rank is None:
+        return 6 * hidden + (5 if model.norms_heads else 2) * attention + 2 * intermediate
+    kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
+    is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0  # the flash kernels need aligned inputs
+    return kept + attention * 3 // 2 * is_copied
+
+
+def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
+    """Values that a UNet keeps for its backward: 500 for each channel of the first level and
+    position, and less for the levels below.
+
+    From the shapes of its blocks: five residual blocks with attention in each level, and half as
+    many channels for each position from level to level. On a CPU in float32 it is above what was
+    measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside
+    it: bench/results/diffusion.json. It has not been measured on a GPU.
+    """
+    values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
+    return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
+
+
+def packed_bytes(model: ModelFacts) -> float:
+    """Bytes of a quantized weight with its share of the scales: nf4 and fp4 have one for each
+    block, int8 one for each row.
+    """
+    if model.quantized_bytes:
+        return model.quantized_bytes
+    packed = _bits(model) / 8
+    if model.quantized == "int8":
+        return packed + 4 / model.hidden_size
+    if not model.quantized_double:
+        return packed + 4 / _BLOCK
+    return packed + (1 + 4 / _BLOCKS) / _BLOCK
+
+
+def _bits(model: ModelFacts) -> float:
+    return model.quantized_bits or (8 if model.quantized == "int8" else 4)
