@@ -28,6 +28,7 @@ from tests.sharing import Sharing, announce_bytecode, is_long, pytest_configure_
 from unisono.base.child import loading_modules
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
+from unisono.trainer.worker.injected_faults import faults_of
 
 with loading_modules():
     import torch
@@ -303,7 +304,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
                 faults=faults or {}, objective_digest="".join(read_objective(config).values()),
             )
         )  # fmt: skip
-        result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd)
+        result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd, hooks=faults_of(plan))
         return Trained(out, plan, result, report.messages)
 
     return train

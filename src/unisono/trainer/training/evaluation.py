@@ -20,7 +20,6 @@ from unisono.trainer.config.lf_template import lf_template_of, stop_ids
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.generate import generate
 from unisono.trainer.objectives.objective import Counts, Micro
-from unisono.trainer.training import faults
 from unisono.trainer.training.front_io import flags_of, outcome_of
 from unisono.trainer.training.run import EvaluationBatches, Run, counts_of, load_micro, stream_seed
 
@@ -67,7 +66,8 @@ def _summed(
     done, reported = 0, time.monotonic()
     for group in groups.rounds():
         # All ranks take part in each sum, also those without a group in the last round.
-        faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
+        for hook in run.hooks:
+            hook.work_begins("evaluate", run.state.step, lambda: None)
         part = [*part_of(group), *flags_of(run.stop.outcome)]
         summed = torch.tensor(part, dtype=torch.float64, device=run.device)
         run.group.sum(summed)
