@@ -29,6 +29,7 @@ from unisono.base.child import loading_modules
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
 from unisono.trainer.readers import register_templates
+from unisono.trainer.worker.injected_faults import faults_of
 
 with loading_modules():
     import torch
@@ -299,7 +300,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
                 faults=faults or {}, code_digests=own_code_digests(config),
             )
         )  # fmt: skip
-        result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd)
+        result = run_plan(plan, report, stop, snapshot_fd=snapshot_fd, hooks=faults_of(plan))
         return Trained(out, plan, result, report.messages)
 
     return train

@@ -24,6 +24,7 @@ from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoin
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.rank_run import run_plan
+from unisono.trainer.worker.injected_faults import faults_of
 
 _CPU = DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True)
 
@@ -152,7 +153,7 @@ class Workshop:
     def alone(self, plan: RunPlan) -> Done:
         """One rank, in this process."""
         report = _Kept()
-        result = run_plan(plan, report, StopRequest())
+        result = run_plan(plan, report, StopRequest(), hooks=faults_of(plan))
         return Done(plan, Ended([[*report.messages, {"kind": "result", **result}]], [0], [], 0.0))
 
     def together(self, plans: list[RunPlan]) -> list[Done]:

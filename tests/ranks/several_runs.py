@@ -14,6 +14,7 @@ from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.process_group import close_group
 from unisono.trainer.training.rank_run import run_plan
+from unisono.trainer.worker.injected_faults import faults_of
 
 
 def main() -> int:
@@ -25,7 +26,8 @@ def main() -> int:
     end_with_front(arguments.front_pid)
     for file in arguments.plans:
         report = Reporter(arguments.report_fd, fallback=sys.stderr)
-        result = run_plan(RunPlan.model_validate(json.loads(file.read_text())), report, StopRequest())
+        plan = RunPlan.model_validate(json.loads(file.read_text()))
+        result = run_plan(plan, report, StopRequest(), hooks=faults_of(plan))
         report.send("result", **result)
         assert close_group(orderly=True)
         assert close_group(orderly=True), "closing twice is once"

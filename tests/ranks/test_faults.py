@@ -12,6 +12,7 @@ from unisono.base.errors import Disagreed
 from unisono.guard.facts import Environment
 from unisono.trainer.training import setup
 from unisono.trainer.training.join import find_place, make_rank_report
+from unisono.trainer.worker.injected_faults import InjectedFaults
 
 pytestmark = pytest.mark.ranks
 
@@ -22,8 +23,9 @@ def _reports(workshop: Workshop, **faults: Any) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     found = []
     for place in plan.ranks:
-        loaded = setup._load_model(plan, place, device)
-        data, _ = setup._open_data(plan, place)
+        hooks = (InjectedFaults(plan, place.rank),)
+        loaded = setup._load_model(plan, device, hooks)
+        data, _ = setup._open_data(plan, place, hooks)
         port = 4000 if place.rank == 0 else None
         found.append(make_rank_report(plan, place, device=device, loaded=loaded, data=data, store_port=port))
     return [report.to_json() for report in found]

@@ -91,7 +91,7 @@ class Layout:
         """The same command on every node; what its ranks train on goes to a folder of this start.
 
         Args:
-            faults: beside that, as unisono.trainer.training.faults takes them.
+            faults: beside that, as unisono.trainer.worker.injected_faults takes them.
         """
         each = ("--nproc", str(self.ranks // self.nodes))
         answers = {"faults": {"write_rows": str(start_folder(written(job), len(job.fronts))), **faults}}

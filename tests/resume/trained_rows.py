@@ -1,5 +1,5 @@
 """Which rows a run trained on, as its ranks wrote them down themselves before each forward
-(`write_rows` of train/faults).
+(`write_rows` of worker/injected_faults).
 """
 
 import json

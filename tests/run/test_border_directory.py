@@ -153,10 +153,10 @@ def test_a_directory_that_is_being_removed_is_made_again_once_it_is_gone(tmp_pat
         watch = FolderWatch(run, lock, shown.append, lambda: write_json(run.plan, {}))
         seen = identity_of(run.root)
         shutil.rmtree(run.root)
-        watch._judge(seen, None)
+        watch._judge(seen)
         assert (shown, watch.is_lost, run.root.exists()) == ([], False, False)
         watch.settle()
-        assert "was removed while the program runs: it is created again" in shown[0]["text"]
+        assert "was removed or renamed while the program runs: it is created again" in shown[0]["text"]
         assert (watch.is_lost, lock.is_in_place(), run.plan.exists()) == (False, True, True)
     finally:
         lock.release()
@@ -203,7 +203,7 @@ def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_a_
         assert f"{out} was replaced by a different directory" in printed
         assert [path.name for path in out.iterdir()] == ["mine"]
         return
-    assert f"{out} was removed while the program runs: it is created again" in printed
+    assert f"{out} was removed or renamed while the program runs: it is created again" in printed
     assert read_object(out / "result.json")["outcome"] == "completed"
     assert {path.name for path in out.iterdir()} == {"plan.json", "agreement.json", "result.json", "logs"}
     assert log.read_text().startswith("line 0\nline 1\n")

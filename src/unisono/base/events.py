@@ -10,10 +10,11 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     eval        step, eval_loss, and more figures
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
-    shard_written  step, temporary, files, error: this rank's part of a checkpoint is on its disk, or why not
+    shard_written  step, temporary, directory, files, error: this rank's part of a checkpoint is on its disk, or why not
     shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated
     until it arrives
     shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
+    moved       path: rank 0 writes here from now on, since the run's directory is lost
     digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its rounding
     asked       signal: its name; received by the rank from its front or from outside
     warning     code, text, fix

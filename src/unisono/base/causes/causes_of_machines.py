@@ -431,14 +431,14 @@ FILE_CAUSES: tuple[Cause, ...] = (
         id="output_removed",
         title="the run's directory was removed, renamed or replaced during the run",
         meaning=(
-            "output_dir, its checkpoints/ or its run.lock was removed or renamed during the run, or the file"
-            " system below it was unmounted. The run recreates what it can and continues; what was saved"
-            " before is gone, or where it was moved to. If a different directory or a different run is at the"
-            " path, the run ends and writes nothing there."
+            "output_dir or the run.lock in it was removed, renamed or replaced during the run, or the file"
+            " system below it was unmounted. The run ends after its current step, and saves it in a new"
+            " directory beside, OUTPUT_DIR-rescued-RUN_ID; what was saved before is gone, or where it was"
+            " moved to. Nothing is written at the old path."
         ),
         telltales=(
-            "the warning `was removed after step N, while its run is active: it is created again`",
-            "`checkpoint ls` shows checkpoints of later steps only",
+            "the verdict `was removed after step N, while the run was active; step N was saved in DIRECTORY`",
+            "a directory `OUTPUT_DIR-rescued-…` with one checkpoint",
             "a cleanup job, a second terminal, or `rm -rf` in a script that starts the run",
         ),
         neighbours=(
@@ -446,6 +446,7 @@ FILE_CAUSES: tuple[Cause, ...] = (
             ("io_blocked", "the storage does not answer"),
         ),
         remedy=(
+            "To continue, run the same command with output_dir= the directory that the message names.",
             "End a run (Ctrl-C) before you remove or rename its directory.",
             "Delete old checkpoints with `unisono checkpoint prune RUN`.",
             "Keep run directories out of the scope of cleanup jobs.",

@@ -57,7 +57,6 @@ class Drill:
         words: for a fault without verdict: the code of the warning that names it, and parts of its
             text of which one must match.
         killed: nodes whose fronts the drill kills: their messages and exit codes are not checked.
-        exit_code: of the run, if different from that of the cause.
     """
 
     fault: str
@@ -74,7 +73,6 @@ class Drill:
     words: tuple[str, ...] = ()
     clock_jump_s: float = 0.0
     killed: tuple[int, ...] = ()
-    exit_code: int | None = None
 
 
 def _death_drill(fault: str, text: str, *want: str, how: str) -> Drill:
@@ -140,7 +138,7 @@ DRILLS: tuple[Drill, ...] = (
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), sandbox=RemovedOutput, exit_code=0,
+        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), sandbox=RemovedOutput,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
@@ -426,8 +424,8 @@ def _first_mistake(
 
 def _exit_code(drill: Drill, right: Sequence[NamedCause]) -> int:
     """The expected exit code: of the cause that ended the run, or of a run that continues."""
-    if drill.exit_code is not None or not drill.want:
-        return drill.exit_code or 0
+    if not drill.want:
+        return 0
     cause = find_cause(right[-1].cause or drill.want[0])
     assert cause is not None, "the table contains known causes"
     return cause.exit_code

@@ -149,7 +149,7 @@ _TOUCH = (
 
 # Isolated and without site: nothing of the user's own setup is imported, and it starts in a
 # hundredth of a second.
-_PROBE = (sys.executable, "-I", "-S", path_probes.__file__, "storage")
+_PROBE = (sys.executable, "-I", "-S", path_probes.__file__)
 
 
 def _run_child(command: list[str], limit_s: float | None) -> tuple[dict[str, Any], bool]:

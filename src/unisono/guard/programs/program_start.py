@@ -18,11 +18,11 @@ from typing import Any
 from unisono.base.causes import Verdict
 from unisono.base.errors import UsageError, storage_reason, storage_remedy
 from unisono.base.events import Show, notify
-from unisono.base.files import make_private_dir, read_object, write_json
+from unisono.base.files import BackgroundThread, make_private_dir, read_object, write_json
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts import Environment, Machine, Probes
-from unisono.guard.facts.path_probes import Identity, PathMonitor, identity_of
+from unisono.guard.facts.path_probes import Identity, identity_of
 from unisono.guard.integrations.border import ENDS_WITH_FRONT, HELD, Guard
 from unisono.guard.places.ranks import NodePlace
 from unisono.guard.programs.local_program import LocalProgram, Program
@@ -151,6 +151,9 @@ def _is_of_this_start(one: Path, run: ProgramDir, logs: Path) -> bool:
     return one == run.lock or (one == logs and one.is_dir() and not any(one.iterdir()))
 
 
+_LOOK_S = 0.2
+
+
 class FolderWatch:
     """Notices that the head's directory is removed, renamed or replaced while the program runs, and
     makes it again.
@@ -170,24 +173,31 @@ class FolderWatch:
         self.is_lost = False
         self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
         self._root = identity_of(run.root)
-        self._watch = PathMonitor((run.root, run.lock))
+        self._thread = BackgroundThread("output_dir")  # the storage may hang, and the front must not
+        self._next = 0.0
+        self._gone_twice = [False, False]
 
     def look(self) -> None:
         """Handles changes since the last call. Never waits if there are none."""
-        found = self._watch.poll()
-        if found is not None and not self.is_lost:
-            self._judge(found[0].identity, found[0].now_at)
+        if all(self._gone_twice) and not self.is_lost:  # once may be in the middle of a removal
+            self._gone_twice = [False, False]
+            self._judge(identity_of(self._run.root))
+        elif time.monotonic() >= self._next and self._thread.is_idle:
+            self._next = time.monotonic() + _LOOK_S
+            self._thread.do(self._look)
+
+    def _look(self) -> None:
+        self._gone_twice = [self._gone_twice[1], not self._lock.is_held()]
 
     def settle(self) -> None:
         """The last check, before the result is written."""
         with contextlib.suppress(OSError):  # writing the result will fail too
             if not self.is_lost:
-                self._judge(identity_of(self._run.root), None)
-        self._watch.close()
+                self._judge(identity_of(self._run.root))
 
-    def _judge(self, root: Identity | None, now_at: str | None) -> None:
+    def _judge(self, root: Identity | None) -> None:
         path = self._run.root
-        what = f"{path} was {f'renamed to {now_at}' if now_at else 'removed'} while the program runs"
+        what = f"{path} was removed or renamed while the program runs"
         try:
             if root is None:
                 path.mkdir(mode=0o700, parents=True)
@@ -214,8 +224,6 @@ class FolderWatch:
         self._root = identity_of(self._run.root)
         if not self._run.plan.exists():
             self._write_plan()
-        self._watch.close()
-        self._watch = PathMonitor((self._run.root, self._run.lock))
         self._warn(what)
 
     def _lose(self, what: str) -> None:

@@ -139,6 +139,10 @@ class RunDir:
         """
         return self.root / "slurm"
 
+    def rescued(self, run_id: str) -> "RunDir":
+        """Where the last step of the run is saved if this directory disappears while it trains."""
+        return RunDir(self.root.with_name(f"{self.root.name}-rescued-{run_id}"))
+
     def node_plan(self, node_rank: int) -> Path:
         """A node's copy of the plan with its own paths, while its ranks run."""
         return self.root / "nodes" / f"plan-{node_rank:05d}.json"

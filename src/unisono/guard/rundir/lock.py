@@ -145,6 +145,10 @@ class RunLock:
         """Whether the file at the path is the one that is locked."""
         return self._fd is not None and _is_at(self._fd, self.path)
 
+    def is_held(self) -> bool:
+        """Whether the directory still has this lock, even after a remount."""
+        return self.is_in_place() or self.names_us()
+
     def names_us(self) -> bool:
         """Whether the file at the path has our name, even with a different inode, e.g. after a
         remount.

@@ -58,6 +58,17 @@ class MetricsWriter:
         """Lines that could not be written yet."""
         return len(self._waiting)
 
+    @property
+    def link(self) -> Path:
+        """Where the open file is now, as the kernel shows it: with ` (deleted)` at the end if it
+        was removed.
+        """
+        return Path(f"/proc/self/fd/{self._fd}").readlink()
+
+    def move_to(self, path: Path) -> None:
+        """Continues at another path, with all lines, from the next `sync` on."""
+        self._path = path
+
     def append(self, line: dict[str, Any]) -> None:
         """Writes one object; floats round-trip exactly, and NaN becomes null."""
         data = (json.dumps(without_nan(line), allow_nan=False) + "\n").encode()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
@@ -56,7 +57,7 @@ _POLL_S = 0.2
 _TEARDOWN_S = 20.0  # results are final before teardown, so a teardown that hangs is ended without loss
 _GONE_S = 10.0  # for the other nodes to report that their ranks have ended
 _WAITING_EVERY_S = 10.0
-_SHARD_KINDS = ("shard_written", "shard_moves", "shards_over")
+_SHARD_KINDS = ("shard_written", "shard_moves", "shards_over", "moved")
 _RANK_0_KINDS = ("phase", "step", "eval", "sample", "checkpoint", "ready", "note")
 
 
@@ -68,6 +69,9 @@ class ShardPort(Protocol):
 
     def moves(self) -> Message | None:
         """A progress message for rank 0, from time to time while a part is being sent."""
+
+    def moved(self, output_dir: Path, /) -> None:
+        """Rank 0 writes into a different output_dir from here on."""
 
     def given_up(self, temporary: str, /) -> None:
         """Rank 0 no longer waits for parts of this checkpoint."""
@@ -96,6 +100,7 @@ class Attempt:
         lost: nodes that are gone, or that did not report that their ranks are.
         run_view: of the ranks, as last seen.
         raw: unparsed evidence of the ranks, if something ended them.
+        moved_to: where rank 0 writes since the run's directory was lost.
     """
 
     from_step: int
@@ -116,6 +121,7 @@ class Attempt:
     lost: list[NodeLoss] = field(default_factory=list)
     run_view: RunView | None = None
     raw: dict[int, RawEvidence] = field(default_factory=dict)
+    moved_to: Path | None = None
 
     def note(self, message: Message) -> None:
         """Takes a message of rank 0."""
@@ -309,7 +315,11 @@ class _RankSupervision:
         """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the
         head when rank 0 is done with it.
         """
-        if message["kind"] == "shards_over":
+        if message["kind"] == "moved":
+            self.attempt.moved_to = Path(message["path"])
+            if self.shards is not None:
+                self.shards.moved(self.attempt.moved_to)
+        elif message["kind"] == "shards_over":
             if rank == 0 and self.shards is not None:
                 self.shards.given_up(str(message.get("temporary")))
         elif message["kind"] == "shard_written" and self.shards is not None:

@@ -291,7 +291,6 @@ class ShardSender:
     """Sends shards from a node that does not share the head's output_dir.
 
     Args:
-        checkpoints: the checkpoint directory of this node's own output_dir.
         forward: sends a rank's message to the head, once its files are there.
         run_later: runs work on files elsewhere: the front must not wait for a hanging disk.
     """
@@ -299,13 +298,11 @@ class ShardSender:
     def __init__(
         self,
         transfers: FileSender,
-        checkpoints: Path,
         forward: Callable[[int, Message], None],
         run_later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._run_later = run_later
         self._transfers = transfers
-        self._checkpoints = checkpoints
         self._forward = forward
         self._of_transfer: dict[int, _PendingMessage] = {}
 
@@ -319,7 +316,7 @@ class ShardSender:
         for name, entry in files.items():
             label = {"kind": SHARD_KIND, "rank": rank, "temporary": temporary, "name": name}
             content = Content(entry["bytes"], entry["xxh3_128"])
-            number = self._transfers.send(self._checkpoints / str(temporary) / name, label, content)
+            number = self._transfers.send(Path(message["directory"]) / name, label, content)
             waiting.pending.add(number)
             self._of_transfer[number] = waiting
         if not files:
@@ -339,17 +336,17 @@ class ShardSender:
     def _end(self, waiting: _PendingMessage) -> None:
         temporary = waiting.message.get("temporary")
         if is_temporary_name(temporary):
-            self._run_later(partial(self._delete, waiting.rank, str(temporary)))
+            self._run_later(partial(_delete_shards, waiting.rank, Path(waiting.message["directory"])))
         error = waiting.message.get("error") or "; ".join(waiting.errors)
         self._forward(waiting.rank, {**waiting.message, "error": error})
 
-    def _delete(self, rank: int, temporary: str) -> None:
-        """Deletes this rank's files, and the directory if it is empty then."""
-        folder = self._checkpoints / temporary
-        with contextlib.suppress(OSError):  # `clear_parts` tries again at the end
-            for path in folder.glob(f"*.shard-{rank:05d}-of-*"):
-                path.unlink()
-            folder.rmdir()
+
+def _delete_shards(rank: int, folder: Path) -> None:
+    """Deletes this rank's files, and the directory if it is empty then."""
+    with contextlib.suppress(OSError):  # `clear_parts` tries again at the end
+        for path in folder.glob(f"*.shard-{rank:05d}-of-*"):
+            path.unlink()
+        folder.rmdir()
 
 
 def clear_parts(checkpoints: Path) -> None:
@@ -406,6 +403,10 @@ class ShardArrivals:
     def close(self) -> None:
         """Ends the attempt: no shard waits any more."""
         self._over.set()
+
+    def moved(self, output_dir: Path) -> None:
+        """Records that rank 0 writes into a different output_dir from here on."""
+        self._checkpoints = RunDir(output_dir).checkpoints
 
     def given_up(self, temporary: str) -> None:
         """Records that rank 0 has abandoned this checkpoint: its shards are refused."""

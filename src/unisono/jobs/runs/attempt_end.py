@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
 from unisono.base.events import Message, Show, notify
-from unisono.base.files import open_plain, parse_json
+from unisono.base.files import make_private_dir, open_plain, parse_json
 from unisono.base.user_key import user_key
 from unisono.guard.agree.agreement import majority, odd_first, partition
 from unisono.guard.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
@@ -23,20 +23,26 @@ from unisono.guard.facts.storage import Hung, RunsDisk, unless_stuck
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rendezvous.remote_fronts import step_evidence
 from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.lock import RunLock
 from unisono.guard.rundir.records import RunResult, complete_verdict, set_verdict, write_result
 from unisono.guard.supervise.evidence import keep_evidence
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import SharedMemory
 from unisono.guard.supervise.rank_logs import LogEvents
 from unisono.guard.supervise.rank_supervisor import Attempt
-from unisono.jobs.remote_checkpoint.rescue import RescuedStep, needs_other_nodes, rescue
+from unisono.jobs.remote_checkpoint.rescue import RescuedStep, ended_with_result, needs_other_nodes, rescue
 from unisono.jobs.runs.curve_drawing import Drawing
 from unisono.jobs.runs.head_nodes import HeadNodes
-from unisono.jobs.runs.output_watch import CAUSE as OUTPUT_REMOVED
-from unisono.jobs.runs.output_watch import OutputWatch
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.read_back import read_back_result
-from unisono.jobs.runs.run_records import Ending, Table, ending_of, is_about_nodes, write_agreement
+from unisono.jobs.runs.run_records import (
+    Ending,
+    Table,
+    ending_of,
+    is_about_nodes,
+    write_agreement,
+    write_decision,
+)
 from unisono.jobs.runs.train_request import LostNodeSource, TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.plan import RunPlan
@@ -51,32 +57,28 @@ class AttemptEnd:
     request: TrainRequest
     local_node: LocalNode
     run: RunDir
+    lock: RunLock
     disk: RunsDisk
     interrupts: Interrupts
     table: Table
     others: HeadNodes | None
     show: Show
 
-    def settle(
-        self,
-        plan: RunPlan,
-        attempt: Attempt,
-        *,
-        watch: OutputWatch,
-        log_events: LogEvents,
-        kept: SharedMemory,
-    ) -> Ending:
+    def settle(self, plan: RunPlan, attempt: Attempt, *, log_events: LogEvents, kept: SharedMemory) -> Ending:
         """Names how the attempt ended, and keeps the newest step of a run that died."""
-        watch.settle(attempt)
         ending = with_launcher_cause(ending_of(attempt, plan), attempt, plan, self.request.lost_node_source)
-        ending = with_cut_file(ending, attempt, plan)
-        ending = self._with_step(watch.judged(ending, attempt))
+        ending = self._with_step(with_cut_file(ending, attempt, plan))
+        if attempt.moved_to is not None or self._is_directory_lost():
+            self.disk.is_lost = True  # nothing is written at the path from here on
+            ending = self._keep_beside(plan, attempt, ending, kept)
         ending = self._announce(plan, attempt, ending, log_events)
-        if self.disk.is_lost:
-            self._rescue_elsewhere(plan, attempt, kept, watch.now_at)
-        elif self._rescue(plan, attempt, kept):
+        if not self.disk.is_lost and self._rescue(self.run, self.disk, plan, attempt, kept):
             ending = replace(ending, fields=ending_of(attempt, plan).fields)
         return ending
+
+    def _is_directory_lost(self) -> bool:
+        """Whether the run's directory is no longer at its path: the lock, held here, is in it."""
+        return self.disk.write("run.lock", self.lock.is_held) is False
 
     def _with_step(self, ending: Ending) -> Ending:
         """The ending; its verdict also cites the Slurm step that this front runs in, if any."""
@@ -147,11 +149,13 @@ class AttemptEnd:
             notify(self.show, f"stacks, recordings and logs that it cites: {self.run.evidence}")
         return cited
 
-    def _rescue(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
+    def _rescue(
+        self, run: RunDir, disk: RunsDisk, plan: RunPlan, attempt: Attempt, kept: SharedMemory
+    ) -> bool:
         """Makes a checkpoint of the newest step in memory, on this node or others; gives whether
         there is one now.
         """
-        store = checkpoints_of(self.run, self.local_node)
+        store = checkpoints_of(run, self.local_node)
         found = RescuedStep.of_node(kept)
         if self.others is not None and needs_other_nodes(plan, attempt):
             collect = partial(
@@ -159,42 +163,71 @@ class AttemptEnd:
                 plan,
                 attempt,
                 found,
-                checkpoints=self.run.checkpoints,
+                checkpoints=run.checkpoints,
                 interrupts=self.interrupts,
             )
-            self.disk.write("what the ranks of the other nodes kept in memory", collect)
+            disk.write("what the ranks of the other nodes kept in memory", collect)
         judged = attempt.decision.verdict if attempt.decision is not None else None
         if judged is not None and judged.cause == "replicas_diverged":
             return False  # the step in memory may be the one that has drifted
-        work = partial(rescue, self.run, plan, attempt, found, store=store, show=self.show)
-        return self.disk.write("what the ranks kept in memory", work) is True
+        work = partial(rescue, run, plan, attempt, found, store=store, show=self.show)
+        return disk.write("what the ranks kept in memory", work) is True
 
-    def _rescue_elsewhere(
-        self, plan: RunPlan, attempt: Attempt, kept: SharedMemory, now_at: Path | None
-    ) -> None:
-        """Makes that checkpoint where the run's directory is now; if that is not known, says what
-        is lost.
-
-        The result promises nothing.
+    def _keep_beside(self, plan: RunPlan, attempt: Attempt, ending: Ending, kept: SharedMemory) -> Ending:
+        """Makes the directory beside the lost one a run to continue from, if there is a step to
+        keep.
         """
-        found = RescuedStep.of_node(kept)
-        steps = [snapshot.step for snapshots in found.steps.values() for snapshot in snapshots]
-        if not steps:
-            return
-        if now_at is not None and not (self.others is not None and needs_other_nodes(plan, attempt)):
-            run = RunDir(now_at)
-            work = partial(
-                rescue, run, plan, attempt, found, store=checkpoints_of(run, self.local_node), show=self.show
-            )
-            if RunsDisk(now_at, self.show).write("what the ranks kept in memory", work) is True:
-                text = f"the newest step of this run, {attempt.saved_step}, is in {now_at}"
-                self._warn(text, f"to continue from it, run the same command with output_dir={now_at}")
-                return
-        text = f"step {max(steps)}, which the ranks kept in memory, is lost with the run's directory"
-        self._warn(text, "")
+        beside = self.run.rescued(plan.run_id)
+        disk = RunsDisk(beside.root, self.show)
+        is_saved = attempt.moved_to is not None
+        if not is_saved and self._is_in_memory(plan, attempt, kept):
+            disk.write("the directory", partial(make_private_dir, beside.root))
+            is_saved = self._rescue(beside, disk, plan, attempt, kept)
+        if is_saved:
+            config = plan.config.model_copy(update={"output_dir": str(beside.root)})
+            moved = plan.model_copy(update={"output_dir": str(beside.root), "config": config})
+            disk.write("the plan", partial(write_decision, beside, moved))
+        if attempt.moved_to is not None:  # an earlier checkpoint is gone
+            saved = (attempt.last or {}).get("checkpoint")
+            return replace(ending, fields={**ending.fields, "checkpoint": saved})
+        fields = {**ending.fields, "checkpoint": attempt.checkpoint if is_saved else None, "weights": None}
+        lost, verdict = _directory_lost(plan, attempt, beside.root if is_saved else None), ending.verdict
+        if verdict is None or ending.exit_code in _GOOD_ENDS:
+            return Ending(6, fields, lost)
+        both = {"summary": f"{verdict.summary}; {lost.summary}", "fix": (*lost.fix, *verdict.fix)}
+        return replace(ending, fields=fields, verdict=verdict.model_copy(update=both))
 
-    def _warn(self, text: str, fix: str) -> None:
-        self.show({"kind": "warning", "time": time.time(), "code": OUTPUT_REMOVED, "text": text, "fix": fix})
+    def _is_in_memory(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
+        """Whether a step may be in the memory of this node or of others."""
+        if ended_with_result(attempt):
+            return False
+        here = any(RescuedStep.of_node(kept).steps.values())
+        return here or (self.others is not None and needs_other_nodes(plan, attempt))
+
+
+_GOOD_ENDS = (0, 75, 130)
+
+
+def _directory_lost(plan: RunPlan, attempt: Attempt, saved_in: Path | None) -> Verdict:
+    """The verdict on a directory that the ranks have not noticed to be lost themselves."""
+    what = (
+        f"{plan.output_dir} was removed, renamed or replaced after step {attempt.step}, while the run was"
+        " active"
+    )
+    fix = ["end a run first (Ctrl-C), then remove or rename its directory"]
+    if saved_in is not None:
+        what += f"; step {attempt.saved_step} was saved from memory in {saved_in}"
+        fix.insert(0, f"to continue, run the same command with output_dir={saved_in}")
+    return Verdict(
+        cause="output_removed",
+        when="during",
+        severity="fatal",
+        summary=what,
+        hosts=(plan.host,),
+        phase="save",
+        step=attempt.step or None,
+        fix=tuple(fix),
+    )
 
 
 def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:

@@ -26,7 +26,6 @@ from unisono.jobs.remote_checkpoint.storage import Uploads, storage_observers
 from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint, Verifier
 from unisono.jobs.runs.attempt_end import AttemptEnd, ReplicaDrift, checkpoints_of, keep_result
 from unisono.jobs.runs.head_nodes import HeadNodes, together
-from unisono.jobs.runs.output_watch import OutputWatch
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.preparation import Claim, claim, plan_start, prepare_all, restore_from_storage
 from unisono.jobs.runs.rank_environment import rank_environments
@@ -116,18 +115,24 @@ class HeadRun:
             self.uploading,
         )
         end = AttemptEnd(
-            self.request, local_node, run, self.disk, self.interrupts, self.table, others, self.show
+            self.request,
+            local_node,
+            run,
+            claimed.lock,
+            self.disk,
+            self.interrupts,
+            self.table,
+            others,
+            self.show,
         )
         restarts = Restarts(self.request, loaded, local_node, run, prepared, others, self.table, self.show)
         recorder.on_step = restarts.stepped
         while True:
-            write = partial(write_plan, run, claimed.lock, plan, self.table)
-            self.disk.need("the plan", write)
+            self.disk.need("the plan", partial(write_plan, run, claimed.lock, plan, self.table))
             self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
             with SharedMemory(snapshot_ranks(plan, 0)) as kept:
-                watch = OutputWatch(plan, run, claimed.lock, self.disk, recorder.show, write_decision=write)
-                attempt = attempts.start(plan, kept, watch)
-                ending = end.settle(plan, attempt, watch=watch, log_events=attempts.log_events, kept=kept)
+                attempt = attempts.start(plan, kept)
+                ending = end.settle(plan, attempt, log_events=attempts.log_events, kept=kept)
             verdict = ending.verdict
             if verdict is None or self._is_blocked() or not restarts.decide(plan, attempt, verdict):
                 break
@@ -277,13 +282,12 @@ class HeadAttempts:
     uploading: Uploads | None
     log_events: LogEvents = field(default_factory=lambda: LogEvents([]))
 
-    def start(self, plan: RunPlan, kept: SharedMemory, watch: OutputWatch) -> Attempt:
+    def start(self, plan: RunPlan, kept: SharedMemory) -> Attempt:
         """Runs the ranks to their end.
 
         Args:
             plan: written to plan.json on every node already.
             kept: the memory in which the ranks of this node keep their newest step.
-            watch: notices that the run's directory is removed or replaced.
         """
         server = self.others.hand_over(plan) if self.others is not None else None
         first = FirstCheckpoint(
@@ -305,7 +309,6 @@ class HeadAttempts:
             on_agreement=partial(self.recorder.keep_agreement, self.table),
             shards=shards,
             observers=[
-                watch,
                 first,
                 ReplicaDrift(plan, self.recorder.show),
                 self.log_events,

@@ -218,9 +218,8 @@ class _Member:
                     self.show,
                     plan=plan,
                     disk=self.disk,
-                    checkpoints=parts,
+                    lock=self.lock,
                 )
-                serving.watch(self.lock, write_plan)
                 return serving.run()
         finally:
             self.disk.write("this node's copy of the plan", partial(_remove_plan, plan_file))

@@ -1,31 +1,26 @@
 """The ranks of a node that is not the head: started by the head's plan, reported to the head, ended
 at the head's request, or when the head is lost.
-
-Meanwhile its output_dir is watched: what becomes of it when it is removed, renamed or replaced
-while ranks run.
 """
 
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed
 from unisono.base.events import Message, Show
-from unisono.base.files import make_private_dir, read_object
-from unisono.base.text import one_line, plain
+from unisono.base.files import make_private_dir
+from unisono.base.text import plain
 from unisono.guard.control.connection import Left
 from unisono.guard.control.file_transfer import FileSender, TransferOutcome
-from unisono.guard.facts.path_probes import PathMonitor, PathState, identity_of
 from unisono.guard.facts.storage import RunsDisk
-from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.lock import Holder, LockTaken, RunLock
+from unisono.guard.rundir.lock import Holder, RunLock
 from unisono.guard.rundir.records import RunResult, set_verdict, write_result
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
@@ -36,7 +31,6 @@ from unisono.guard.supervise.rank_monitor import MonitorReports
 from unisono.guard.supervise.timeline import Timeline
 from unisono.jobs.remote_checkpoint.rescue import MemorySender
 from unisono.jobs.remote_checkpoint.transfers import ShardSender
-from unisono.jobs.runs.output_watch import CAUSE, HeldFiles, device_of, growing, warning_of
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.trainer.plan import RunPlan
 
@@ -48,151 +42,6 @@ _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
 _PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
 """The messages of a rank that are forwarded to the head, besides its report and its end."""
-_FIX = "end a run first (Ctrl-C), then remove, rename or unmount its directory, on every node"
-
-
-class MemberWatch:
-    """For one start of this node's ranks.
-
-    A directory of this node's own is made again if it was removed; if it was replaced, the head
-    ends the run on all nodes. The head's directory is the head's to make again; this node then
-    writes the logs of its ranks there.
-    """
-
-    def __init__(
-        self,
-        run: RunDir,
-        lock: RunLock | None,
-        plan: RunPlan,
-        places: Sequence[RankPlace],
-        disk: RunsDisk,
-        show: Show,
-        *,
-        send: Callable[[Message], None],
-        write_plan: Callable[[], None],
-    ) -> None:
-        """Begins to watch.
-
-        Args:
-            run: the directory, with this node's copy of the plan.
-            lock: of a directory of this node's own, held; None if the directory is the head's.
-            send: passes a message on to the head.
-            write_plan: writes this node's copy of the plan, with the folders for its ranks.
-        """
-        self._run, self._lock, self._run_id, self._disk, self._show = run, lock, plan.run_id, disk, show
-        self._send, self._write_plan = send, write_plan
-        self._host = places[0].host
-        self._held = HeldFiles(run, places)
-        self._watch: PathMonitor | None = None
-        self._has_ended = False
-        if lock is not None:
-            disk.need("what is in this node's output_dir", self._remember)
-
-    def ranks_ready(self) -> None:
-        """Ranks have opened their files."""
-        self._disk.later(self._held.hold)
-
-    def look(self) -> None:
-        """Acts on what has changed. Never waits if nothing has."""
-        found = self._watch.poll() if self._watch is not None and not self._disk.is_lost else None
-        if found is not None:
-            self._judge(*found)
-
-    def settle(self) -> None:
-        """The last look, once the ranks have ended: what is written at the end needs the
-        directory.
-        """
-        self._has_ended = True
-        if self._lock is not None:
-            seen = self._disk.write("what is in this node's output_dir", self._look_now)
-            if seen is not None:
-                self._judge(*seen)
-        if self._watch is not None:
-            self._watch.close()
-        self._disk.write("logs and events", self._restore_files)
-        self._held.close()
-
-    def _restore_files(self) -> None:
-        if self._lock is not None or read_object(self._run.plan).get("run_id") == self._run_id:
-            self._held.restore()
-
-    def _remember(self) -> None:
-        self._root, self._own_lock = identity_of(self._run.root), identity_of(self._run.lock)
-        self._device = device_of(self._run.root.parent)
-        if self._watch is not None:
-            self._watch.close()
-        self._watch = None if self._has_ended else PathMonitor((self._run.root, self._run.lock))
-
-    def _look_now(self) -> list[PathState]:
-        return [PathState(identity_of(path), None) for path in (self._run.root, self._run.lock)]
-
-    def _judge(self, root: PathState, lock: PathState) -> None:
-        assert self._lock is not None
-        if root.identity is None:
-            self._restore(root.now_at)
-        elif root.identity != self._root and self._disk.write("run.lock", self._lock.names_us) is not True:
-            where = f"; this node's own is now {root.now_at}" if root.now_at else ""
-            self._lose(f"a different directory replaced {self._run.root}{where}")
-        elif lock.identity != self._own_lock:
-            what = f"{self._run.lock} was removed or replaced, while its run is active"
-            self._make_good(what, self._lock_again, "it is locked again, and training continues")
-
-    def _restore(self, now_at: str | None) -> None:
-        path = self._run.root
-        what = f"{path} was {f'renamed to {now_at}' if now_at else 'removed'}, while its run is active"
-        if self._disk.write("run.lock", lambda: device_of(path.parent)) != self._device:
-            self._lose(f"{path} is gone, and the file system that it was on")
-            return
-        done = f"it is created again, and training continues; {growing(self._held)}"
-        self._make_good(what, self._make_again, done)
-
-    def _make_good(self, what: str, work: Callable[[], bool], done: str) -> None:
-        try:
-            is_good = self._disk.write("this node's output_dir", work)
-        except LockTaken as taken:
-            self._lose(f"{what}, and a different start has taken it: {taken.holder}")
-            return
-        if is_good is None:
-            self._lose(f"{what}, and it cannot be created again")
-        if not is_good:
-            return
-        self._report(f"{what}: {done}", severity="warning")
-
-    def _make_again(self) -> bool:
-        self._run.root.mkdir(mode=0o700, parents=True)  # fails if there is one by now, of someone else
-        return self._lock_again()
-
-    def _lock_again(self) -> bool:
-        """False if the directory is being removed: the next look finds it gone."""
-        assert self._lock is not None
-        try:
-            self._lock.keep()
-        except FileNotFoundError:
-            return False
-        self._write_plan()
-        self._held.restore()
-        self._remember()
-        return True
-
-    def _lose(self, what: str) -> None:
-        """Nothing is written at the path from here on; the head ends the ranks of all nodes."""
-        self._disk.is_lost = True
-        self._report(what, severity="fatal")
-
-    def _report(self, what: str, *, severity: Literal["fatal", "warning"]) -> None:
-        verdict = Verdict(
-            cause=CAUSE,
-            when="during",
-            severity=severity,
-            summary=one_line(f"on {self._host}: {what}", limit=600),
-            hosts=(self._host,),
-            phase="save",
-            fix=(_FIX,),
-            evidence=(Evidence(where=str(self._run.root), text=f"device and inode were {self._root}"),),
-        )
-        message = warning_of(verdict, Path(self._run.root))
-        self._show(message)
-        self._send(message)
 
 
 @dataclass(frozen=True)
@@ -238,8 +87,8 @@ class Serving:
         local: the ranks; started and ended here.
         interrupts: signals that ask to stop; they are passed to the head.
         show: sees what is worth a line here.
-        checkpoints: where the ranks write their parts of checkpoints, which are then sent to the
-            head; None: the head sees them.
+        lock: of a directory of this node's own, held; None if the directory is the head's, which
+            then sees the ranks' parts of checkpoints.
     """
 
     link: "MemberSide"
@@ -248,49 +97,27 @@ class Serving:
     show: Show
     plan: RunPlan
     disk: RunsDisk
-    checkpoints: Path | None = None
-    _output: MemberWatch | None = field(default=None, init=False)
+    lock: RunLock | None = None
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: MemorySender | None = field(default=None, init=False)
     _monitor_reports: MonitorReports = field(init=False)
     _timeline: Timeline = field(init=False)
-    _has_own_directory: bool = field(default=False, init=False)
     _stop_forwarded: bool = field(default=False, init=False)
     _second_stop_at: float | None = field(default=None, init=False)
     _ended_reported: bool = field(default=False, init=False)
-
-    def watch(self, lock: RunLock | None, write_plan: Callable[[], None]) -> None:
-        """Has this node's output_dir watched from now on.
-
-        Args:
-            lock: of a directory of this node's own, held; None if it is the head's.
-            write_plan: writes this node's copy of the plan, with the folders for its ranks.
-        """
-        places = self.local.places
-        self._has_own_directory = lock is not None
-        self._output = MemberWatch(
-            self.local.run,
-            lock,
-            self.plan,
-            places,
-            self.disk,
-            self.show,
-            send=lambda message: self._forward(places[0].rank, message),
-            write_plan=write_plan,
-        )
 
     def run(self) -> LastWord | LostHead:
         """Until the end; the ranks are gone then."""
         try:
             return self._serve()
         finally:
-            if self._output is not None:
-                self._output.settle()
+            if self.lock is not None and self.disk.write("run.lock", self.lock.is_held) is False:
+                self.disk.is_lost = True  # nothing is written at the path from here on
 
     def _serve(self) -> LastWord | LostHead:
         self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
         self._timeline = timeline = Timeline(
-            self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self._has_own_directory
+            self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self.lock is not None
         )
         reports = contextlib.closing(self._monitor_reports)
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
@@ -312,8 +139,6 @@ class Serving:
                 self._monitor_reports.send()
                 self._send_time()
                 self._forward_stop()
-                if self._output is not None:
-                    self._output.look()
                 if self._head_is_late():
                     why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
                     own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
@@ -343,8 +168,8 @@ class Serving:
                 sender.transfer_ended(outcome)
 
     def _make_senders(self, transfers: FileSender) -> None:
-        if self.checkpoints is not None:
-            self._shards = ShardSender(transfers, self.checkpoints, self._forward, self.disk.later)
+        if self.lock is not None:
+            self._shards = ShardSender(transfers, self._forward, self.disk.later)
         if self.local.shared_memory is not None:
             self._kept = MemorySender(transfers, self.local.shared_memory, self.link.send)
 
@@ -360,8 +185,6 @@ class Serving:
             self._shards.written(update.rank, update.message)
         elif update.message["kind"] in _PASSED_ON:
             self._forward(update.rank, update.message)
-            if update.message["kind"] == "ready" and self._output is not None:
-                self._output.ranks_ready()
         self._report_ended()
 
     def _forward(self, rank: int, message: Message) -> None:

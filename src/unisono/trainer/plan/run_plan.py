@@ -298,6 +298,10 @@ class RunPlan(Part):
         """The step after which a checkpoint is made as a test; None without one."""
         return self.from_step + 1 if self.rehearse else None
 
+    def has_own_output(self, node_rank: int) -> bool:
+        """Whether a node's output_dir is not the head's."""
+        return any(node.node_rank == node_rank and not node.shares_output for node in self.nodes)
+
     def node(self, node_rank: int) -> NodePlace:
         """One node by its number.
 

@@ -20,8 +20,7 @@ from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.generate import generate
 from unisono.trainer.objectives.objective import Counts, Micro
-from unisono.trainer.training import faults
-from unisono.trainer.training.front_io import flags_of, outcome_of
+from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
 from unisono.trainer.training.run import EvaluationBatches, Run, counts_of, load_micro, stream_seed
 
 _AGREE_EVERY_TOKENS = 8
@@ -67,13 +66,14 @@ def _summed(
     done, reported = 0, time.monotonic()
     for group in groups.rounds():
         # All ranks take part in each sum, also those without a group in the last round.
-        faults.pause(run.plan, run.group.rank, run.state.step, "evaluate")
+        for hook in run.hooks:
+            hook.work_begins("evaluate", run.state.step, lambda: None)
         part = [*part_of(group), *flags_of(run.stop.outcome)]
         summed = torch.tensor(part, dtype=torch.float64, device=run.device)
         run.group.sum(summed)
-        found = run.group.figures(summed)
-        total = total + np.array(found[:-2])
-        run.agreed_stop = outcome_of(found[-2:])
+        figures = run.group.figures(summed)
+        total = total + np.array(figures[: -len(STOP_FLAGS)])
+        run.agreed_stop = outcome_of(figures[-len(STOP_FLAGS) :])
         if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
             return None
         done = min(done + groups.micro_batch * groups.world_size, sequences)

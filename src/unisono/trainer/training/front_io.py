@@ -24,9 +24,9 @@ from unisono.guard.watch import Beats
 from unisono.trainer.checkpoint.writer import StorageFailed
 from unisono.trainer.training.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
 
-Outcome = Literal["preempted", "interrupted"]
+Outcome = Literal["preempted", "interrupted", "directory_lost"]
 
-EXIT_CODES: dict[Outcome, int] = {"preempted": 75, "interrupted": 130}
+EXIT_CODES: dict[Outcome, int] = {"preempted": 75, "interrupted": 130, "directory_lost": 6}
 _OUTCOMES: dict[int, Outcome] = {
     signal.SIGTERM: "preempted",
     signal.SIGUSR1: "preempted",
@@ -35,18 +35,18 @@ _OUTCOMES: dict[int, Outcome] = {
 }
 _AGAIN_AFTER_S = 1.0
 
-_FLAGS: tuple[Outcome, Outcome] = ("preempted", "interrupted")
+STOP_FLAGS: tuple[Outcome, ...] = ("directory_lost", "interrupted", "preempted")
+"""Reasons to stop, the one that counts most first."""
 
 
 def flags_of(outcome: Outcome | None) -> list[float]:
-    """A stop request as two numbers, which are summed over the ranks."""
-    return [float(outcome == flag) for flag in _FLAGS]
+    """A stop request as a number for each reason, which are summed over the ranks."""
+    return [float(outcome == flag) for flag in STOP_FLAGS]
 
 
 def outcome_of(flags: Sequence[float]) -> Outcome | None:
-    """Why all ranks stop, from the sums; an interrupt by the user comes before a preemption."""
-    preempted, interrupted = flags
-    return "interrupted" if interrupted else "preempted" if preempted else None
+    """Why all ranks stop, from the sums."""
+    return next((reason for reason, count in zip(STOP_FLAGS, flags, strict=True) if count), None)
 
 
 class StopRequest:
@@ -54,7 +54,7 @@ class StopRequest:
 
     Attributes:
         outcome: preempted (SIGTERM, SIGUSR1, SIGHUP) or interrupted (SIGINT), once a signal has
-            arrived.
+            arrived; directory_lost, once this rank has seen that the run's directory is gone.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,8 @@ class StopRequest:
 
     def _handle(self, number: signal.Signals) -> None:
         outcome = _OUTCOMES[number]
-        if (
-            self._training and self.outcome != "interrupted"
-        ):  # an interrupt by the user comes before a preemption
+        # An interrupt by the user comes before a preemption.
+        if self._training and self.outcome in (None, "preempted"):
             self.outcome = outcome
         if self._on_signal is not None:
             self._on_signal(number.name)

@@ -22,7 +22,6 @@ from unisono.trainer.data.tokenizer import PROBE
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.quantization import packed_weights, scales_of
 from unisono.trainer.plan import RunPlan
-from unisono.trainer.training import faults
 from unisono.trainer.training.front_io import front_messages
 from unisono.trainer.training.process_group import Group, Listener, Ranks, backend_of
 from unisono.trainer.training.run import TrainingData
@@ -116,7 +115,7 @@ def join_ranks(
         beats=beats,
     )
     check_world(plan, place, group)
-    return faults.wrap_group(group, plan, beats)
+    return group
 
 
 def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:

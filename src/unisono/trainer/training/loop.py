@@ -23,7 +23,6 @@ from unisono.guard.rundir.records import best_key
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives import OwnPart
 from unisono.trainer.plan.schedule import factor_at
-from unisono.trainer.training import faults
 from unisono.trainer.training.evaluation import (
     evaluate_rows,
     exact_match_share,
@@ -32,6 +31,7 @@ from unisono.trainer.training.evaluation import (
     with_pictures,
 )
 from unisono.trainer.training.front_io import EXIT_CODES
+from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
 from unisono.trainer.training.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
 from unisono.trainer.training.saving import (
@@ -66,6 +66,15 @@ def train(run: Run) -> dict[str, Any]:
     Returns:
         outcome, exit_code and verdict for the `result` message.
     """
+    ending = _train(run)
+    if ending["verdict"] is None and run.group.any(notices_loss(run)):
+        return save_beside(run)
+    if ending["outcome"] != "completed" and ending["verdict"] is None:
+        require_checkpoint(run)
+    return ending
+
+
+def _train(run: Run) -> dict[str, Any]:
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
     while _has_work(run):
@@ -77,9 +86,9 @@ def train(run: Run) -> dict[str, Any]:
         if run.state.evaluation_due:
             _evaluate(run)
         if run.stopping is not None and _has_work(run):  # after the last step the result comes first
-            save_checkpoint(run)
-            finish_saving(run)
-            require_checkpoint(run)
+            if run.stopping != "directory_lost":
+                save_checkpoint(run)
+                finish_saving(run)
             return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
         if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _has_work(run):
             save_checkpoint(run)
@@ -126,7 +135,10 @@ def _advance(run: Run) -> Verdict | None:
     """Does the next optimizer step; gives a verdict if the run must end."""
     run.beats.begin_step(run.state.step + 1)
     run.beats.enter("data")
-    faults.in_data(run.plan, run.group.rank, run.state.step + 1)
+    if notices_loss(run):
+        run.stop.outcome = "directory_lost"
+    for hook in run.hooks:
+        hook.step_begins(run.state.step + 1)
     batches = run.data.step(run.state.step + 1)
     run.beats.note_batch(batches.sequences)
     try:
@@ -304,7 +316,8 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.gradient_sync.begin()
     known = _known_first(run, batches)
     total, sums, origin, data_time = _add_up(run, batches, known=known)
-    faults.corrupt_gradient(run.plan, batches.step, next(iter(run.forward.loaded.trainable.values())))
+    for hook in run.hooks:
+        hook.gradients_computed(batches.step)
     numbers = encode_step(
         total,
         sums,
@@ -394,17 +407,17 @@ def _add_up(
         micro = with_pictures(run, run.data.table, micro, batch.units, places)
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
-        if group is not None:
-            faults.write_rows(run.plan, run.group.rank, batches.step, batch)
-        if number == 1:
-            faults.in_compute(run, batches.step)
+        for hook in run.hooks:
+            hook.forward_begins(batches.step, batch if group is not None else None, is_first=number == 1)
         seed_torch(run.plan.config.seed, "dropout", places[0])
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
         if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
             part = objective.loss(run.forward, micro, counts=batches.counts, known=known)
-            loss = faults.corrupt_loss(run.plan, run.group.rank, batches.step, part.loss)
+            loss = part.loss
+            for hook in run.hooks:
+                loss = hook.loss_computed(batches.step, loss)
             if group is None:
                 loss = loss * 0.0
             else:

@@ -30,7 +30,6 @@ from unisono.trainer.checkpoint.writer import (
     write_failure,
     write_files,
 )
-from unisono.trainer.training import faults
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.saver import Files, Save
@@ -236,7 +235,8 @@ def write_own_files(
         save.advance()
 
     save.advance(f"writing {directory}")
-    faults.pause(run.plan, run.group.rank, job.step, "save", on_slice=save.advance)
+    for hook in run.hooks:
+        hook.work_begins("save", job.step, save.advance)
     written = write_files(directory, named, texts, on_bytes=progress)
     return {name: entry.model_copy(update={"host": run.place.host}) for name, entry in written.items()}
 
@@ -247,7 +247,7 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
     entries: dict[str, FileEntry] = {}
     error, verdict = "", None
     save.on_stuck = lambda why: run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, files={}, error=why
+        "shard_written", step=job.step, temporary=job.temporary, directory=str(directory), files={}, error=why
     )
     save.on_move = lambda: run.report.send("shard_moves", step=job.step, temporary=job.temporary)
     save.advance(f"writing {directory}")
@@ -262,7 +262,13 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         verdict = found.verdict.to_json() if found and found.verdict else None
     written = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, files=written, error=error, verdict=verdict
+        "shard_written",
+        step=job.step,
+        temporary=job.temporary,
+        directory=str(directory),
+        files=written,
+        error=error,
+        verdict=verdict,
     )
 
 
@@ -298,7 +304,9 @@ def _enter(run: Run, job: Job, save: Save, directory: Path) -> None:
     Raises:
         StorageFailed: if rank 0 has given up, or the directory does not appear.
     """
-    if any(node.node_rank == run.place.node_rank and not node.shares_output for node in run.plan.nodes):
+    if run.plan.has_own_output(run.place.node_rank):
+        if run.directory_check is not None:
+            run.directory_check.require(job.step)
         make_private_dir(directory)
         return
     notes_seen, looks = 0, 0

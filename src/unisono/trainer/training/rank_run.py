@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,17 @@ from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
-from unisono.trainer.training import faults
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
 from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch
+from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import find_place
 from unisono.trainer.training.loop import train, train_again
+from unisono.trainer.training.lost_directory import notices_loss, result_beside
 from unisono.trainer.training.memory_snapshots import MemorySnapshots
 from unisono.trainer.training.rank0_work import on_rank0
 from unisono.trainer.training.result_outputs import write_outputs
 from unisono.trainer.training.run import Run
-from unisono.trainer.training.saving import require_directory, restore
+from unisono.trainer.training.saving import restore
 from unisono.trainer.training.setup import set_up
 from unisono.trainer.training.training_checks import try_longest_batch
 from unisono.trainer.training.weights import write_weights
@@ -53,6 +54,7 @@ def run_plan(
     *,
     snapshot_fd: int | None = None,
     beats: Beats | None = None,
+    hooks: Sequence[RunHook] = (),
 ) -> dict[str, Any]:
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the
     `result` message.
@@ -63,7 +65,7 @@ def run_plan(
     place = find_place(plan, read_environment())
     if place.rank > 0:
         report = OtherRankReporter(report)
-    run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats())
+    run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats(), hooks)
     if plan.config.adapter is not None:
         run.snapshots = MemorySnapshots(snapshot_fd)
     with StorageWatch(run.saver, report, run.beats) as run.storage:
@@ -143,8 +145,11 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     if ending["outcome"] == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
+        if run.group.is_main and notices_loss(run):  # since its last step
+            ending = result_beside(run)
         weights = _write_result(run, weights_step)
-    faults.at_the_end(run.plan, run.group.rank)
+    for hook in run.hooks:
+        hook.run_ends()
     if not run.group.is_main:
         return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
@@ -278,7 +283,8 @@ def write_result(run: Run, *, step: int) -> Path | None:
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     temporary = target.with_name(f".{target.name}.tmp")
     with _refuse_on_storage_error(run, temporary, target):
-        require_directory(run)
+        if run.directory_check is not None:
+            run.directory_check.require(step)
         shutil.rmtree(temporary, ignore_errors=True)
         write_model_manifest(temporary, write_weights(run.forward.loaded, run.plan, temporary, step=step))
         fsync_tree(temporary)

@@ -34,7 +34,6 @@ from unisono.trainer.model.directory import locate_model
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base
 from unisono.trainer.model.quantization import count_parameters, quantized_load, scales_of
-from unisono.trainer.training import faults
 from unisono.trainer.training.evaluation import evaluating
 from unisono.trainer.training.join import digest_of, values_by_name
 from unisono.trainer.training.process_group import world_mesh
@@ -185,7 +184,8 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
             most = _TOKENS if forward.head == "chunked" else _TOKENS_WITH_LOGITS
             groups = list(grouped(enumerate(table.row_lengths().tolist()), most=most))
             for first in range(0, len(groups), run.group.world_size):
-                faults.pause(run.plan, run.group.rank, run.state.step, "reference")
+                for hook in run.hooks:
+                    hook.work_begins("reference", run.state.step, lambda: None)
                 turn = groups[first : first + run.group.world_size]
                 own = turn[run.group.rank] if run.group.rank < len(turn) else []
                 if own or run.gradient_sync.needs_equal_rounds:
@@ -243,7 +243,8 @@ def _load(run: Run, named: str) -> tuple[Forward, Sharded | None]:
     base.requires_grad_(False)
     base.to(host)
     loaded = LoadedModel(base, base, run.tokenizer, {}, count_parameters(base))
-    faults.change_reference(plan, run.group.rank, loaded)
+    for hook in run.hooks:
+        hook.reference_loaded(loaded)
     _compare(run, named, digest_of(values_by_name(dict(base.named_parameters()) | scales_of(base)).items()))
     sharded = (
         shard_model(loaded, world_mesh(run.device, plan.world_size)) if run.sharded is not None else None

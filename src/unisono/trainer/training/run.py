@@ -28,8 +28,10 @@ from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.objectives.objective import Counts, Micro, Objective
 from unisono.trainer.plan import RunPlan, Stream, deal
 from unisono.trainer.track import Trackers
+from unisono.trainer.training.directory_check import DirectoryCheck
 from unisono.trainer.training.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
 from unisono.trainer.training.gradient_sync import GradientSync
+from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import Part, Saver
@@ -438,8 +440,10 @@ class Run:
     """Loads the pictures of the tables' rows; None for text."""
     sampler: "Sampler | None" = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
-    root_id: tuple[int, int] | None = None
-    """Device and inode of the run's directory; None until it has been read."""
+    hooks: Sequence[RunHook] = ()
+    """Of drills and tests; empty in production."""
+    directory_check: DirectoryCheck | None = None
+    """Set on rank 0, and on the ranks of a node with a directory of its own."""
     front_messages: FrontMessages | None = None
     """Set on rank 0 of a sharded run: the front reports here what the other ranks have written."""
     saved_step: int | None = None

@@ -26,7 +26,6 @@ from unisono.base.errors import (
     storage_words,
 )
 from unisono.base.events import Reporter
-from unisono.base.files import read_object
 from unisono.base.text import parse_seconds
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
@@ -37,7 +36,6 @@ from unisono.trainer.checkpoint.state import CheckpointReader, load_optimizer
 from unisono.trainer.checkpoint.store import CheckpointStore, step_of, temporary_name
 from unisono.trainer.checkpoint.writer import STATE, StorageFailed, state_text, write_failure
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
-from unisono.trainer.training import faults
 from unisono.trainer.training.rank0_work import (
     TURN_S,
     CheckpointBroadcast,
@@ -53,9 +51,6 @@ from unisono.trainer.training.rank0_work import (
 from unisono.trainer.training.run import Run, TrainState, base_of, contents_of
 from unisono.trainer.training.saver import STUCK_S, Files, Save
 from unisono.trainer.training.sharding import sharded_like
-
-_RECREATED_WITHIN_S = 4.0
-_LOOK_S = 0.1
 
 
 def save_checkpoint(run: Run) -> None:
@@ -300,7 +295,8 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     if job.shards > 1:
         report_moves(run, job, save)
     try:
-        require_directory(run)
+        if run.directory_check is not None:
+            run.directory_check.require(job.step)
         _sync_metrics(run, run.metrics, save)
         save.advance(f"writing {run.files.checkpoints / job.temporary}")
 
@@ -347,42 +343,6 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
     return path
 
 
-def require_directory(run: Run) -> None:
-    """Checks that output_dir is this run's directory.
-
-    If it was removed during the run, waits for the front to recreate it.
-
-    Raises:
-        StorageFailed: if it is missing, or is not this run's directory.
-    """
-    root, limit = run.files.root, time.monotonic() + _RECREATED_WITHIN_S
-    while True:
-        try:
-            found = root.stat()
-        except FileNotFoundError:
-            why = "it was removed or renamed during the run"
-        except OSError:  # a storage that fails is reported for the files themselves
-            return
-        else:
-            identity = (found.st_dev, found.st_ino)
-            if (
-                run.root_id in (None, identity)
-                or read_object(run.files.plan).get("run_id") == run.plan.run_id
-            ):
-                run.root_id = identity
-                return
-            why = "it was replaced by a different directory: plan.json is not this run's"
-        if time.monotonic() > limit:
-            problem = Problem(
-                f"step {run.state.step} cannot be saved in {root}",
-                str(root),
-                why,
-                "do not move or remove a run's directory during training",
-            )
-            raise StorageFailed(problem, path=root)
-        time.sleep(_LOOK_S)
-
-
 def _best_saved(run: Run) -> set[int]:
     """The best step that has a checkpoint.
 
@@ -405,7 +365,8 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
     """
     path = run.files.metrics
     save.advance(f"writing {path}")
-    faults.pause(run.plan, run.group.rank, save.step, "sync", on_slice=save.advance)
+    for hook in run.hooks:
+        hook.work_begins("sync", save.step, save.advance)
     try:
         metrics.sync()
     except OSError as error:

@@ -1,11 +1,11 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from unisono.base.events import Reporter
-from unisono.guard.facts import identity_of
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
@@ -18,9 +18,10 @@ from unisono.trainer.model.load import SCORE, LoadedModel, load_for_training
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.plan import RunPlan, Stream
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
-from unisono.trainer.training import faults
+from unisono.trainer.training.directory_check import DirectoryCheck
 from unisono.trainer.training.front_io import StopRequest, front_messages
 from unisono.trainer.training.gradient_sync import gradient_sync_of
+from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
 from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
 from unisono.trainer.training.process_group import Alone, Group
@@ -31,7 +32,14 @@ from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import Sharded, shard_weights
 
 
-def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
+def set_up(
+    plan: RunPlan,
+    place: RankPlace,
+    report: Reporter,
+    stop: StopRequest,
+    beats: Beats,
+    hooks: Sequence[RunHook] = (),
+) -> Run:
     """Loads everything, and joins the other ranks if there are any.
 
     The returned run is ready to train.
@@ -55,13 +63,15 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     beats.enter("load_model")
     # Weights that will be sharded are first loaded into host memory: they may not fit on one
     # device.
-    loaded = _load_model(plan, place, torch.device("cpu") if plan.strategy == "fsdp" else device)
+    loaded = _load_model(plan, torch.device("cpu") if plan.strategy == "fsdp" else device, hooks)
     report.phase("load_data", "mapping the token table")
     beats.enter("load_data")
-    data, eval_table = _open_data(plan, place)
+    data, eval_table = _open_data(plan, place, hooks)
     group: Group = Alone()
     if plan.world_size > 1:
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
+        for hook in hooks:
+            group = hook.ranks_joined(group, beats)
     sharded = shard_weights(loaded, group, device) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
@@ -73,8 +83,11 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         )
 
         pictures, sampler = open_pictures(plan, forward, device, draws=is_main)
+    agreed = plan
+    for hook in hooks:
+        agreed = hook.plan_agreed(agreed)
     run = Run(
-        plan=faults.plan_of_rank(plan, place.rank),
+        plan=agreed,
         place=place,
         group=group,
         files=files,
@@ -103,7 +116,8 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
         stop=stop,
         generator_watch=GeneratorWatch(torch_is_used=_uses_dropout(loaded)),
         saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
-        root_id=identity_of(files.root),
+        directory_check=DirectoryCheck(files) if is_main or plan.has_own_output(place.node_rank) else None,
+        hooks=hooks,
         front_messages=front_messages() if sharded is not None and group.is_main else None,
     )
     if run.objective.uses_reference:
@@ -129,7 +143,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
     return device
 
 
-def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> LoadedModel:
+def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
     if plan.config.objective == DIFFUSION:
         from unisono.trainer.diffusion.pipeline import load_denoiser
@@ -137,16 +151,16 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
         loaded = load_denoiser(
             plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device
         )
-        faults.change_loaded(plan, place.rank, loaded)
-        return loaded
-    loaded = load_for_training(
-        plan.config,
-        directory=Path(plan.model.directory),
-        tokenizer_directory=locate_tokenizer(plan.config),
-        dtype=plan.dtype,
-        device=device,
-    )
-    faults.change_loaded(plan, place.rank, loaded)
+    else:
+        loaded = load_for_training(
+            plan.config,
+            directory=Path(plan.model.directory),
+            tokenizer_directory=locate_tokenizer(plan.config),
+            dtype=plan.dtype,
+            device=device,
+        )
+    for hook in hooks:
+        hook.model_loaded(loaded)
     loaded.quantized_digest = quantized_digest(loaded.model)
     return loaded
 
@@ -178,9 +192,13 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None)
     return forward
 
 
-def _open_data(plan: RunPlan, place: RankPlace) -> tuple[TrainingData, TokenTable | None]:
+def _open_data(
+    plan: RunPlan, place: RankPlace, hooks: Sequence[RunHook]
+) -> tuple[TrainingData, TokenTable | None]:
     directory = Path(plan.data.cache_dir)
-    table = faults.change_table(plan, place.rank, TokenTable.open(directory, "train"))
+    table = TokenTable.open(directory, "train")
+    for hook in hooks:
+        table = hook.table_opened(table)
     groups = table.columns.get("group")
     rows = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
     of_sequences = groups[rows].tolist() if groups is not None else []

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.trainer.training.front_io import Outcome, flags_of, outcome_of
+from unisono.trainer.training.front_io import STOP_FLAGS, Outcome, flags_of, outcome_of
 
-_FIXED = 3  # the loss, and the two numbers of a stop request
+_FIXED = 1 + len(STOP_FLAGS)  # the loss, and a number for each reason to stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from unisono.trainer.plan import RunPlan
 from unisono.trainer.readers import register_templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from unisono.trainer.training.hooks import RunHook
 
 _GOOD_ENDS = (0, 75, 130)
 
@@ -49,9 +51,15 @@ def main(argv: list[str]) -> int:
             from unisono.trainer.training.process_group import close_group
             from unisono.trainer.training.rank_run import run_plan
 
+            hooks: Sequence[RunHook] = ()
+            if plan.faults:  # of a drill or a test
+                from unisono.trainer.worker.injected_faults import faults_of
+
+                hooks = faults_of(plan)
+
         closing.append(close_group)
         pulse.answer = flight_record
-        return run_plan(plan, report, stop, snapshot_fd=arguments.snapshot_fd, beats=beats)
+        return run_plan(plan, report, stop, snapshot_fd=arguments.snapshot_fd, beats=beats, hooks=hooks)
 
     code = run_child(body, arguments)
     if code in _GOOD_ENDS:  # else its last sign of life stays that of what failed

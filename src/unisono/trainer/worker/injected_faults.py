@@ -64,44 +64,157 @@ import torch.distributed as dist
 import xxhash
 
 from unisono.base.errors import UnfitError
+from unisono.guard.facts import read_environment
 from unisono.guard.watch import Beats
 from unisono.trainer.data.token_table import Batch, TokenTable
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.training.hooks import RunHook, Work
+from unisono.trainer.training.join import find_place
 from unisono.trainer.training.process_group import Group
-from unisono.trainer.training.run import Run
 
-__all__ = [
-    "at_the_end",
-    "change_loaded",
-    "change_reference",
-    "change_table",
-    "corrupt_gradient",
-    "corrupt_loss",
-    "in_compute",
-    "in_data",
-    "pause",
-    "plan_of_rank",
-    "wrap_group",
-    "write_rows",
-]
+
+def faults_of(plan: RunPlan) -> tuple[RunHook, ...]:
+    """The hooks of this process's rank; none if the plan names no faults."""
+    return (InjectedFaults(plan, find_place(plan, read_environment()).rank),) if plan.faults else ()
+
+
+class InjectedFaults(RunHook):
+    """Causes the faults of a plan on one rank."""
+
+    def __init__(self, plan: RunPlan, rank: int) -> None:
+        self._plan, self._rank, self._faults = plan, rank, plan.faults
+        self._loaded: LoadedModel | None = None
+
+    def model_loaded(self, loaded: LoadedModel) -> None:
+        """flip_weight_bit and other_tokenizer."""
+        self._loaded = loaded
+        if self._is_named("flip_weight_bit"):
+            _flip_bit(loaded)
+        if self._is_named("other_tokenizer"):
+            loaded.tokenizer.add_tokens(["<|of another tokenizer|>"])
+
+    def reference_loaded(self, loaded: LoadedModel) -> None:
+        """flip_reference_bit."""
+        if self._is_named("flip_reference_bit"):
+            _flip_bit(loaded)
+
+    def table_opened(self, table: TokenTable) -> TokenTable:
+        """one_row_more and unseeded_split."""
+        if self._is_named("one_row_more"):
+            table = _with_one_more(table)
+        if self._is_named("unseeded_split"):
+            order = list(range(table.rows))
+            random.SystemRandom().shuffle(order)
+            table = dataclasses.replace(table, columns={name: v[order] for name, v in table.columns.items()})
+        return table
+
+    def ranks_joined(self, group: Group, beats: Beats) -> Group:
+        """other_collective and other_shape. Beats record the actual calls."""
+        if "other_collective" in self._faults or "other_shape" in self._faults:
+            return _FaultyGroup(group, self._plan, beats)
+        return group
+
+    def plan_agreed(self, plan: RunPlan) -> RunPlan:
+        """one_step_less."""
+        if not self._is_named("one_step_less"):
+            return plan
+        self._plan = self._plan.model_copy(update={"total_steps": plan.total_steps - 1})
+        return plan.model_copy(update={"total_steps": plan.total_steps - 1})
+
+    def step_begins(self, step: int) -> None:
+        """die, starve and one_step_less."""
+        if (fault := self._due("die", step)) is not None:
+            _die(self._plan, self._rank, step, how=fault["how"], limit_bytes=fault.get("bytes", 0))
+        if (fault := self._due("starve", step)) is not None:
+            with open(fault["fifo"], "rb") as source:  # noqa: PTH123 - blocks until a writer opens it
+                source.read()
+        if self._is_named("one_step_less") and step == self._plan.total_steps:
+            mark(self._plan, self._rank)  # after this step it does what the others do not
+
+    def forward_begins(self, step: int, batch: Batch | None, *, is_first: bool) -> None:
+        """write_rows; and stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause."""
+        if batch is not None:
+            _write_rows(self._plan, self._rank, step, batch)
+        if not is_first:
+            return
+        if self._due("stop", step) is not None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        for name, wait in (("hold_gil", _hold_gil), ("sleep", time.sleep), ("spin", _spin)):
+            if (fault := self._due(name, step)) is not None:
+                wait(fault["seconds"])
+        slow = self._faults.get("slow")
+        if slow is not None and slow["rank"] == self._rank and step >= slow["step"]:
+            mark(self._plan, self._rank)
+            time.sleep(slow["seconds"])
+        if self._due("drift", step) is not None:
+            with torch.no_grad():
+                self._first_trained().view(-1)[0] += 1.0
+        jump = self._faults.get("clock_jump")
+        if jump is not None and jump["step"] == step:
+            mark(self._plan, self._rank)
+            _put_clock_forward(jump["seconds"])
+        self._pause(step, lambda: None, "sleep", "work", "collect")
+
+    def loss_computed(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+        """nan_loss."""
+        fault = self._faults.get("nan_loss")
+        if fault is None or self._rank != fault["rank"] or step not in fault["steps"]:
+            return loss
+        mark(self._plan, self._rank)
+        return loss * math.nan
+
+    def gradients_computed(self, step: int) -> None:
+        """nan_steps."""
+        if step in self._faults.get("nan_steps", ()):
+            parameter = self._first_trained()
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, math.nan)
+            else:
+                parameter.grad.fill_(math.nan)
+
+    def work_begins(self, work: Work, step: int, advance: Callable[[], object]) -> None:
+        """pause."""
+        self._pause(step, advance, work)
+
+    def run_ends(self) -> None:
+        """hang_in_teardown and destroy_twice."""
+        if self._faults.get("hang_in_teardown", {}).get("rank") == self._rank:
+            mark(self._plan, self._rank)
+            # Python waits for such a thread before it exits, as for that of a tracker that cannot
+            # reach its server.
+            threading.Thread(target=time.sleep, args=(_FOR_EVER_S,), name="tracker").start()
+        if self._faults.get("destroy_twice", {}).get("rank") == self._rank:
+            mark(self._plan, self._rank)
+            dist.destroy_process_group()
+
+    def _first_trained(self) -> torch.nn.Parameter:
+        assert self._loaded is not None
+        return next(iter(self._loaded.trainable.values()))
+
+    def _is_named(self, name: str) -> bool:
+        """Whether a fault is one of this rank."""
+        return self._rank in self._faults.get(name, ())
+
+    def _due(self, name: str, step: int) -> dict[str, Any] | None:
+        """A fault that is due on this rank at this step. Its time is recorded."""
+        fault = due_fault(self._plan, name, self._rank, step)
+        if fault is not None:
+            mark(self._plan, self._rank)
+        return fault
+
+    def _pause(self, step: int, advance: Callable[[], object], *kinds: str) -> None:
+        """Makes each pause of these kinds that is due; `advance` is called twice a second."""
+        for pause in self._faults.get("pause", ()):
+            if (
+                pause["how"] in kinds
+                and self._rank in pause.get("ranks", (self._rank,))
+                and _is_due(pause, step)
+            ):
+                _PAUSES[pause["how"]](float(pause["seconds"]), advance)
 
 
 # ---- Input of a rank
-
-
-def change_loaded(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
-    """flip_weight_bit and other_tokenizer."""
-    if rank in plan.faults.get("flip_weight_bit", ()):
-        _flip_bit(loaded)
-    if rank in plan.faults.get("other_tokenizer", ()):
-        loaded.tokenizer.add_tokens(["<|of another tokenizer|>"])
-
-
-def change_reference(plan: RunPlan, rank: int, loaded: LoadedModel) -> None:
-    """flip_reference_bit."""
-    if rank in plan.faults.get("flip_reference_bit", ()):
-        _flip_bit(loaded)
 
 
 def _flip_bit(loaded: LoadedModel) -> None:
@@ -109,24 +222,6 @@ def _flip_bit(loaded: LoadedModel) -> None:
     frozen = [p for p in parameters if not p.requires_grad]
     with torch.no_grad():
         (frozen or parameters)[0].data.view(torch.uint8).view(-1)[0] ^= 1
-
-
-def change_table(plan: RunPlan, rank: int, table: TokenTable) -> TokenTable:
-    """one_row_more and unseeded_split."""
-    if rank in plan.faults.get("one_row_more", ()):
-        table = _with_one_more(table)
-    if rank in plan.faults.get("unseeded_split", ()):
-        order = list(range(table.rows))
-        random.SystemRandom().shuffle(order)
-        table = dataclasses.replace(table, columns={name: v[order] for name, v in table.columns.items()})
-    return table
-
-
-def plan_of_rank(plan: RunPlan, rank: int) -> RunPlan:
-    """one_step_less: the plan that this rank follows after all have agreed."""
-    if rank not in plan.faults.get("one_step_less", ()):
-        return plan
-    return plan.model_copy(update={"total_steps": plan.total_steps - 1})
 
 
 def _with_one_more(table: TokenTable) -> TokenTable:
@@ -142,16 +237,6 @@ def _with_one_more(table: TokenTable) -> TokenTable:
             name: np.append(values, extra[name]) for name, values in table.sequence_columns.items()
         },
     )
-
-
-def wrap_group(group: Group, plan: RunPlan, beats: Beats) -> Group:
-    """other_collective and other_shape: the group that this rank uses.
-
-    Beats record the actual calls.
-    """
-    if "other_collective" in plan.faults or "other_shape" in plan.faults:
-        return _FaultyGroup(group, plan, beats)
-    return group
 
 
 class _FaultyGroup:
@@ -208,18 +293,6 @@ class _FaultyGroup:
 _FOR_EVER_S = 3600.0
 
 
-def at_the_end(plan: RunPlan, rank: int) -> None:
-    """hang_in_teardown and destroy_twice. No collective follows."""
-    if plan.faults.get("hang_in_teardown", {}).get("rank") == rank:
-        mark(plan, rank)
-        # Python waits for such a thread before it exits, as for that of a tracker that cannot reach
-        # its server.
-        threading.Thread(target=time.sleep, args=(_FOR_EVER_S,), name="tracker").start()
-    if plan.faults.get("destroy_twice", {}).get("rank") == rank:
-        mark(plan, rank)
-        dist.destroy_process_group()
-
-
 def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
     """Records the time of the fault, from which drills measure.
 
@@ -248,23 +321,6 @@ def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> dict[str, Any] 
 _SLICE_S = 0.5
 _LITTER = 2_000_000
 _litter: list[list[int]] = []  # kept for the whole run, like a large data set of Python objects
-
-
-def pause(
-    plan: RunPlan, rank: int, step: int, *places: str, on_slice: Callable[[], object] | None = None
-) -> None:
-    """Makes each pause that is due at one of these places.
-
-    Args:
-        plan: has the pauses.
-        rank: of this process.
-        step: the step in progress.
-        places: the kinds of pause that apply here.
-        on_slice: called twice a second to record progress.
-    """
-    for wanted in plan.faults.get("pause", ()):
-        if wanted["how"] in places and rank in wanted.get("ranks", (rank,)) and _is_due(wanted, step):
-            _PAUSES[wanted["how"]](float(wanted["seconds"]), on_slice or (lambda: None))
 
 
 def _is_due(wanted: dict[str, Any], step: int) -> bool:
@@ -308,9 +364,9 @@ _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
 }
 
 
-def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
-    """write_rows: writes a line for each forward whose loss counts, with each row's id and the
-    digest of its tokens.
+def _write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
+    """Writes a line for each forward whose loss counts, with each row's id and the digest of its
+    tokens.
 
     The line is written before the forward starts, so that a kill hides no row that was trained on.
     """
@@ -332,67 +388,9 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def corrupt_loss(plan: RunPlan, rank: int, step: int, loss: torch.Tensor) -> torch.Tensor:
-    """nan_loss: the loss of a micro batch, or NaN."""
-    fault = plan.faults.get("nan_loss")
-    if fault is None or rank != fault["rank"] or step not in fault["steps"]:
-        return loss
-    mark(plan, rank)
-    return loss * math.nan
-
-
-def corrupt_gradient(plan: RunPlan, step: int, parameter: torch.Tensor) -> None:
-    """nan_steps: replaces the gradient by NaN."""
-    if step in plan.faults.get("nan_steps", ()):
-        if parameter.grad is None:
-            parameter.grad = torch.full_like(parameter, math.nan)
-        else:
-            parameter.grad.fill_(math.nan)
-
-
 _MUTEX_BYTES = 64  # larger than any platform's pthread_mutex_t; zeros are an unlocked mutex
 _BLOCK_BYTES = 8 << 20
 _BLOCK_EVERY_S = 0.02
-
-
-def in_data(plan: RunPlan, rank: int, step: int) -> None:
-    """die, starve and one_step_less, where the batch of a step is built."""
-    if (fault := due_fault(plan, "die", rank, step)) is not None:
-        mark(plan, rank)
-        _die(plan, rank, step, how=fault["how"], limit_bytes=fault.get("bytes", 0))
-    if (fault := due_fault(plan, "starve", rank, step)) is not None:
-        mark(plan, rank)
-        with open(fault["fifo"], "rb") as source:  # noqa: PTH123 - blocks until a writer opens it
-            source.read()
-    if rank in plan.faults.get("one_step_less", ()) and step == plan.total_steps:
-        mark(plan, rank)  # after this step it does what the others do not
-
-
-def in_compute(run: Run, step: int) -> None:
-    """stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause, between the batch and its
-    forward.
-    """
-    plan, rank = run.plan, run.group.rank
-    if due_fault(plan, "stop", rank, step) is not None:
-        mark(plan, rank)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    for name, wait in (("hold_gil", _hold_gil), ("sleep", time.sleep), ("spin", _spin)):
-        if (fault := due_fault(plan, name, rank, step)) is not None:
-            mark(plan, rank)
-            wait(fault["seconds"])
-    slow = plan.faults.get("slow")
-    if slow is not None and slow["rank"] == rank and step >= slow["step"]:
-        mark(plan, rank)
-        time.sleep(slow["seconds"])
-    if due_fault(plan, "drift", rank, step) is not None:
-        mark(plan, rank)
-        with torch.no_grad():
-            next(iter(run.forward.loaded.trainable.values())).view(-1)[0] += 1.0
-    jump = plan.faults.get("clock_jump")
-    if jump is not None and jump["step"] == step:
-        mark(plan, rank)
-        _put_clock_forward(jump["seconds"])
-    pause(plan, rank, step, "sleep", "work", "collect")
 
 
 def _die(plan: RunPlan, rank: int, step: int, *, how: str, limit_bytes: int) -> None:
