@@ -5,15 +5,15 @@ Used by scripts/make_reference.py.
 """
 
 import re
-import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from babel.messages.pofile import read_po
 
-from unisono.base.causes import ALL_CAUSES, CATALOGUE
-from unisono.base.causes.signatures import SEEN_WITH, SIGNATURES, Signature
+from unisono.base.causes import CATALOGUE
+from unisono.base.causes.entries import Signature, Signs, read_entry
+from unisono.base.causes.signatures import find_signature
 from unisono.base.causes.variables import VARIABLES
 from unisono.base.causes.verdict import Cause, OwnRunOnly
 from unisono.front.drill.drills import DRILLS
@@ -24,7 +24,6 @@ from unisono.guard.diagnosis.report_text import sentences_of
 from unisono.guard.diagnosis.run_facts import Hypothesis, RunFacts
 
 ROOT = Path(__file__).resolve().parent.parent
-_TABLE = tomllib.loads((ROOT / "src/unisono/guard/diagnosis/table.toml").read_text("utf-8"))["cause"]
 _PROGRAMS = {
     "llamafactory": "LLaMA-Factory", "trl": "TRL, Hugging Face Trainer", "torchrun": "torchrun", "ray": "Ray Train", "lightning": "Lightning",
 }  # fmt: skip
@@ -91,7 +90,7 @@ class Chinese:
 def cause_pages(translate: Translate, language: str) -> dict[str, list[str]]:
     """All pages about causes by their names below docs/reference, as lines."""
     pages = {"causes.md": _index(translate, language)}
-    for cause in ALL_CAUSES:
+    for cause in CATALOGUE.values():
         pages[f"causes/{cause.id}.md"] = list(_page(cause, translate, language))
     if language == "zh":
         pages = {name: [_LABEL.sub(r"\1：", line) for line in lines] for name, lines in pages.items()}
@@ -122,7 +121,8 @@ def _index(t: Translate, language: str) -> list[str]:
         "|---|---|---|",
     ]
     return lines + [
-        f"| {_link(cause.id, 'causes/')} | {t(cause.title)} | {cause.exit_code} |" for cause in ALL_CAUSES
+        f"| {_link(cause.id, 'causes/')} | {t(cause.title)} | {cause.exit_code} |"
+        for cause in CATALOGUE.values()
     ]
 
 
@@ -131,21 +131,21 @@ def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
     yield from (f"# {cause.id}: {t(cause.title)}", "", t(cause.meaning))
     yield from ("", f"**{t('What you see')}**", "")
     yield from (f"- {t(sign)}" for sign in cause.telltales)
-    own = [one for one in SIGNATURES.values() if one.cause == cause.id]
-    if own:
+    entry = read_entry(cause.id)
+    if own := entry.signatures:
         yield from ("", t("Lines in logs that indicate it:"), "", *_examples(own))
         if hints := _hints(own):
             yield from ("", t("Also recognized:"), "", *(f"- `{hint}`" for hint in hints))
-    if seen := [SIGNATURES[name] for name in SEEN_WITH.get(cause.id, ())]:
+    if seen := [one for name in entry.seen_with if (one := find_signature(name))]:
         yield from ("", t("Lines that are seen with it, and with other causes, too:"), "", *_examples(seen))
-    entry = _TABLE.get(cause.id, {})
-    if checks := [line.replace("{devices}", "0,1,2,3") for line in entry.get("check", ())]:
+    signs = entry.signs or Signs()
+    if checks := [line.replace("{devices}", "0,1,2,3") for line in signs.check]:
         yield from ("", f"## {t('How to check')}", "", *(f"- {_check(t(line))}" for line in checks))
     yield from ("", f"## {t('Fix')}", "")
     general = [line for line in cause.remedy if not isinstance(line, OwnRunOnly)]
     yield from (f"{number}. {t(line)}" for number, line in enumerate(general, 1))
     yield from ("", f"### {t('With unisono')}", "")
-    ours = [entry["here"]] if "here" in entry else []
+    ours = [signs.here] if signs.here else []
     ours += [line for line in cause.remedy if isinstance(line, OwnRunOnly)]
     yield from (f"- {_sentence(t(line))}" for line in ours)
     if "after" in cause.when:
@@ -165,12 +165,12 @@ def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
         yield from ("", f"{t('Exit code')} {cause.exit_code}. {retry} {t('Found')}: {', '.join(when)}.")
 
 
-def _examples(signatures: list[Signature]) -> Iterator[str]:
+def _examples(signatures: Sequence[Signature]) -> Iterator[str]:
     """Literal lines."""
     yield from ("```text", *dict.fromkeys(" ".join(one.example.split()) for one in signatures), "```")
 
 
-def _hints(signatures: list[Signature]) -> list[str]:
+def _hints(signatures: Sequence[Signature]) -> list[str]:
     """Other strings that such lines contain; one word alone says too little."""
     examples = " ".join(one.example for one in signatures)
     found = dict.fromkeys(

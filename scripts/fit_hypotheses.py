@@ -4,16 +4,15 @@ calibration by cross-validation.
     cd tests/diagnose/reports python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl
     --kept kept.jsonl --no-failure no_failure.jsonl [--write]
 
-A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of table.toml
-are the prior mean: a penalized softmax regression corrects them only where cases say so, and
-changes no sign (Gaussian prior, maximum a posteriori).
+A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of the
+catalogue are the prior mean: a penalized softmax regression corrects them only where cases say so,
+and changes no sign (Gaussian prior, maximum a posteriori).
 """
 
 import argparse
 import json
 import sys
 import tempfile
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -351,10 +350,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write weights.json")
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    folder = files("unisono.guard.diagnosis")
-    rows = tomllib.loads(folder.joinpath("table.toml").read_text(encoding="utf-8"))
     numbers = json.loads(_FILE.read_text(encoding="utf-8"))
-    table = make_table(rows, numbers | {"corrections": {}})
+    table = make_table(numbers | {"corrections": {}})
     cases = [
         read_case(line)
         for file in arguments.cases
@@ -388,7 +385,7 @@ def main() -> None:
             if line.strip()
         ]
         kept = [case for case in kept if case.cause in table.entries]
-        result["kept"] = measured(kept, make_table(rows, json.loads(_FILE.read_text(encoding="utf-8"))))
+        result["kept"] = measured(kept, make_table(json.loads(_FILE.read_text(encoding="utf-8"))))
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if arguments.results:

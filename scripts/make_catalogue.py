@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from cause_pages import cause_pages
+from unisono.base.causes import CATALOGUE as CATALOGUE_OF_CAUSES
+from unisono.base.causes import Cause
 from unisono.base.locale import LABELS, PLACEHOLDER, escaped, read_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unisono"
 CATALOGUE = SOURCE / "locale/zh/LC_MESSAGES/unisono.po"
 
-NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
+NOT_SHOWN = ("diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
              "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
 """Files whose strings are not for people, or that have words of their own: signs that are searched
 in logs, and the board's page.
@@ -171,9 +173,13 @@ class Texts(ast.NodeVisitor):
 
     def _take(self, node: ast.expr) -> None:
         for variant in _variants(node) or ():
-            text = _WITHOUT.sub("", template(variant))
-            if self._is_text(text):
-                self.found[text] = None
+            self.take(variant)
+
+    def take(self, pieces: Pieces) -> None:
+        """Adds a text, if it is one for people."""
+        text = _WITHOUT.sub("", template(pieces))
+        if self._is_text(text):
+            self.found[text] = None
 
     def _is_text(self, text: str) -> bool:
         words = _WORD.findall(PLACEHOLDER.sub(" ", text))
@@ -282,14 +288,24 @@ def _name(node: ast.expr) -> str:
 def texts_of_source() -> dict[str, dict[str, None]]:
     """The templates, by file."""
     found: dict[str, dict[str, None]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted((*SOURCE.rglob("*.py"), *SOURCE.rglob("catalogue/*.toml"))):
         name = path.relative_to(SOURCE).as_posix()
         if name.startswith(NOT_SHOWN):
             continue
         texts = Texts(least_words=1 if name in SHORT_TEXTS else 2)
-        texts.visit(ast.parse(path.read_text("utf-8")))
+        if path.suffix == ".toml":
+            for text in _texts_of_cause(CATALOGUE_OF_CAUSES[path.stem]):
+                texts.take((text,))
+        else:
+            texts.visit(ast.parse(path.read_text("utf-8")))
         found[name] = texts.found
     return found
+
+
+def _texts_of_cause(cause: Cause) -> Iterator[str]:
+    yield from (cause.title, cause.meaning, *cause.telltales)
+    yield from (difference for _, difference in cause.neighbours)
+    yield from cause.remedy
 
 
 def wanted() -> dict[str, str]:

@@ -3,11 +3,14 @@
 Run: pytest tests/causes
 """
 
+import math
 import re
 
 import pytest
 
-from unisono.base.causes import ALL_CAUSES, CATALOGUE, find_cause
+from unisono.base.causes import CATALOGUE, find_cause
+from unisono.base.causes.entries import Entry, all_entries
+from unisono.base.causes.signatures import find_signature
 from unisono.base.causes.variables import GROUP_MEANING, VARIABLES, find_variable
 from unisono.base.causes.verdict import Cause
 
@@ -37,11 +40,21 @@ corrupt_checkpoint checkpoint_mismatch dataset_cache_race version_mismatch missi
 bnb_no_gpu hub_unreachable gated_model model_path_missing healthy undetermined
 """
 
-every_cause = pytest.mark.parametrize("cause", ALL_CAUSES, ids=lambda cause: cause.id)
+every_cause = pytest.mark.parametrize("cause", CATALOGUE.values(), ids=lambda cause: cause.id)
 
 
-def test_ids_are_unique() -> None:
-    assert len(CATALOGUE) == len(ALL_CAUSES)
+@pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.cause.id)
+def test_lines_that_are_seen_with_a_cause_exist_and_are_not_its_signatures(entry: Entry) -> None:
+    assert all(find_signature(name) for name in entry.seen_with)
+    assert not set(entry.seen_with) & {signature.id for signature in entry.signatures}
+
+
+def test_every_cause_has_a_position_of_its_own() -> None:
+    assert len({entry.order for entry in all_entries()}) == len(CATALOGUE)
+    stated = [
+        entry.judgement.specificity for entry in all_entries() if entry.judgement.specificity < math.inf
+    ]
+    assert len(set(stated)) == len(stated)
 
 
 @pytest.mark.parametrize(("moment", "words"), [("before", _BEFORE), ("during", _DURING), ("after", _AFTER)])
@@ -77,7 +90,7 @@ def test_an_entry_is_distinguished_from_neighbours_that_exist(cause: Cause) -> N
 
 
 def test_every_exit_code_is_one_that_a_run_can_end_with() -> None:
-    assert {cause.exit_code for cause in ALL_CAUSES} == LEGAL_CODES
+    assert {cause.exit_code for cause in CATALOGUE.values()} == LEGAL_CODES
 
 
 def test_exit_codes_are_those_of_the_design() -> None:
@@ -93,7 +106,7 @@ def test_exit_codes_are_those_of_the_design() -> None:
 
 
 def test_texts_are_one_line_each() -> None:
-    for cause in ALL_CAUSES:
+    for cause in CATALOGUE.values():
         pieces = [
             cause.title,
             cause.meaning,

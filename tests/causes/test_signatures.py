@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.base.causes import find_cause
-from unisono.base.causes.signatures import (
-    ALL_SIGNATURES,
-    LINE_LIMIT,
-    SIGNATURES,
-    Signature,
-    compiled,
-    match_line,
-)
+from unisono.base.causes.entries import Signature
+from unisono.base.causes.signatures import LINE_LIMIT, all_signatures, compiled, match_line
 
 LONGEST_S = 0.5
 """For a line of 100 kB through all signatures, on a busy machine; the slowest that is known takes a
@@ -27,11 +21,13 @@ tenth of it.
 """
 MOST_REPEATS = 1500
 
-every_signature = pytest.mark.parametrize("signature", ALL_SIGNATURES, ids=lambda signature: signature.id)
+IDS = {signature.id for signature in all_signatures()}
+every_signature = pytest.mark.parametrize("signature", all_signatures(), ids=lambda signature: signature.id)
 
 
-def test_ids_are_unique() -> None:
-    assert len(SIGNATURES) == len(ALL_SIGNATURES)
+def test_ids_and_orders_are_unique() -> None:
+    assert len(IDS) == len(all_signatures())
+    assert len({signature.order for signature in all_signatures()}) == len(all_signatures())
 
 
 @every_signature
@@ -52,7 +48,7 @@ def test_an_entry_reports_everything(signature: Signature) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*", signature.id)
     assert signature.source
     assert signature.cause is None or find_cause(signature.cause) is not None
-    assert set(signature.beside) <= set(SIGNATURES)
+    assert set(signature.beside) <= IDS
     assert any(hint in signature.example for hint in signature.hints)
     if signature.kind in ("finished",):
         assert signature.cause is None
@@ -100,9 +96,9 @@ def _parts(value: Any) -> Any:
             stack.extend(one)
 
 
-_HINTS = [hint for signature in ALL_SIGNATURES for hint in signature.hints]
+_HINTS = [hint for signature in all_signatures() for hint in signature.hints]
 _PIECES = st.one_of(
-    st.sampled_from([*_HINTS, *(s.example for s in ALL_SIGNATURES)]), st.text(max_size=8), st.sampled_from([" ", "1", "a", "(", ":", "'", "\x1b[0m"])
+    st.sampled_from([*_HINTS, *(s.example for s in all_signatures())]), st.text(max_size=8), st.sampled_from([" ", "1", "a", "(", ":", "'", "\x1b[0m"])
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.front_server import run as run_front
-from unisono.base.causes import ALL_CAUSES, Evidence, Verdict
+from unisono.base.causes import CATALOGUE, Evidence, Verdict
 from unisono.base.errors import Problem
 from unisono.base.locale import PLACEHOLDER, chinese, read_entries
 from unisono.base.text import columns, wrapped
@@ -111,7 +111,7 @@ def test_a_verdict_is_one_chinese_block_whose_columns_are_aligned() -> None:
 def test_every_cause_is_explained_in_chinese() -> None:
     from unisono.front.cli.diagnose import cause_lines
 
-    for cause in ALL_CAUSES:
+    for cause in CATALOGUE.values():
         for line in cause_lines(cause):
             shown = ZH(line)
             plain = re.sub(r"`[^`]*`", "", shown)

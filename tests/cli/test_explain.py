@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from unisono.base.causes import ALL_CAUSES
+from unisono.base.causes import CATALOGUE
 from unisono.base.causes.variables import VARIABLES
 from unisono.front.cli.app import main
 from unisono.front.cli.diagnose import cause_lines, variable_lines
@@ -61,14 +61,14 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_name_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys)
-    assert all(cause.id in out for cause in ALL_CAUSES)
+    assert all(cause.id in out for cause in CATALOGUE.values())
     assert all(variable.name in out for variable in VARIABLES)
     _, out, _ = run(capsys, "--json")
-    assert len(json.loads(out)["causes"]) == len(ALL_CAUSES)
+    assert len(json.loads(out)["causes"]) == len(CATALOGUE)
 
 
 def test_every_entry_can_be_shown() -> None:
-    assert all(cause_lines(cause)[0].startswith(cause.id) for cause in ALL_CAUSES)
+    assert all(cause_lines(cause)[0].startswith(cause.id) for cause in CATALOGUE.values())
     assert all(variable_lines(variable)[0].startswith(variable.name) for variable in VARIABLES)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cli.test_explain import run
 from unisono.base.causes import CATALOGUE
+from unisono.base.causes.entries import all_entries
 from unisono.front.cli.app import main
 from unisono.guard.diagnosis.hypotheses import DENIED_SHARE, NO_FAILURE, default_table, rank, scores
 from unisono.guard.diagnosis.report_terms import Feature, feature_names, find_features, pattern_of
@@ -30,27 +31,12 @@ def feature(name: str) -> Feature:
     return Feature(name, "r.md:1", name, "symptom")
 
 
-def rows() -> dict[str, dict[str, object]]:
-    return dict(tomllib.loads(FOLDER.joinpath("table.toml").read_text(encoding="utf-8"))["cause"])
-
-
 def test_every_cause_of_the_catalogue_has_signs_and_a_check() -> None:
-    table = rows()
-    assert set(table) == (set(CATALOGUE) - {"healthy", "undetermined"}) | {NO_FAILURE}
-    for cause, entry in table.items():
-        assert entry.get("strong") or entry.get("some"), cause
-        assert entry.get("check") or cause == NO_FAILURE, cause
-        assert set(entry) <= {
-            "strong",
-            "some",
-            "weak",
-            "against",
-            "excludes",
-            "rare",
-            "common",
-            "check",
-            "here",
-        }, cause
+    assert set(TABLE.entries) == (set(CATALOGUE) - {"healthy", "undetermined"}) | {NO_FAILURE}
+    for entry in all_entries():
+        assert (entry.signs is None) == (entry.cause.id in ("healthy", "undetermined")), entry.cause.id
+        assert entry.signs is None or entry.signs.strong or entry.signs.some, entry.cause.id
+        assert entry.signs is None or entry.signs.check, entry.cause.id
 
 
 def test_every_feature_of_the_table_is_one_of_the_dictionaries() -> None:

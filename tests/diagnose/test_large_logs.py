@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.base.causes.signatures import ALL_SIGNATURES, match_hints, match_line
+from unisono.base.causes.signatures import all_signatures, match_hints, match_line
 from unisono.guard.diagnosis.lines import OFTEN_STRONG, Hints
 from unisono.guard.diagnosis.reading import diagnose_logs
 from unisono.guard.diagnosis.scan import _HINTS, Scanned, scan
@@ -89,7 +89,7 @@ def test_the_strings_of_a_text_are_those_that_a_search_for_each_finds(
     assert set(Hints(words).held(text)) == {word for word in words if word in text}
 
 
-@pytest.mark.parametrize("signature", ALL_SIGNATURES, ids=lambda one: one.id)
+@pytest.mark.parametrize("signature", all_signatures(), ids=lambda one: one.id)
 def test_a_line_whose_hints_are_known_has_the_signatures_of_the_line(signature: object) -> None:
     for line in (signature.example, signature.look_alike):  # type: ignore[attr-defined]
         assert list(match_hints(line, _HINTS.held(line))) == match_line(line)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from unisono.base.causes import ALL_CAUSES
+from unisono.base.causes import CATALOGUE
 from unisono.base.causes.variables import VARIABLES
 from unisono.base.causes.verdict import EXIT_CODES
 from unisono.front.cli.app import build_app
@@ -107,7 +107,7 @@ def test_help_uses_the_words_of_the_field(name: str) -> None:
     assert found(HELPS[name]) == []
 
 
-@pytest.mark.parametrize("cause", ALL_CAUSES, ids=lambda cause: cause.id)
+@pytest.mark.parametrize("cause", CATALOGUE.values(), ids=lambda cause: cause.id)
 def test_causes_use_the_words_of_the_field(cause: Any) -> None:
     texts = [cause.title, cause.meaning, *cause.remedy, *(text for _, text in cause.neighbours)]
     assert [hit for text in texts for hit in found(text)] == []

@@ -6,7 +6,7 @@ Run: pytest tests/launch/test_restart.py
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.base.causes import ALL_CAUSES, Verdict
+from unisono.base.causes import CATALOGUE, Verdict
 from unisono.jobs.runs.restarts import Death, may_restart
 from unisono.trainer.config import RunConfig
 
@@ -30,7 +30,7 @@ def test_restarts_follow_the_catalogue_and_two_are_the_default() -> None:
     """
     allowed = RunConfig.model_fields["restarts"].default
     assert allowed == 2
-    for cause in ALL_CAUSES:
+    for cause in CATALOGUE.values():
         assert may_restart(verdict(cause.id), step=7, earlier=[], allowed=allowed)[0] == cause.retry_helps, (
             cause.id
         )

@@ -4,31 +4,39 @@ types of a verdict.
 Ids are stable; texts are for people.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
-from unisono.base.causes.causes_at_start import DISAGREEMENT_CAUSES, RENDEZVOUS_CAUSES
-from unisono.base.causes.causes_in_runs import PROGRAM_CAUSES, RUN_CAUSES
-from unisono.base.causes.causes_of_machines import FILE_CAUSES, MACHINE_CAUSES
+from unisono.base.causes.entries import all_entries, cause_ids, read_entry
 from unisono.base.causes.verdict import Cause, Evidence, OwnRunOnly, Verdict
 
 __all__ = ["CATALOGUE", "Cause", "Evidence", "Verdict", "find_cause"]
 
 
-ALL_CAUSES: tuple[Cause, ...] = (
-    *DISAGREEMENT_CAUSES,
-    *RENDEZVOUS_CAUSES,
-    *RUN_CAUSES,
-    *PROGRAM_CAUSES,
-    *MACHINE_CAUSES,
-    *FILE_CAUSES,
-)
-"""In the order in which `explain` lists them."""
+class _Catalogue(Mapping[str, Cause]):
+    """All causes by id, in the order in which `explain` lists them.
 
-CATALOGUE: dict[str, Cause] = {cause.id: cause for cause in ALL_CAUSES}
+    A file of the catalogue is read when its cause is needed.
+    """
+
+    def __getitem__(self, cause_id: str) -> Cause:
+        return read_entry(cause_id).cause
+
+    def __contains__(self, cause_id: object) -> bool:
+        return cause_id in cause_ids()
+
+    def __iter__(self) -> Iterator[str]:
+        return (entry.cause.id for entry in all_entries())
+
+    def __len__(self) -> int:
+        return len(cause_ids())
+
+
+CATALOGUE: Mapping[str, Cause] = _Catalogue()
 
 
 def find_cause(cause_id: str) -> Cause | None:
-    """The entry with this id, or None."""
+    """The cause with this id, or None."""
     return CATALOGUE.get(cause_id)
 
 
@@ -36,13 +44,14 @@ RESUMES = OwnRunOnly("It was stopped with the run; the same command resumes from
 """For a rank that was stopped."""
 MORE_PATIENCE = OwnRunOnly("If such collectives are expected to take this long, set watch.stall_after.")
 """For ranks that wait for each other."""
-_OWN_RUN_LINES = frozenset(
-    {
-        RESUMES,
-        MORE_PATIENCE,
-        *(line for cause in ALL_CAUSES for line in cause.remedy if isinstance(line, OwnRunOnly)),
-    }
-)
+
+
+@functools.cache
+def _own_run_lines() -> frozenset[str]:
+    """All lines of remedies for `unisono train` alone."""
+    remedies = (line for cause in CATALOGUE.values() for line in cause.remedy)
+    return frozenset({RESUMES, MORE_PATIENCE, *(line for line in remedies if isinstance(line, OwnRunOnly))})
+
 
 _TRAINER = "trainer.train(resume_from_checkpoint=True) resumes from the newest checkpoint in its output_dir"
 _RESUME_HINTS = {
@@ -81,5 +90,5 @@ def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str,
         fix: the remedy for a run of `unisono train`.
         framework: the one that the program uses; empty: unknown.
     """
-    lines = [line for line in fix if line not in _OWN_RUN_LINES]
+    lines = [line for line in fix if line not in _own_run_lines()]
     return (*lines, *(line for line in resume_hint(framework) if line not in lines))

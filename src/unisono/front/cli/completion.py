@@ -259,11 +259,11 @@ def _choices(annotation: Any) -> list[str]:
 
 def _names(current: str) -> list[Word]:
     """What `explain` describes."""
-    from unisono.base.causes import ALL_CAUSES
+    from unisono.base.causes import CATALOGUE
     from unisono.base.causes.variables import VARIABLES
 
     return _starting(
-        [*((c.id, c.title) for c in ALL_CAUSES), *((v.name, v.meaning) for v in VARIABLES)], current
+        [*((c.id, c.title) for c in CATALOGUE.values()), *((v.name, v.meaning) for v in VARIABLES)], current
     )
 
 

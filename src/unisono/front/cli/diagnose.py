@@ -377,14 +377,14 @@ def _show_entry(value: dict[str, object], lines: list[str]) -> None:
 
 
 def _list_all() -> None:
-    from unisono.base.causes import ALL_CAUSES
+    from unisono.base.causes import CATALOGUE
     from unisono.base.causes.variables import VARIABLES
 
-    causes = [{"id": cause.id, "title": cause.title} for cause in ALL_CAUSES]
+    causes = [{"id": cause.id, "title": cause.title} for cause in CATALOGUE.values()]
     variables = [{"name": variable.name, "meaning": variable.meaning} for variable in VARIABLES]
     lines = [
         "Causes",
-        *(f"  {cause.id:<30} {cause.title}" for cause in ALL_CAUSES),
+        *(f"  {cause.id:<30} {cause.title}" for cause in CATALOGUE.values()),
         "",
         "Environment variables",
     ]

@@ -2,7 +2,7 @@
 
 Pure: features in, hypotheses and questions out.
 
-The score of a cause is a softmax over sums of weights, calibrated: `table.toml` says what speaks
+The score of a cause is a softmax over sums of weights, calibrated: the catalogue says what speaks
 for a cause and against it, `weights.json` has the numbers and the corrections that
 `scripts/fit_hypotheses.py` fitted on cases, so that of the causes with score 0.8 about 80 % are
 right. Scores need not add up to 1: several causes may fit a text, e.g. a stalled rank and what
@@ -14,12 +14,13 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
 
 from unisono.base.causes import CATALOGUE, remedy_for_foreign_program
+from unisono.base.causes.entries import Signs, all_entries
 from unisono.base.causes.verdict import OwnRunOnly
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.report_terms import Feature
@@ -183,30 +184,46 @@ _WORDS = ("strong", "some", "weak", "against", "excludes")
 
 @functools.cache
 def default_table() -> Table:
-    """The table of the package."""
-    folder = files("unisono.guard.diagnosis")
-    numbers = json.loads(folder.joinpath("weights.json").read_text(encoding="utf-8"))
-    return make_table(tomllib.loads(folder.joinpath("table.toml").read_text(encoding="utf-8")), numbers)
+    """The table with the numbers of weights.json."""
+    return make_table(
+        json.loads(files("unisono.guard.diagnosis").joinpath("weights.json").read_text(encoding="utf-8"))
+    )
 
 
-def make_table(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Table:
-    """The table from its two files: `table.toml` and `weights.json`."""
+def make_table(numbers: Mapping[str, Any]) -> Table:
+    """The table of what speaks for each cause, from the catalogue and `table.toml`, with these
+    numbers.
+    """
     levels, corrections = numbers["levels"] | numbers.get("lines", {}), numbers["corrections"]
-    entries = {}
-    for cause, entry in table["cause"].items():
-        fitted = corrections.get(cause, {})
-        weights = {name: levels[word] for word in reversed(_WORDS) for name in entry.get(word, ())}
-        weights = {
-            name: weights.get(name, 0.0) + fitted.get(name, 0.0)
-            for name in (*weights, *(name for name in fitted if name not in weights and name != "prior"))
-        }
-        prior = entry.get("common", 0) * levels["common"] + entry.get("rare", 0) * levels["rare"]
-        entries[cause] = _Entry(
-            weights, prior + fitted.get("prior", 0.0), tuple(entry.get("check", ())), entry.get("here", "")
-        )
-    questions = tuple(Question(feature, *words) for feature, words in table["question"].items())
+    other = tomllib.loads(files("unisono.guard.diagnosis").joinpath("table.toml").read_text(encoding="utf-8"))
+    none = Signs(some=tuple(other[NO_FAILURE]["some"]), against=tuple(other[NO_FAILURE]["against"]))
+    entries = {
+        cause: _weighed(signs, levels, corrections.get(cause, {}))
+        for cause, signs in (*_signs_of_causes(), (NO_FAILURE, none))
+    }
+    questions = tuple(Question(feature, *words) for feature, words in other["question"].items())
     slope, shift = numbers.get("calibration", (1.0, 0.0))
     return Table(entries, levels, numbers["temperature"], slope, shift, questions)
+
+
+def _signs_of_causes() -> Iterator[tuple[str, Signs]]:
+    return ((entry.cause.id, entry.signs) for entry in all_entries() if entry.signs is not None)
+
+
+def _weighed(signs: Signs, levels: Mapping[str, float], fitted: Mapping[str, float]) -> _Entry:
+    """The signs of a cause with numbers.
+
+    Args:
+        levels: of the words of the table.
+        fitted: corrections of the weights and of the prior.
+    """
+    weights = {name: levels[word] for word in reversed(_WORDS) for name in getattr(signs, word)}
+    weights = {
+        name: weights.get(name, 0.0) + fitted.get(name, 0.0)
+        for name in (*weights, *(name for name in fitted if name not in weights and name != "prior"))
+    }
+    prior = signs.common * levels["common"] + signs.rare * levels["rare"]
+    return _Entry(weights, prior + fitted.get("prior", 0.0), signs.check, signs.here)
 
 
 def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.base.causes.entries import judgement_of
 from unisono.base.causes.verdict import Evidence, Verdict
 from unisono.guard.diagnosis.hypotheses import NARRATION, NO_FAILURE_FROM, Ranking, log_features, rank
 from unisono.guard.diagnosis.lines import redacted_json
@@ -35,15 +36,6 @@ from unisono.guard.diagnosis.rules_setup import (
 )
 from unisono.guard.diagnosis.run_facts import Event, Hypothesis, RunFacts, View, first_of_each, ranks_of
 
-# fmt: off
-SPECIFIC: tuple[str, ...] = (
-    "host_oom_killed", "gpu_fell_off", "ecc_error", "ulimit", "shm_too_small", "disk_full", "single_device_nccl", "duplicate_gpu", "invalid_device_ordinal", "ib_unreachable", "p2p_blocked",
-    "nccl_socket_iface", "unused_parameters_ddp", "tokenizer_mismatch", "cuda_oom", "nan_loss", "flash_attn_missing", "bnb_no_gpu", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build",
-    "version_mismatch", "gated_model", "hub_unreachable", "model_path_missing", "checkpoint_not_shared", "dataset_cache_race", "corrupt_checkpoint", "checkpoint_mismatch", "missing_dependency",
-    "port_in_use", "hostname_loopback", "dns_failure", "collective_mismatch",
-)
-# fmt: on
-"""Order of causes that the log states: those that explain others first."""
 CERTAIN = 0.8
 """Hypotheses with less confidence come after the program's own exceptions."""
 
@@ -87,9 +79,8 @@ def judge(facts: RunFacts) -> list[Hypothesis]:
     return _distinct([*(ranked or find_cancelled(view)), *find_undetermined(view)])
 
 
-def _specific(finding: Hypothesis) -> tuple[bool, int]:
-    place = SPECIFIC.index(finding.cause) if finding.cause in SPECIFIC else len(SPECIFIC)
-    return finding.confidence < CERTAIN, place
+def _specific(finding: Hypothesis) -> tuple[bool, float]:
+    return finding.confidence < CERTAIN, judgement_of(finding.cause).specificity
 
 
 def _unless_caught(own: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -231,14 +222,10 @@ def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
     return tuple(cause for cause in _SAID_BY_THE_RANK if cause not in named)[:_MOST_RULED_OUT]
 
 
-_GENERAL = frozenset({"user_code_error", "rank_died_first", "rank_stalled", "rdzv_timeout"})
-"""What a whole log shows by what it lacks; a few lines of it do not."""
-
-
 def _of_excerpt(finding: Hypothesis, excerpts: Container[str]) -> Hypothesis:
     """A finding; a general one proves less if its lines are some that somebody chose to quote."""
     quoted = any(event.source in excerpts for event in finding.evidence[:1])
-    if not quoted or finding.cause not in _GENERAL:
+    if not quoted or not judgement_of(finding.cause).needs_whole_logs:
         return finding
     return replace(finding, confidence=min(finding.confidence, 0.6))
 
@@ -269,7 +256,7 @@ def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
     return Verdict(
         cause=finding.cause,
         when="after",
-        severity="none" if healthy else "warning" if finding.cause in _HARMLESS else "fatal",
+        severity="none" if healthy else "warning" if judgement_of(finding.cause).harmless else "fatal",
         summary=finding.why,
         ranks=finding.ranks,
         hosts=finding.hosts,
@@ -279,9 +266,6 @@ def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
         fix=() if healthy else tuple(remedy(finding, facts)),
         confidence=finding.confidence,
     )
-
-
-_HARMLESS = frozenset({"process_group_destroyed_twice", "teardown_crash"})
 
 
 def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:

@@ -7,38 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from unisono.base.causes import find_cause
+from unisono.base.causes.entries import judgement_of
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.process_ends import exception_of
 from unisono.guard.diagnosis.run_facts import WRAPPERS, Event, Hypothesis, Traceback, View, hosts_of, ranks_of
 
-# fmt: off
-ALIKE = frozenset({
-    "gated_model", "model_path_missing", "hub_unreachable", "flash_attn_missing", "missing_dependency", "version_mismatch", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported",
-    "bnb_no_gpu", "unused_parameters_ddp", "checkpoint_mismatch", "port_in_use", "rdzv_timeout", "dns_failure", "hostname_loopback", "preempted_sigterm",
-    "ray_resources_unsatisfiable", "duplicate_gpu", "ib_unreachable", "p2p_blocked", "nccl_socket_iface", "nan_loss", "collective_mismatch", "checkpoint_not_shared",
-})
-# fmt: on
-"""Causes that all ranks of a host share, so that no rank is the culprit."""
-# fmt: off
-ALL_TOGETHER = frozenset({"unused_parameters_ddp", "nan_loss", "collective_mismatch", "duplicate_gpu", "rdzv_timeout", "preempted_sigterm", "ib_unreachable", "p2p_blocked", "port_in_use"})
-# fmt: on
-"""Causes without a culprit even if only one rank reports them."""
-# fmt: off
-HOSTS = frozenset({
-    "nccl_socket_iface", "driver_too_old", "no_cuda_build", "cuda_arch_unsupported", "shm_too_small", "ulimit", "disk_full", "missing_dependency", "flash_attn_missing", "bnb_no_gpu",
-    "model_path_missing", "gpu_fell_off", "ecc_error", "host_oom_killed", "checkpoint_not_shared", "corrupt_checkpoint", "hub_unreachable", "gated_model", "port_in_use", "version_mismatch", "cuda_oom",
-})
-# fmt: on
-"""Causes that may affect one host only."""
-# fmt: off
-STRUCTURAL = frozenset({
-    "rank_stalled", "rank_died_first", "user_code_error", "single_device_nccl", "device_unbound_barrier", "unequal_steps", "ray_worker_died", "host_oom_killed", "nan_loss", "preempted_sigterm",
-    "nccl_socket_iface", "hostname_loopback", "collective_mismatch", "rdzv_timeout", "dns_failure", "ray_resources_unsatisfiable", "nproc_mismatch", "teardown_crash", "process_group_destroyed_twice",
-})
-# fmt: on
-"""Causes with rules of their own."""
-SPEAKS_QUIETLY = frozenset({"driver_too_old", "cuda_arch_unsupported", "nan_loss"})
-"""Causes that are valid even if they are only in a warning."""
 _NAN = re.compile(r"\bnan\b|returned nan|inf`", re.IGNORECASE)
 _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")
 """Words that the whole run says, and not one rank in a program of its own."""
@@ -68,7 +41,7 @@ def find_named(view: View) -> list[Hypothesis]:
     causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
     found = []
     for cause in causes:
-        if cause in STRUCTURAL:
+        if judgement_of(cause).has_rules:
             continue
         stated = lines_naming(view, cause)
         if stated is not None:
@@ -90,12 +63,13 @@ def lines_naming(view: View, cause: str) -> Named | None:
     loud = [event for event in events if not view.is_quiet(event)]
     if loud:
         return Named(cause, tuple(loud), quiet=False)
-    return Named(cause, tuple(events), quiet=cause not in SPEAKS_QUIETLY) if events else None
+    return Named(cause, tuple(events), quiet=not judgement_of(cause).counts_as_warning) if events else None
 
 
 def named_hypothesis(view: View, stated: Named) -> Hypothesis:
     """The hypothesis for lines that state their cause."""
-    ranks = () if stated.cause in ALIKE and not _alone(view, stated) else culprits(view, stated.events)
+    shared = judgement_of(stated.cause).culprit != "ranks" and not _alone(view, stated)
+    ranks = () if shared else culprits(view, stated.events)
     hosts = _hosts(view, stated, ranks)
     title = find_cause(stated.cause)
     return Hypothesis(
@@ -131,17 +105,12 @@ def _alone(view: View, stated: Named) -> bool:
     whatever the cause usually is.
     """
     named = set(ranks_of(stated.events))
-    if len(named) != 1 or stated.cause in ALL_TOGETHER:
+    judgement = judgement_of(stated.cause)
+    if len(named) != 1 or judgement.culprit == "nobody":
         return False
     if any(event.rank not in (None, *named) for event in view.consequences):
         return True
-    return stated.cause in _OF_ONE_NODE and (_others_write(view, named) or _only_snippet(view, named))
-
-
-_OF_ONE_NODE = frozenset(
-    {"missing_dependency", "version_mismatch", "flash_attn_missing", "bnb_no_gpu", "model_path_missing"}
-)
-"""Causes that are in the environment of one node as often as in that of all."""
+    return judgement.one_environment and (_others_write(view, named) or _only_snippet(view, named))
 
 
 def _others_write(view: View, named: set[int]) -> bool:
@@ -171,7 +140,7 @@ def _only_device_error(view: View) -> int | None:
 
 def _hosts(view: View, stated: Named, ranks: tuple[int, ...]) -> tuple[str, ...]:
     """The host, if the cause may affect one host and there are several."""
-    if stated.cause not in HOSTS or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
+    if not judgement_of(stated.cause).one_host or (len(view.facts.hosts) < 2 and (view.facts.nodes or 1) < 2):
         return ()
     hosts = hosts_of(stated.events)
     return hosts if len(hosts) == 1 else ()
@@ -185,12 +154,6 @@ def _sentence(title: str, ranks: tuple[int, ...], hosts: tuple[str, ...]) -> str
 Rule = Callable[[View], list[Hypothesis]]
 
 
-# fmt: off
-NOT_OWNERS = frozenset({
-    "user_code_error", "rank_stalled", "rank_died_first", "device_unbound_barrier", "teardown_crash", "preempted_sigterm", "unequal_steps", "nproc_mismatch", "single_device_nccl", "straggler",
-})
-# fmt: on
-"""Pointed to by lines that explain no exception."""
 _NCCL = re.compile(
     r"NCCL error"
     r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
@@ -297,7 +260,7 @@ def _is_own(view: View, trace: Traceback) -> bool:
 def _owned_elsewhere(view: View, event: Event) -> bool:
     return (
         event.cause is not None
-        and event.cause not in NOT_OWNERS
+        and judgement_of(event.cause).explains_exceptions
         and event.kind in ("error", "death")
         and not view.is_quiet(event)
     )

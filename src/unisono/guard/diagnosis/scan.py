@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import BinaryIO
 
-from unisono.base.causes.signatures import LINE_LIMIT, SIGNATURES, compiled, match_hints
+from unisono.base.causes.signatures import LINE_LIMIT, all_signatures, compiled, match_hints
 from unisono.base.text import plain
 from unisono.guard.diagnosis.line_prefixes import (
     LOOK_CHARS,
@@ -194,12 +194,12 @@ _MARKS_BY_HINT: dict[str, list[int]] = {}
 for _number, _mark in enumerate(MARKS):
     for _hint in _mark.hints:
         _MARKS_BY_HINT.setdefault(_hint, []).append(_number)
-_HINTS = Hints({*_MARKS_BY_HINT, *(hint for one in SIGNATURES.values() for hint in one.hints)})
-STRONG = frozenset({*_SECTIONS, *(h for s in SIGNATURES.values() if s.kind != "progress" for h in s.hints)})
+_HINTS = Hints({*_MARKS_BY_HINT, *(hint for one in all_signatures() for hint in one.hints)})
+STRONG = frozenset({*_SECTIONS, *(h for s in all_signatures() if s.kind != "progress" for h in s.hints)})
 WEAK = frozenset(
     {
         *(h for m in MARKS for h in m.hints),
-        *(h for s in SIGNATURES.values() if s.kind == "progress" for h in s.hints),
+        *(h for s in all_signatures() if s.kind == "progress" for h in s.hints),
     }
 )
 

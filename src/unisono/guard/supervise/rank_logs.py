@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from unisono.base.causes import Evidence, Verdict
-from unisono.base.causes.signatures import LINE_LIMIT, Signature, find_signature, match_line
+from unisono.base.causes.entries import Signature
+from unisono.base.causes.signatures import LINE_LIMIT, find_signature, match_line
 from unisono.base.errors import UnisonoError
 from unisono.base.events import Message
 from unisono.base.files import BackgroundThread

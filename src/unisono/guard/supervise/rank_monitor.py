@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.base.causes import Verdict
+from unisono.base.causes.entries import all_entries
 from unisono.base.events import Message
 from unisono.base.files import BackgroundThread
 from unisono.guard.facts.machine import gpu_utilization
@@ -359,6 +360,7 @@ class StallMonitor:
             mark: gets the ranks of the present suspicion, its text and its cause, for the board;
                 both are empty when the ranks move again.
         """
+        all_entries()  # read the catalogue now: its storage may be what hangs later
         self._mark = mark
         self._clock = clock
         self._plan = plan
