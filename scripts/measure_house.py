@@ -56,6 +56,7 @@ ROOM_BUDGETS = {
     ".": 2_700,
     "agree": 4_150,
     "api": 1_250,
+    "batches": 550,
     "board": 1_750,
     "causes": 3_650,
     "checkpoint": 2_550,

@@ -28,14 +28,13 @@ from torch.nn.functional import logsigmoid
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import one_line
+from unisono.trainer.batches.source import BatchSource, Counts, Micro, RankSum
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PreferenceSection, own_objective
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.objective import (
     BOTH,
     PAIR_METRICS,
-    Counts,
-    Micro,
     Objective,
     Part,
     accurate,
@@ -248,9 +247,9 @@ class Dpo(Objective):
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
         del known
-        assert micro.reference is not None
         section, answers = self.settings, answers_of(forward, micro)
-        chosen, rejected = answers.chosen - micro.reference[:, 0], answers.rejected - micro.reference[:, 1]
+        reference = micro.columns["reference"]
+        chosen, rejected = answers.chosen - reference[:, 0], answers.rejected - reference[:, 1]
         rewards = section.beta * chosen.detach(), section.beta * rejected.detach()
         if section.loss == "ipo":
             chosen, rejected = chosen / answers.chosen_tokens, rejected / answers.rejected_tokens
@@ -354,18 +353,15 @@ class Kto(Objective):
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Σ of the log-ratios of the mismatched answers."""
-        assert micro.reference is not None
-        return (micro.rows.sums(forward.log_probs(micro.rows)) - micro.reference[:, 1]).sum()
+        return (micro.rows.sums(forward.log_probs(micro.rows)) - micro.columns["reference"][:, 1]).sum()
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; `known` is the estimate of the divergence before it
         is limited to 0 or more.
         """
-        assert micro.reference is not None
-        assert micro.labels is not None
-        section, good = self.settings, micro.labels
+        section, good = self.settings, micro.columns["label"]
         log_probs = micro.rows.sums(forward.log_probs(micro.rows))
-        ratios = log_probs - micro.reference[:, 0]
+        ratios = log_probs - micro.columns["reference"][:, 0]
         losses = kto_losses(
             ratios,
             good,
@@ -488,6 +484,12 @@ class OwnObjective(Objective):
         self._inner = inner
         self._path = path
         self.where = f"{path}:{self._line('loss')}"
+
+    def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
+        """Its own, checked."""
+        found = self._call("source", rows, forward, group)
+        self._require(isinstance(found, BatchSource), "source", found, "a BatchSource")
+        return cast("BatchSource", found)
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Its own, checked."""

@@ -65,7 +65,8 @@ import xxhash
 
 from unisono.base.errors import UnfitError
 from unisono.guard.watch import Beats
-from unisono.trainer.data.token_table import Batch, TokenTable
+from unisono.trainer.batches.source import Micro
+from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.process_group import Group
@@ -308,7 +309,7 @@ _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
 }
 
 
-def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
+def write_rows(plan: RunPlan, rank: int, step: int, micro: Micro) -> None:
     """write_rows: writes a line for each forward whose loss counts, with each row's id and the
     digest of its tokens.
 
@@ -317,9 +318,8 @@ def write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
     directory = plan.faults.get("write_rows")
     if directory is None:
         return
-    ends = np.cumsum(batch.lengths)
-    tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
-    rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
+    tokens = [ids.cpu().numpy().tobytes() for ids in micro.rows.input_ids.split(micro.rows.lengths)]
+    rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(micro.row_ids, tokens, strict=True)]
     line = {
         "time": time.time(),
         "epoch": plan.epoch,
