@@ -6,11 +6,12 @@ from typing import Any
 import peft
 import torch
 
+from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.batches.table import TableRows
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.model.load import LoadedModel, load_for_training
 from unisono.trainer.plan import Stream
-from unisono.trainer.training.run import load_micro, seed_torch
 
 
 def loaded_again(run: Any) -> LoadedModel:
@@ -45,7 +46,7 @@ def losses_by_hand(run: Any, model: Any, *, targets: str | list[str]) -> list[fl
     stream, losses = Stream(table.sequences, run.plan.config.seed), []
     for step in range(1, run.plan.total_steps + 1):
         sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
-        rows = load_micro(table, sequences, torch.device("cpu"))[0].rows
+        rows = TableRows(table, torch.device("cpu")).load(sequences).rows
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.plan.dtype == "bfloat16"):
             loss = sum_of_rows(model, rows) / len(rows.labels)
         loss.backward()

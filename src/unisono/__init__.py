@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     )
     from unisono.front.api.loading import load
     from unisono.guard.integrations.inside.guarded_process import guarded
+    from unisono.trainer.batches.source import Counts, Micro
     from unisono.trainer.model.forward import Forward
-    from unisono.trainer.objectives.objective import Counts, Micro, Objective, Part
+    from unisono.trainer.objectives.objective import Objective, Part
 
 _PLACES = {
     "unisono.front.api.calls": ("Config", "Diagnosis", "Report", "diagnose", "doctor", "stream", "train"),
@@ -58,6 +59,7 @@ _PLACES = {
     ),
     "unisono.front.api.loading": ("load",),
     "unisono.front.api": ("Result",),
+    "unisono.trainer.batches.source": ("Counts", "Micro"),
     "unisono.base.causes.verdict": ("Verdict",),
     "unisono.base.errors": (
         *("ConfigError", "DataError", "Disagreed", "EndedByVerdict", "IntegrityError", "ModelError"),
@@ -65,7 +67,7 @@ _PLACES = {
     ),
     "unisono.guard.integrations.inside.guarded_process": ("guarded",),
     "unisono.trainer.model.forward": ("Forward",),
-    "unisono.trainer.objectives.objective": ("Counts", "Micro", "Objective", "Part"),
+    "unisono.trainer.objectives.objective": ("Objective", "Part"),
 }
 _MODULES = {name: module for module, names in _PLACES.items() for name in names}
 

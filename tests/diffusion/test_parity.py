@@ -19,12 +19,12 @@ import torch
 
 from tests import needs
 from tests.diffusion.conftest import Studio
+from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.diffusion.latents import PictureLoader, PictureUse
 from unisono.trainer.diffusion.pipeline import fast_attention
 from unisono.trainer.model.kernels import Kernels, load_kernels
 from unisono.trainer.plan import RunPlan, Stream
-from unisono.trainer.training.run import stream_seed
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")

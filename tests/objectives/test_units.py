@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unisono.guard.watch import Beats
+from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.data.build import pack
 from unisono.trainer.data.token_table import TokenBlock, TokenTable, collate
 from unisono.trainer.objectives import Kto
 from unisono.trainer.plan import Stream
 from unisono.trainer.training import rank_run
-from unisono.trainer.training.run import TrainingData, counts_of
 
 Train = Callable[..., Any]
 _VOCABULARY = 20_000
@@ -70,24 +70,28 @@ def test_ranks_and_micro_batches_get_whole_pairs_each_once(
     pairs: list[tuple[int, int]], world: int, micro: int, rounds: int, seed: int, *, packing: bool
 ) -> None:
     table = _table(pairs, packing=packing)
+    rows = TableRows(table, torch.device("cpu"))
     total = 2 * table.sequences + 1
     ranks = [
-        TrainingData(table, Stream(table.sequences, seed), micro * rounds, micro, total, rank, world)
+        TableSource(rows, Stream(table.sequences, seed), micro * rounds, micro, total, rank, world)
         for rank in range(world)
     ]
     seen = []
     for step in range(1, -(-total // (micro * rounds)) + 1):
         units = []
         for batches in (data.step(step) for data in ranks):
-            assert len(batches.groups) <= batches.rounds
-            for group in batches.groups:
-                batch = collate(table, group, sides=(0, 1))
-                assert len(group) <= micro
-                rows = batch.input_ids[np.cumsum([0, *batch.lengths])[:-1]].tolist()
-                assert rows == [2 * unit + side for unit in batch.units for side in (0, 1)]
+            assert len(batches.micros) <= batches.rounds
+            for group in batches.micros:
+                batch = collate(table, group.sequences, sides=(0, 1))
+                assert len(group.sequences) <= micro
+                assert sum(group.units) == len(batch.units)
+                loaded = group.load((0, 1))
+                assert loaded.rows.input_ids.tolist() == batch.input_ids.tolist()
+                firsts = batch.input_ids[np.cumsum([0, *batch.lengths])[:-1]].tolist()
+                assert firsts == [2 * unit + side for unit in batch.units for side in (0, 1)]
                 assert batch.lengths == [length for unit in batch.units for length in pairs[unit]]
                 units += batch.units
-        counts = counts_of(table, ranks[0].step(step).sequences)
+        counts = ranks[0].step(step).counts
         assert counts.units == len(units)
         assert counts.first_tokens == sum(pairs[unit][0] for unit in units)
         seen += ranks[0].step(step).sequences
@@ -100,8 +104,9 @@ def test_ranks_and_micro_batches_get_whole_pairs_each_once(
 
 def test_the_longest_micro_batch_is_that_of_the_sides_in_the_loss() -> None:
     """Of a rated answer the mismatched one, which is in no loss, may be longer than any other."""
-    data = TrainingData(_table([(3, 30), (20, 4), (10, 5)], packing=False), Stream(3, 0), 2, 1, 3)
-    assert [data.longest(sides) for sides in ((0,), (1,), (0, 1))] == [[1], [0], [0]]
+    rows = TableRows(_table([(3, 30), (20, 4), (10, 5)], packing=False), torch.device("cpu"))
+    data = TableSource(rows, Stream(3, 0), 2, 1, 3)
+    assert [data.longest(sides).sequences for sides in ((0,), (1,), (0, 1))] == [[1], [0], [0]]
 
 
 @given(
@@ -115,12 +120,13 @@ def test_the_longest_micro_batch_of_padded_rows_is_that_with_most_places(
     ends = np.cumsum([0, *map(len, lengths)])
     table = _table([(n, 1) for rows in lengths for n in rows], packing=False)
     table = replace(table, sequence_rows=np.arange(ends[-1]), sequence_ends=ends)
-    data = TrainingData(table, Stream(len(lengths), 0), micro, micro, len(lengths))
+    rows = TableRows(table, torch.device("cpu"))
+    data = TableSource(rows, Stream(len(lengths), 0), micro, micro, len(lengths))
 
     def places(group: Sequence[int]) -> int:
         return sum(len(lengths[i]) for i in group) * max(max(lengths[i]) for i in group)
 
-    chosen = data.longest((0,), padded=True)
+    chosen = data.longest((0,), padded=True).sequences
     assert len(set(chosen)) == len(chosen) <= micro
     groups = (g for n in range(1, micro + 1) for g in itertools.combinations(range(len(lengths)), n))
     assert places(chosen) == max(map(places, groups))

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests import needs
+from tests.batches import rollouts
 from tests.grouped_files import write_grouped
 from tests.ranks.front import Ended, Front
 from unisono.base.events import Reporter
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
+from unisono.jobs.runs.train_request import read_objective
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.trainer.task import data_tasks
@@ -54,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "quantize_embeddings": True, "dtype": "float32"}, "duration": "4 steps"},
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
+    "rollouts": {"objective": f"{rollouts.__file__}:Reinforce", "batch": {"global": 8, "micro": 1}, "duration": "10 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -147,6 +150,7 @@ class Workshop:
                 model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
                 resume=ResumePoint(step=int(resume.name.removeprefix("step-")), path=str(resume)) if resume else None,
                 resume_reason="", faults=faults, ranks=places if world > 1 else [],
+                objective_digest="".join(read_objective(config).values()),
             )
         )  # fmt: skip
 

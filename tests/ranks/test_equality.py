@@ -26,7 +26,9 @@ def _losses_are_equal(run: Done, one: Done) -> None:
 
 
 @pytest.mark.parametrize("way", _WAYS)
-@pytest.mark.parametrize("kind", ["lora", "dora", "full", "weighted", "narrow", "nan", "nf4", "int8", "gptq"])
+@pytest.mark.parametrize(
+    "kind", ["lora", "dora", "full", "weighted", "narrow", "nan", "nf4", "int8", "gptq", "rollouts"]
+)
 def test_two_ranks_give_the_losses_of_one(alone: dict[str, Done], two: Runs, kind: str, way: str) -> None:
     assert two[kind, way, 2].plan.strategy == way
     _losses_are_equal(two[kind, way, 2], alone[kind])

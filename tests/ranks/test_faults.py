@@ -10,6 +10,7 @@ from tests.ranks.conftest import Workshop
 from tests.ranks.front import RankProcess, kill_on_step
 from unisono.base.errors import Disagreed
 from unisono.guard.facts import Environment
+from unisono.trainer.batches.table import TableSource
 from unisono.trainer.training import setup
 from unisono.trainer.training.join import find_place, make_rank_report
 from unisono.trainer.worker.injected_faults import InjectedFaults
@@ -25,7 +26,7 @@ def _reports(workshop: Workshop, **faults: Any) -> list[dict[str, Any]]:
     for place in plan.ranks:
         hooks = (InjectedFaults(plan, place.rank),)
         loaded = setup._load_model(plan, device, hooks)
-        data, _ = setup._open_data(plan, place, hooks)
+        data = TableSource.of(plan, place, setup._open_tables(plan, device, hooks)["train"])
         port = 4000 if place.rank == 0 else None
         found.append(make_rank_report(plan, place, device=device, loaded=loaded, data=data, store_port=port))
     return [report.to_json() for report in found]

@@ -23,6 +23,7 @@ from tests import needs
 from tests.grouped_files import write_grouped
 from tests.peft_by_hand import loaded_again, losses_by_hand
 from unisono.base.errors import ModelError
+from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model import file_settings
 from unisono.trainer.model.directory import inspect_model
@@ -31,7 +32,6 @@ from unisono.trainer.model.kernels import load_kernels
 from unisono.trainer.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
 from unisono.trainer.plan import Stream
 from unisono.trainer.training.join import make_rank_report
-from unisono.trainer.training.run import TrainingData, load_micro
 
 Train = Callable[..., Any]
 _CPU = torch.device("cpu")
@@ -133,7 +133,8 @@ def test_at_most_one_weight_is_dequantized_at_a_time(
         return found
 
     monkeypatch.setattr(Groups, "dequantized", counted)
-    rows = load_micro(TokenTable.open(Path(run.plan.data.cache_dir), "train"), [0, 1], _CPU)[0].rows
+    table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
+    rows = TableRows(table, _CPU).load([0, 1]).rows
     gc.collect()
     forward.loss(rows, count=len(rows.labels)).backward()
     assert len(counts) >= 14 * 2 - 3, (
@@ -180,9 +181,8 @@ def test_a_flipped_bit_in_weights_scales_or_zero_points_changes_the_digest_that_
     def digest() -> str:
         table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
         plan = run.plan
-        data = TrainingData(
-            table, Stream(table.sequences, 0), plan.global_batch, plan.micro_batch, plan.total_sequences, 0, 1
-        )
+        rows, stream = TableRows(table, _CPU), Stream(table.sequences, 0)
+        data = TableSource(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
         return make_rank_report(
             plan, plan.ranks[0], device=_CPU, loaded=loaded, data=data, store_port=None
         ).frozen_values_digest

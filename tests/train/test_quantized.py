@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import needs
 from tests.peft_by_hand import loaded_again, losses_by_hand
 from unisono.base.errors import ModelError
+from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.config import RunConfig
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model import file_settings
@@ -34,7 +35,6 @@ from unisono.trainer.model.quantization import (
 from unisono.trainer.plan import Stream
 from unisono.trainer.plan.memory import packed_bytes
 from unisono.trainer.training.join import make_rank_report
-from unisono.trainer.training.run import TrainingData, load_micro
 
 bitsandbytes = needs.package("bitsandbytes")
 Train = Callable[..., Any]
@@ -44,7 +44,7 @@ _CONSTANT = {"lr": 1e-2, "schedule": "constant", "warmup": "0%", "max_grad_norm"
 def _rows(run: Any) -> Rows:
     """Two rows of its data."""
     table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-    return load_micro(table, [0, 1], torch.device("cpu"))[0].rows
+    return TableRows(table, torch.device("cpu")).load([0, 1]).rows
 
 
 def _by_hand(
@@ -171,10 +171,8 @@ def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks
 
     def digest() -> str:
         table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-        stream = Stream(table.sequences, 0)
-        data = TrainingData(
-            table, stream, run.plan.global_batch, run.plan.micro_batch, run.plan.total_sequences, 0, 1
-        )
+        rows, stream, plan = TableRows(table, torch.device("cpu")), Stream(table.sequences, 0), run.plan
+        data = TableSource(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
         return make_rank_report(
             run.plan, run.plan.ranks[0], device=torch.device("cpu"), loaded=loaded, data=data, store_port=None
         ).frozen_values_digest  # fmt: skip

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
+from unisono.trainer.batches.seeds import seed_torch, stream_seed
 from unisono.trainer.config.schedules import SCHEDULES, Parameters, from_transformers
-from unisono.trainer.training.run import GeneratorWatch, seed_torch, stream_seed
+from unisono.trainer.training.run import GeneratorWatch
 
 _SCHEDULES = st.sampled_from(["cosine", "linear", "constant", "wsd", "cosine_warmup_with_min_lr"])
 

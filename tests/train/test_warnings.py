@@ -49,7 +49,7 @@ def test_a_skipped_step_is_a_short_line_and_all_its_rows_are_in_the_events(
     train_here: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [f"/data/of/somebody/rows.jsonl:{3 * number}" for number in range(400)]
-    monkeypatch.setattr("unisono.trainer.training.run.TrainingData.row_ids", lambda *_: rows)
+    monkeypatch.setattr("unisono.trainer.batches.table.TableSource.row_ids", lambda *_: rows)
     run = train_here(faults={"nan_steps": [2, 4, 6]}, duration="30 steps", optim={"lr": 1e9})
     for warning in [m for m in run.of_kind("warning") if m["code"] == "nan_step"]:
         assert len(warning["text"] + warning["fix"]) < 300

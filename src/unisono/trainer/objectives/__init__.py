@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from unisono.base.errors import ConfigError
 from unisono.base.user_code import OwnCode
+from unisono.trainer.batches.source import BatchSource, Counts, Micro, RankSum
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PreferenceSection
@@ -30,8 +31,6 @@ from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.objective import (
     BOTH,
     PAIR_METRICS,
-    Counts,
-    Micro,
     Objective,
     Part,
     accurate,
@@ -244,9 +243,9 @@ class Dpo(Objective):
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
         del known
-        assert micro.reference is not None
         section, answers = self.settings, answers_of(forward, micro)
-        chosen, rejected = answers.chosen - micro.reference[:, 0], answers.rejected - micro.reference[:, 1]
+        reference = micro.columns["reference"]
+        chosen, rejected = answers.chosen - reference[:, 0], answers.rejected - reference[:, 1]
         rewards = section.beta * chosen.detach(), section.beta * rejected.detach()
         if section.loss == "ipo":
             chosen, rejected = chosen / answers.chosen_tokens, rejected / answers.rejected_tokens
@@ -350,18 +349,15 @@ class Kto(Objective):
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Σ of the log-ratios of the mismatched answers."""
-        assert micro.reference is not None
-        return (micro.rows.sums(forward.log_probs(micro.rows)) - micro.reference[:, 1]).sum()
+        return (micro.rows.sums(forward.log_probs(micro.rows)) - micro.columns["reference"][:, 1]).sum()
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; `known` is the estimate of the divergence before it
         is limited to 0 or more.
         """
-        assert micro.reference is not None
-        assert micro.labels is not None
-        section, good = self.settings, micro.labels
+        section, good = self.settings, micro.columns["label"]
         log_probs = micro.rows.sums(forward.log_probs(micro.rows))
-        ratios = log_probs - micro.reference[:, 0]
+        ratios = log_probs - micro.columns["reference"][:, 0]
         losses = kto_losses(
             ratios,
             good,
@@ -453,6 +449,12 @@ class OwnObjective(Objective):
         self._inner = inner
         self._path = path
         self.where = f"{path}:{self._line('loss')}"
+
+    def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
+        """Its own, checked."""
+        found = self._call("source", rows, forward, group)
+        self._require(isinstance(found, BatchSource), "source", found, "a BatchSource")
+        return cast("BatchSource", found)
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Its own, checked."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from unisono.trainer.batches.pictures import PictureMicro
+from unisono.trainer.batches.source import Counts, Micro
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.diffusion.latents import PictureBatch, PictureUse
 from unisono.trainer.diffusion.pipeline import PictureForward, TextStates
 from unisono.trainer.model.forward import Forward
-from unisono.trainer.objectives.objective import Counts, Micro, Objective, Part
+from unisono.trainer.objectives.objective import Objective, Part
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Diffusion(Objective):
         """The micro batch's part of the loss; in evaluation mode without the weights of min-SNR."""
         del known
         assert isinstance(forward, PictureForward)
-        assert micro.pictures is not None
+        assert isinstance(micro, PictureMicro)
         groups: dict[torch.Size, list[PictureUse]] = defaultdict(list)
         for use in micro.pictures.uses:
             groups[use.latents.shape].append(use)

@@ -11,28 +11,24 @@ What the seam can carry without a change of the loop:
   log-probability with its gradient.
 - Terms that need a figure of the whole global batch first, without gradient (the divergence of
   KTO): `first_sides` and `first`.
-- Numbers that another model gave for each unit, computed once and stored: `Micro.reference`, the
-  log-probabilities of a reference.
+- Named values of each unit: `Micro.columns`, e.g. whether a rated answer is desirable, or the
+  log-probabilities of a reference model.
 - Distillation from stored log-probabilities: an objective whose stored numbers are those of the
   teacher. Of a sequence's log-probability they are two numbers for each unit, as here. Of single
-  tokens they are one row for each loss token: `train.run.load_units`, which selects the numbers of
-  a micro batch, then selects by tokens; the loop only passes them.
-- Rows that are generated (GRPO): their log-probabilities at the time of generation are such stored
-  numbers, and their advantages are a column of the table, as `labels` are. Only the source of the
-  rows is new, and it belongs to data, not to the loop.
+  tokens they are one row for each loss token, which a source then selects.
+- Rows that are generated (GRPO): `Objective.source` puts a source before that of the data, whose
+  rows have their advantages and the log-probabilities at the time of generation as columns.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
+from unisono.trainer.batches.source import BatchSource, Counts, Micro, RankSum
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.model.forward import Forward, Rows
-
-if TYPE_CHECKING:
-    from unisono.trainer.diffusion.latents import PictureBatch
+from unisono.trainer.model.forward import Forward
 
 BOTH = (0, 1)
 """The sides of a pair: chosen, rejected."""
@@ -48,42 +44,6 @@ PAIR_METRICS = (
 """Metrics of pairs: means over pairs; logps are sums over the tokens of an answer, or means where
 the loss uses means.
 """
-
-
-@dataclass(frozen=True)
-class Micro:
-    """The units of one micro batch.
-
-    Attributes:
-        rows: the rows of tokens, in the order of the units, those of a unit one after the other;
-            only the sides that were requested.
-        units: number of units, U.
-        labels: (U,) bool, whether an answer is desirable; None for objectives without labels.
-        reference: (U, 2) float32, the reference's log-probability of the answer of each side; None
-            for objectives without a reference.
-        pictures: the pictures whose captions the rows are; None for text.
-    """
-
-    rows: Rows
-    units: int
-    labels: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    pictures: "PictureBatch | None" = None
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The counts of a global batch, or of all rows of an evaluation.
-
-    Attributes:
-        units: rows, pairs, or rated answers.
-        loss_tokens: tokens that count in the loss, over all sides.
-        first_tokens: all tokens of the first side of each unit.
-    """
-
-    units: int
-    loss_tokens: int
-    first_tokens: int
 
 
 @dataclass(frozen=True)
@@ -121,6 +81,18 @@ class Objective(ABC):
         """The objective of a run. A class in a file of your own that has settings overrides it."""
         del config
         return cls()
+
+    def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
+        """What the steps are made of. All ranks must call it, before the first step.
+
+        Args:
+            rows: the rows of the data.
+            forward: the model, with its current weights whenever it is used.
+            group: the ranks, which must agree on what is not the same on all of them
+                (`batches.source.agree_on`).
+        """
+        del forward, group
+        return rows
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """A float32 scalar; its sum over the units of the global batch, divided by their number, is

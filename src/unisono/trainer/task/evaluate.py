@@ -19,6 +19,8 @@ from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
+from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.batches.table import Question, TableRows, question_of
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -32,8 +34,7 @@ from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.task import data_tasks
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
-from unisono.trainer.training.evaluation import Question, bleu, exact_match, question_of, rouge_l, similarity
-from unisono.trainer.training.run import counts_of, load_micro, seed_torch
+from unisono.trainer.training.evaluation import bleu, exact_match, rouge_l, similarity
 
 _TOKENS = 8_192  # per forward
 
@@ -150,10 +151,10 @@ def losses(
     """
     count = int(table.sequence_loss_tokens()[list(sequences)].sum())
     tokens = int(table.sequence_tokens()[list(sequences)].sum())
-    total, done = 0.0, 0
+    total, done, rows = 0.0, 0, TableRows(table, opened.device)
     with torch.no_grad():
         for group in _groups(table, sequences):
-            micro, _ = load_micro(table, group, opened.device)
+            micro = rows.load(group)
             if len(micro.rows.labels):
                 total += float(opened.forward.loss(micro.rows, count=count))
             done += len(group)
@@ -180,21 +181,21 @@ def preference_figures(
     """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
     those of every pair or rated answer.
     """
-    objective, counts = objective_of(config), counts_of(table, sequences)
+    objective, rows = objective_of(config), TableRows(table, opened.device)
+    counts = rows.counts(sequences)
     groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
     unit = "pairs" if config.objective in PAIRS else "rows"
-    total, sums, known, done, rows = 0.0, [0.0] * (2 * len(objective.metrics)), 0.0, 0, []
+    total, sums, known, done = 0.0, [0.0] * (2 * len(objective.metrics)), 0.0, 0
+    figures_of_rows = []
     with torch.no_grad():
-        reference = _reference_values(opened, table, sequences, report) if objective.uses_reference else None
+        if objective.uses_reference:
+            rows.reference = _reference_values(opened, rows, sequences, report)
         if objective.first_sides:
             sides = objective.first_sides
-            firsts = (
-                load_micro(table, group, opened.device, sides=sides, reference=reference)[0]
-                for group in groups
-            )
+            firsts = (rows.load(group, sides) for group in groups)
             known = sum(float(objective.first(opened.forward, micro)) for micro in firsts) / counts.units
         for group in groups:
-            micro, _ = load_micro(table, group, opened.device, sides=objective.sides, reference=reference)
+            micro = rows.load(group, objective.sides)
             part = objective.loss(opened.forward, micro, counts=counts, known=known)
             total += float(part.loss)
             found = part.sums.tolist()
@@ -202,7 +203,7 @@ def preference_figures(
             if each:
                 row = table.row_id(int(table.rows_of(group[0])[0]))
                 loss = float(part.loss) * counts.units
-                rows.append({"row": row, "loss": loss, **objective.figures(found, known=known)})
+                figures_of_rows.append({"row": row, "loss": loss, **objective.figures(found, known=known)})
             done += len(group)
             report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
     figures = {
@@ -212,22 +213,22 @@ def preference_figures(
         "loss": total,
         **objective.figures(sums, known=known),
     }
-    return figures, rows
+    return figures, figures_of_rows
 
 
 def _reference_values(
-    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+    opened: InferenceModel, rows: TableRows, sequences: Sequence[int], report: Reporter
 ) -> torch.Tensor:
     """(rows of the table, 2) float32: the reference's log-probability of the answer of each
     side.
     """
-    values = torch.zeros(table.rows, 2)
+    values = torch.zeros(rows.table.rows, 2)
     done = 0
     with _reference_forward(opened, report) as forward:
-        for group in _groups(table, sequences):
-            micro, batch = load_micro(table, group, opened.device, sides=(0, 1))
+        for group in _groups(rows.table, sequences):
+            micro = rows.load(group, (0, 1))
             sums = micro.rows.sums(forward.log_probs(micro.rows))
-            values[batch.units] = sums.view(-1, 2).cpu()
+            values[rows.units_of(group)] = sums.view(-1, 2).cpu()
             done += len(group)
             report.phase(
                 "reference", "computing the reference's log-probabilities", done=done, total=len(sequences)

@@ -6,8 +6,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from unisono.base.text import plain
+from unisono.trainer.batches.source import Counts, Micro
+from unisono.trainer.batches.table import EvaluationRows, Question
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.generate import generate
-from unisono.trainer.objectives.objective import Counts, Micro
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
-from unisono.trainer.training.run import EvaluationBatches, Run, counts_of, load_micro, stream_seed
+from unisono.trainer.training.run import Run
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -36,35 +35,38 @@ def evaluate_rows(run: Run) -> dict[str, float] | None:
 
     All ranks must call it; each takes its groups, and the result is bit-identical on all.
     """
-    table, groups, objective = run.eval_table, run.evaluation, run.objective
-    if table is None or groups is None:
+    evaluation, objective = run.evaluation, run.objective
+    if evaluation is None:
         return None
-    counts = counts_of(table, range(table.sequences))
+    counts = evaluation.rows.counts(range(evaluation.sequences))
     known = 0.0
     with torch.no_grad(), evaluating(run):
         if objective.first_sides:
-            first = _summed(run, groups, lambda group: [first_sum(run, table, [group])])
+            sides = objective.first_sides
+            first = _summed(run, evaluation, lambda group: [first_sum(run, _loaded(run, group, sides))])
             if first is None:
                 return None
             known = float(first[0]) / counts.units
-        totals = _summed(run, groups, lambda group: evaluation_part(run, group, counts=counts, known=known))
+        totals = _summed(
+            run, evaluation, lambda group: evaluation_part(run, group, counts=counts, known=known)
+        )
     if totals is None:
         return None
     return {"loss": float(totals[0]), **objective.figures(totals[1:].tolist(), known=known)}
 
 
 def _summed(
-    run: Run, groups: EvaluationBatches, part_of: Callable[[list[int]], list[float]]
+    run: Run, evaluation: EvaluationRows, part_of: Callable[[list[int]], list[float]]
 ) -> npt.NDArray[np.float64] | None:
     """The sum of the parts of all groups of all ranks, float64; None after a stop request.
 
     All ranks must call it.
     """
-    sequences = groups.table.sequences
+    sequences = evaluation.sequences
     run.beats.enter("evaluate", total=sequences)
     total = np.zeros(())
     done, reported = 0, time.monotonic()
-    for group in groups.rounds():
+    for group in evaluation.rounds():
         # All ranks take part in each sum, also those without a group in the last round.
         for hook in run.hooks:
             hook.work_begins("evaluate", run.state.step, lambda: None)
@@ -76,7 +78,7 @@ def _summed(
         run.agreed_stop = outcome_of(figures[-len(STOP_FLAGS) :])
         if run.stopping:  # an evaluation is not worth the grace period; the caller drops it
             return None
-        done = min(done + groups.micro_batch * groups.world_size, sequences)
+        done = min(done + evaluation.at_once, sequences)
         run.beats.enter("evaluate", done=done, total=sequences)
         if time.monotonic() - reported > _REPORT_EVERY_S:
             reported = time.monotonic()
@@ -90,35 +92,36 @@ def evaluation_part(run: Run, group: list[int], *, counts: Counts, known: float 
 
     With sharded weights all ranks must call it equally often, with rows or without.
     """
-    assert run.eval_table is not None
-    nothing = [0.0] * (1 + 2 * len(run.objective.metrics))
-    if not group and not run.gradient_sync.needs_equal_rounds:
-        return nothing
-    sides, reference = run.objective.sides, run.reference.get("eval")
-    micro, batch = load_micro(run.eval_table, group or [0], run.device, sides=sides, reference=reference)
-    micro = with_pictures(run, run.eval_table, micro, batch.units, batch.units)
-    if not len(micro.rows.labels) and not run.gradient_sync.needs_equal_rounds:
-        return nothing
-    part = run.objective.loss(run.forward, micro, counts=counts, known=known)
-    return [float(part.loss), *part.sums.tolist()] if group else nothing
+    for micro, is_counted in _loaded(run, group, run.objective.sides):
+        if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
+            part = run.objective.loss(run.forward, micro, counts=counts, known=known)
+            if is_counted:
+                return [float(part.loss), *part.sums.tolist()]
+    return [0.0] * (1 + 2 * len(run.objective.metrics))
 
 
-def first_sum(run: Run, table: TokenTable, groups: Iterable[list[int]]) -> float:
-    """The sum over some groups of what the objective needs before its loss; without gradient and
-    dropout.
+def _loaded(run: Run, group: list[int], sides: Sequence[int]) -> Iterator[tuple[Micro, bool]]:
+    """The micro batch of a group of evaluation sequences, and whether its loss counts.
 
-    With sharded weights all ranks must call it with equally many groups; an empty one only takes
-    part in the collective forward.
+    Nothing for an empty group, unless this rank takes part in a collective forward.
+    """
+    assert run.evaluation is not None
+    if group or run.gradient_sync.needs_equal_rounds:
+        yield run.evaluation.rows.load(group or [0], sides), bool(group)
+
+
+def first_sum(run: Run, micros: Iterable[tuple[Micro, bool]]) -> float:
+    """The sum over some micro batches of what the objective needs before its loss; without gradient
+    and dropout.
+
+    With sharded weights all ranks must call it with equally many; one that does not count only
+    takes part in the collective forward.
     """
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    sides, reference = run.objective.first_sides, run.reference.get(table.split)
     with torch.no_grad(), evaluating(run):
-        for group in groups:
-            if not group and not run.gradient_sync.needs_equal_rounds:
-                continue
-            micro, _ = load_micro(table, group or [0], run.device, sides=sides, reference=reference)
+        for micro, is_counted in micros:
             part = run.objective.first(run.forward, micro)
-            total += part.double() if group else 0.0
+            total += part.double() if is_counted else 0.0
     return float(total)
 
 
@@ -139,30 +142,6 @@ class evaluating:  # noqa: N801 - read as `with evaluating(run)`
             self._sharded.reshard()
 
 
-@dataclass(frozen=True)
-class Question:
-    """The last answer of a row, and the prompt before it, as tokens."""
-
-    prompt: list[int]
-    answer: list[int]
-
-
-def question_of(table: TokenTable, row: int) -> Question | None:
-    """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes
-    it.
-    """
-    ids, targets = table.row(row)
-    end = len(ids)
-    while end > 0 and not targets[end - 1]:
-        end -= 1
-    start = end
-    while start > 0 and targets[start - 1]:
-        start -= 1
-    if start == 0 or start == end:
-        return None
-    return Question(ids[:start].tolist(), ids[start:end].tolist())
-
-
 def show_samples(run: Run, *, step: int) -> None:
     """Sends answers to the first evaluation rows to the front.
 
@@ -173,11 +152,11 @@ def show_samples(run: Run, *, step: int) -> None:
         with torch.no_grad(), evaluating(run):
             _draw_samples(run, step=step)
         return
-    if run.eval_table is None or not section.samples or not run.plan.answers:
+    if run.evaluation is None or not section.samples or not run.plan.answers:
         return
     if not run.group.is_main and run.sharded is None:
         return
-    questions = _questions(run, range(run.eval_table.rows), limit=section.samples)
+    questions = list(islice(run.evaluation.questions(), section.samples))
     for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
         run.report.send(
             "sample",
@@ -190,7 +169,7 @@ def show_samples(run: Run, *, step: int) -> None:
 
 def wants_exact_match(run: Run) -> bool:
     """Whether the config asks for the share of exact matches."""
-    return run.eval_table is not None and run.plan.config.eval.exact_match and run.plan.answers
+    return run.evaluation is not None and run.plan.config.eval.exact_match and run.plan.answers
 
 
 def exact_match_share(run: Run) -> float | None:
@@ -200,9 +179,9 @@ def exact_match_share(run: Run) -> float | None:
     All ranks must call it. Replicas take questions in turn; with sharded weights all ranks answer
     all questions together.
     """
-    if run.eval_table is None or not wants_exact_match(run):
+    if run.evaluation is None or not wants_exact_match(run):
         return None
-    questions = _questions(run, range(run.eval_table.rows))
+    questions = list(run.evaluation.questions())
     if not questions:
         return None
     own = questions if run.sharded else questions[run.group.rank :: run.group.world_size]
@@ -215,18 +194,6 @@ def exact_match_share(run: Run) -> float | None:
     all_matches, total, *flags = run.group.figures(summed)
     run.agreed_stop = outcome_of(flags)
     return all_matches / total if run.stopping is None and total else None
-
-
-def _questions(run: Run, rows: range, *, limit: int | None = None) -> list[Question]:
-    """The questions of rows whose answer is a reference, which an undesirable answer is not; at
-    most `limit`.
-    """
-    table = run.eval_table
-    assert table is not None
-    desirable = table.columns.get("label")
-    wanted = (row for row in rows if desirable is None or desirable[row])
-    questions = (question_of(table, row) for row in wanted)
-    return list(islice((question for question in questions if question is not None), limit))
 
 
 def _answers(
@@ -428,31 +395,6 @@ def _rouge_l(scorer: "object", answer: str, reference: str) -> float:
 # ---- image models: their room is imported inside functions, so that training of text never loads it
 
 
-def with_pictures(
-    run: Run, table: TokenTable, micro: Micro, units: Sequence[int], places: Sequence[int]
-) -> Micro:
-    """The micro batch with its pictures, of an image model.
-
-    Args:
-        run: the run.
-        table: of the split.
-        micro: of these units.
-        units: rows of the table.
-        places: where in the order of the run each of them is used; for evaluation the units
-            themselves.
-    """
-    if run.pictures is None:
-        return micro
-    is_training = table.split == "train"
-    name = "pictures" if is_training else "evaluation pictures"
-    seeds = [stream_seed(run.plan.config.seed, name, place) for place in places]
-    numbers = table.columns["picture"][list(units)].tolist()
-    if not is_training:
-        return replace(micro, pictures=run.pictures.load_evaluation(numbers, seeds))
-    steps = [place // run.plan.global_batch for place in places]
-    return replace(micro, pictures=run.pictures.load(numbers, seeds, steps))
-
-
 def _draw_samples(run: Run, *, step: int) -> None:
     """Draws the sample pictures of an image model into the run's directory, and the strip of all of
     them.
@@ -495,7 +437,7 @@ def _sample_prompts(run: Run) -> list[tuple[str, tuple[int, int]]]:
     config = run.plan.config
     assert run.pictures is not None
     found = [(prompt, run.pictures.usual_size) for prompt in config.diffusion.prompts]
-    if run.eval_table is not None and config.eval.samples:
-        numbers = run.eval_table.columns["picture"][: config.eval.samples].tolist()
-        found += [run.pictures.sample(number) for number in numbers]
+    if run.evaluation is not None and config.eval.samples:
+        assert run.evaluation.rows.pictures is not None
+        found += run.evaluation.rows.pictures.samples(config.eval.samples)
     return found

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from unisono.guard.watch import Beats
-from unisono.trainer.data.token_table import Batch, TokenTable
+from unisono.trainer.batches.source import Micro
+from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.process_group import Group
@@ -42,11 +43,11 @@ class RunHook:
     def step_begins(self, step: int) -> None:
         """The batch of a step is about to be read."""
 
-    def forward_begins(self, step: int, batch: Batch | None, *, is_first: bool) -> None:
+    def forward_begins(self, step: int, micro: Micro | None, *, is_first: bool) -> None:
         """A micro batch is loaded.
 
         Args:
-            batch: None if its loss does not count.
+            micro: None if its loss does not count.
             is_first: whether it is the first of its step.
         """
 

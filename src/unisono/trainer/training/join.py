@@ -17,6 +17,7 @@ from unisono.guard.agree.reports import RankReport
 from unisono.guard.facts import Environment
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.watch import Beats
+from unisono.trainer.batches.table import TableSource
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import PROBE
 from unisono.trainer.model.load import LoadedModel
@@ -24,7 +25,6 @@ from unisono.trainer.model.quantization import packed_weights, scales_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.front_io import front_messages
 from unisono.trainer.training.process_group import Group, Listener, Ranks, backend_of
-from unisono.trainer.training.run import TrainingData
 
 
 def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
@@ -83,7 +83,7 @@ def join_ranks(
     *,
     device: torch.device,
     loaded: LoadedModel,
-    data: TrainingData,
+    data: TableSource,
 ) -> Group:
     """Reports what this rank holds, waits until the front confirms that all ranks agree, and joins
     the others.
@@ -200,12 +200,12 @@ def make_rank_report(
     *,
     device: torch.device,
     loaded: LoadedModel,
-    data: TrainingData,
+    data: TableSource,
     store_port: int | None,
 ) -> RankReport:
     """The report of what this rank actually holds, independent of the plan."""
-    table = data.table
-    steps = [data.step(step).sequences for step in range(1, min(plan.total_steps, _STEPS) + 1)]
+    table = data.rows.table
+    steps = [data.sequences(step) for step in range(1, min(plan.total_steps, _STEPS) + 1)]
     frozen = {n: p for n, p in loaded.model.named_parameters() if not p.requires_grad}
     frozen_values = values_by_name(frozen | scales_of(loaded.model))
     return RankReport(

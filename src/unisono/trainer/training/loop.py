@@ -20,6 +20,8 @@ import torch
 
 from unisono.base.causes import Verdict
 from unisono.guard.rundir.records import best_key
+from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives import OwnPart
 from unisono.trainer.plan.schedule import factor_at
@@ -28,12 +30,11 @@ from unisono.trainer.training.evaluation import (
     exact_match_share,
     first_sum,
     show_samples,
-    with_pictures,
 )
 from unisono.trainer.training.front_io import EXIT_CODES
 from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
-from unisono.trainer.training.run import Run, StepBatches, embedding_noise, load_micro, seed_torch
+from unisono.trainer.training.run import Run, embedding_noise
 from unisono.trainer.training.saving import (
     finish_saving,
     require_checkpoint,
@@ -139,7 +140,7 @@ def _advance(run: Run) -> Verdict | None:
         run.stop.outcome = "directory_lost"
     for hook in run.hooks:
         hook.step_begins(run.state.step + 1)
-    batches = run.data.step(run.state.step + 1)
+    batches = run.source.step(run.state.step + 1)
     run.beats.note_batch(batches.sequences)
     try:
         outcome = optimizer_step(run, batches)
@@ -160,7 +161,7 @@ def _advance(run: Run) -> Verdict | None:
     run.state.tokens += batches.tokens
     run.state.loss_tokens += batches.counts.loss_tokens
     last = run.state.step == run.plan.total_steps
-    evaluates = run.eval_table is not None or bool(run.plan.config.diffusion.prompts)
+    evaluates = run.evaluation is not None or bool(run.plan.config.diffusion.prompts)
     run.state.evaluation_due = evaluates and (last or _is_due(run.plan.eval_every, run.state.step))
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
@@ -197,7 +198,7 @@ def _measure_before(run: Run) -> None:
 
 def _evaluate(run: Run) -> None:
     """Measures loss and metrics on the evaluation rows, and saves the state if it is the best."""
-    if run.eval_table is None:  # there is nothing to measure, only pictures to draw
+    if run.evaluation is None:  # there is nothing to measure, only pictures to draw
         run.state.evaluation_due = False
         show_samples(run, step=run.state.step)
         return
@@ -354,14 +355,12 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     )
 
 
-def _micros(run: Run, batches: StepBatches) -> list[tuple[list[int], list[int]] | None]:
-    """Sequences and their places of each micro batch of this rank; None for one that only takes
-    part in a collective forward.
-    """
-    micros: list[tuple[list[int], list[int]] | None] = list(zip(batches.groups, batches.places, strict=True))
+def _micros(run: Run, batches: StepBatches) -> list[tuple[MicroBatch, bool]]:
+    """The micro batches of this rank, each with whether its loss counts."""
+    micros = [(micro, True) for micro in batches.micros]
     if run.gradient_sync.needs_equal_rounds:
         # Every forward is collective, so a rank without rows runs one whose loss does not count.
-        micros += [None] * (batches.rounds - len(micros))
+        micros += [(run.source.shortest(), False) for _ in range(batches.rounds - len(micros))]
     return micros
 
 
@@ -372,12 +371,12 @@ def _known_first(run: Run, batches: StepBatches) -> float:
     if not run.objective.first_sides:
         return 0.0
 
-    def groups() -> Iterator[list[int]]:
-        for micro in _micros(run, batches):
+    def micros() -> Iterator[tuple[Micro, bool]]:
+        for group, counts in _micros(run, batches):
             run.beats.enter("compute")
-            yield micro[0] if micro is not None else []
+            yield group.load(run.objective.first_sides), counts
 
-    own = first_sum(run, run.data.table, groups())
+    own = first_sum(run, micros())
     summed = torch.tensor([own], dtype=torch.float64, device=run.device)
     run.group.sum(summed)  # all ranks participate
     return run.group.figures(summed)[0] / batches.counts.units
@@ -396,20 +395,16 @@ def _add_up(
     total, origin = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
     sums = torch.zeros(2 * len(objective.metrics), device=run.device)
     data_time = 0.0
-    for number, group in enumerate(micros, start=1):
-        sequences, places = group or (run.data.shortest(), [0])
-        run.beats.begin_micro(sequences)
+    for number, (group, is_counted) in enumerate(micros, start=1):
+        run.beats.begin_micro(group.sequences)
         before = time.perf_counter()
-        micro, batch = load_micro(
-            run.data.table, sequences, run.device, sides=objective.sides, reference=run.reference.get("train")
-        )
-        micro = replace(micro, rows=_with_noise(run, micro.rows, sequences, places))
-        micro = with_pictures(run, run.data.table, micro, batch.units, places)
+        micro = group.load(objective.sides)
+        micro = replace(micro, rows=_with_noise(run, micro.rows, group))
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
         for hook in run.hooks:
-            hook.forward_begins(batches.step, batch if group is not None else None, is_first=number == 1)
-        seed_torch(run.plan.config.seed, "dropout", places[0])
+            hook.forward_begins(batches.step, micro if is_counted else None, is_first=number == 1)
+        seed_torch(run.plan.config.seed, "dropout", group.places[0])
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
@@ -418,10 +413,10 @@ def _add_up(
             loss = part.loss
             for hook in run.hooks:
                 loss = hook.loss_computed(batches.step, loss)
-            if group is None:
-                loss = loss * 0.0
-            else:
+            if is_counted:
                 sums += part.sums
+            else:
+                loss = loss * 0.0
             loss.backward()
             total += loss.detach()
             if isinstance(part, OwnPart):
@@ -429,7 +424,7 @@ def _add_up(
     return total, sums, origin, data_time
 
 
-def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -> Rows:
+def _with_noise(run: Run, rows: Rows, group: MicroBatch) -> Rows:
     """The rows with noise for their embeddings, if the config asks for it."""
     alpha = run.plan.config.model.embedding_noise
     if not alpha:
@@ -437,8 +432,8 @@ def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -
     noise = embedding_noise(
         alpha,
         seed=run.plan.config.seed,
-        places=places,
-        tokens=_tokens_of(run, rows, sequences),
+        places=group.places,
+        tokens=_tokens_of(rows, group.units),
         lengths=rows.lengths,
         hidden_size=run.forward.loaded.base.get_input_embeddings().weight.shape[1],
         device=run.device,
@@ -446,9 +441,8 @@ def _with_noise(run: Run, rows: Rows, sequences: list[int], places: list[int]) -
     return replace(rows, noise=noise)
 
 
-def _tokens_of(run: Run, rows: Rows, sequences: list[int]) -> list[int]:
+def _tokens_of(rows: Rows, units: list[int]) -> list[int]:
     """Tokens of each sequence in these rows, which may lack a side of each unit."""
-    units = [len(run.data.table.rows_of(sequence)) for sequence in sequences]
     sides = len(rows.lengths) // sum(units)
     ends = np.cumsum([0, *units]) * sides
     return [sum(rows.lengths[first:end]) for first, end in pairwise(ends.tolist())]

@@ -30,7 +30,7 @@ from unisono.guard.rundir.records import without_nan
 from unisono.trainer.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, slot_text
 from unisono.trainer.checkpoint.state import DTYPES, dtype_name
 from unisono.trainer.training.optim import moments_before_a_step
-from unisono.trainer.training.run import Contents, Run, contents_of
+from unisono.trainer.training.run import Contents, Run, contents_of, source_values
 from unisono.trainer.training.saver import Part
 
 LIMIT = 0.01
@@ -177,7 +177,7 @@ class MemorySnapshots:
 
     def _text(self, run: Run, contents: Contents) -> bytes:
         values = {"train": run.state.to_json(), "optimizer": _optimizer_values(run, contents)}
-        return slot_text(values, self._lines)
+        return slot_text(values | source_values(run), self._lines)
 
     def _judge(self, run: Run) -> None:
         """Decides again, once and after the same step on all ranks, by the cost measured on the

@@ -28,8 +28,9 @@ from unisono.base.files import whole_file
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import odd_first, odd_out, partition
 from unisono.guard.agree.reports import Member
+from unisono.trainer.batches.table import Tables
 from unisono.trainer.data import grouped
-from unisono.trainer.data.token_table import Split, TokenTable
+from unisono.trainer.data.token_table import Split
 from unisono.trainer.model.directory import locate_model
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base
@@ -38,7 +39,7 @@ from unisono.trainer.training.evaluation import evaluating
 from unisono.trainer.training.join import digest_of, values_by_name
 from unisono.trainer.training.process_group import world_mesh
 from unisono.trainer.training.rank0_work import on_rank0
-from unisono.trainer.training.run import Run, load_units
+from unisono.trainer.training.run import Run
 from unisono.trainer.training.sharding import Sharded, shard_model
 
 _TOKENS = 8_192  # in a forward
@@ -48,8 +49,9 @@ _SIDES = (0, 1)
 Values = dict[Split, torch.Tensor]
 
 
-def set_reference(run: Run) -> None:
-    """Sets `run.reference`: from the run's store if it is intact, else computed and stored.
+def set_reference(run: Run, tables: Tables) -> None:
+    """Sets the reference values of the rows: from the run's store if it is intact, else computed
+    and stored.
 
     All ranks must call it, before weights are restored.
 
@@ -59,14 +61,11 @@ def set_reference(run: Run) -> None:
     """
     run.beats.enter("reference")
     path, key = run.files.reference, reference_key(run)
-    tables: dict[Split, TokenTable] = {"train": run.data.table}
-    if run.eval_table is not None:
-        tables["eval"] = run.eval_table
     found = on_rank0(run, partial(_read, path, key, tables), what="reading the reference values", path=path)
     stored, why = found if found is not None else (None, "")
     if run.group.any(stored is not None):
-        run.reference = _shared(run, tables, stored)
-        run.report.send("reference", computed=0, reused=sum(table.rows for table in tables.values()))
+        _set(tables, _shared(run, tables, stored))
+        run.report.send("reference", computed=0, reused=_number(tables))
         return
     if why:
         run.report.warning(
@@ -74,18 +73,29 @@ def set_reference(run: Run) -> None:
         )
     began, cpu_began = time.perf_counter(), time.process_time()
     with _reference_forward(run) as (forward, restore):
-        run.reference = _compute(run, forward, tables)
+        values = _compute(run, forward, tables)
         restore()
     if run.group.is_main:
         with whole_file(path) as temporary:
-            temporary.write_bytes(_encode(run.reference, key))
+            temporary.write_bytes(_encode(values, key))
+    _set(tables, values)
     run.report.send(
         "reference",
-        computed=sum(table.rows for table in tables.values()),
+        computed=_number(tables),
         reused=0,
         seconds=time.perf_counter() - began,
         cpu_time_s=time.process_time() - cpu_began,
     )
+
+
+def _set(tables: Tables, values: Values) -> None:
+    for split, rows in tables.items():
+        rows.reference = values[split]
+
+
+def _number(tables: Tables) -> int:
+    """Units of all splits."""
+    return sum(rows.table.rows for rows in tables.values())
 
 
 def reference_key(run: Run) -> str:
@@ -139,7 +149,7 @@ def _digest(tensors: Values) -> str:
     return total.hexdigest()
 
 
-def _read(path: Path, key: str, tables: dict[Split, TokenTable]) -> tuple[Values | None, str]:
+def _read(path: Path, key: str, tables: Tables) -> tuple[Values | None, str]:
     """The stored values; or None, and what is wrong with a file that is there."""
     if not path.is_file():
         return None, ""
@@ -153,17 +163,17 @@ def _read(path: Path, key: str, tables: dict[Split, TokenTable]) -> tuple[Values
         return None, "its contents do not match their digest"
     if metadata.get("key") != key:
         return None, "it belongs to other weights, rows or settings"
-    shapes = {split: (table.rows, len(_SIDES)) for split, table in tables.items()}
+    shapes = {split: (rows.table.rows, len(_SIDES)) for split, rows in tables.items()}
     if {split: tuple(value.shape) for split, value in values.items()} != shapes:
         return None, "it has a different number of rows"
     return values, ""
 
 
-def _shared(run: Run, tables: dict[Split, TokenTable], stored: Values | None) -> Values:
+def _shared(run: Run, tables: Tables, stored: Values | None) -> Values:
     """The values of rank 0 on every rank."""
     found: Values = {}
-    for split, table in tables.items():
-        values = torch.zeros(table.rows, len(_SIDES), device=run.device)
+    for split, rows in tables.items():
+        values = torch.zeros(rows.table.rows, len(_SIDES), device=run.device)
         if stored is not None:
             values.copy_(stored[split])
         run.group.broadcast(values)
@@ -174,12 +184,13 @@ def _shared(run: Run, tables: dict[Split, TokenTable], stored: Values | None) ->
 # ---- computing
 
 
-def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Values:
+def _compute(run: Run, forward: Forward, tables: Tables) -> Values:
     """The sums of the log-probabilities of both answers of every unit. All ranks must call it."""
     found: Values = {}
-    total, done = sum(table.rows for table in tables.values()), 0
+    total, done = _number(tables), 0
     with torch.no_grad():
-        for split, table in tables.items():
+        for split, part in tables.items():
+            table = part.table
             values = torch.zeros(table.rows, len(_SIDES), device=run.device)
             most = _TOKENS if forward.head == "chunked" else _TOKENS_WITH_LOGITS
             groups = list(grouped(enumerate(table.row_lengths().tolist()), most=most))
@@ -189,7 +200,7 @@ def _compute(run: Run, forward: Forward, tables: dict[Split, TokenTable]) -> Val
                 turn = groups[first : first + run.group.world_size]
                 own = turn[run.group.rank] if run.group.rank < len(turn) else []
                 if own or run.gradient_sync.needs_equal_rounds:
-                    rows = load_units(table, own or [0], run.device, sides=_SIDES)[0].rows
+                    rows = part.load_units(own or [0], _SIDES).rows
                     sums = rows.sums(forward.log_probs(rows)).view(-1, len(_SIDES))
                     if own:
                         values[own] = sums

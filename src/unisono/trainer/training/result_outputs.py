@@ -46,6 +46,4 @@ def _outputs(run: Run, model: Any) -> ResultOutputs:
 
         trained = model.text_names if trains_text(run.plan.config) else ()
         return ResultPredictions.of(model, dtype=run.plan.dtype, text_encoders=trained)
-    table = run.data.table
-    rows = [table.row(i)[0].tolist() for i in (0, table.rows // 2, table.rows - 1)]
-    return ResultLogits.of(model, rows, dtype=run.plan.dtype)
+    return ResultLogits.of(model, run.source.examples(), dtype=run.plan.dtype)

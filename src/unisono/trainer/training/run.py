@@ -1,11 +1,7 @@
-"""A run that is ready to train: the inputs of its steps, its parts, its state, and what a
-checkpoint of it holds.
-"""
+"""A run that is ready to train: its parts, its state, and what a checkpoint of it holds."""
 
-import hashlib
-import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,15 +14,16 @@ from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter
 from unisono.guard.watch import Beats
+from unisono.trainer.batches.seeds import stream_seed
+from unisono.trainer.batches.source import BatchSource
+from unisono.trainer.batches.table import EvaluationRows
 from unisono.trainer.checkpoint.state import Tensors, optimizer_tensors
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.writer import StorageFailed
-from unisono.trainer.data.token_table import Batch, Split, TokenTable, collate_units
-from unisono.trainer.model.attention import to_device
-from unisono.trainer.model.forward import Forward, Rows
+from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.layers import has_kernels
-from unisono.trainer.objectives.objective import Counts, Micro, Objective
-from unisono.trainer.plan import RunPlan, Stream, deal
+from unisono.trainer.objectives.objective import Objective
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import Trackers
 from unisono.trainer.training.directory_check import DirectoryCheck
 from unisono.trainer.training.front_io import FrontMessages, Outcome, StopRequest, StorageWatch
@@ -42,233 +39,9 @@ if TYPE_CHECKING:
     from unisono.trainer.diffusion.latents import PictureLoader
 
 
-@dataclass(frozen=True)
-class StepBatches:
-    """The batches of one optimizer step.
-
-    Attributes:
-        step: from 1.
-        sequences: the sequences of the global batch, in the plan's order, over all ranks.
-        groups: sequence indices of each micro batch of this rank.
-        places: where in the endless stream of sequences each sequence of each micro batch is.
-        rounds: the largest number of micro batches on any rank.
-        tokens: input tokens of the global batch.
-        counts: of the global batch; the loss is divided by them.
-    """
-
-    step: int
-    sequences: list[int]
-    groups: list[list[int]]
-    places: list[list[int]]
-    rounds: int
-    tokens: int
-    counts: Counts
-
-
-@dataclass
-class TrainingData:
-    """The training rows in the plan's order, and this rank's share of them."""
-
-    table: TokenTable
-    stream: Stream
-    global_batch: int
-    micro_batch: int
-    total_sequences: int
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        self._tokens = self.table.sequence_tokens()
-
-    def step(self, step: int) -> StepBatches:
-        """The sequences of a step, distributed over the ranks and split into micro batches."""
-        sequences = self.stream.step(
-            step, global_batch=self.global_batch, total_sequences=self.total_sequences
-        )
-        shares = deal(self._tokens[sequences].tolist(), ranks=self.world_size)
-        first = (step - 1) * self.global_batch
-        cut = [
-            shares[self.rank][i : i + self.micro_batch]
-            for i in range(0, len(shares[self.rank]), self.micro_batch)
-        ]
-        return StepBatches(
-            step=step,
-            sequences=sequences,
-            groups=[[sequences[place] for place in group] for group in cut],
-            places=[[first + place for place in group] for group in cut],
-            rounds=-(-max(map(len, shares)) // self.micro_batch),
-            tokens=int(self._tokens[sequences].sum()),
-            counts=counts_of(self.table, sequences),
-        )
-
-    def longest(self, sides: Sequence[int], *, padded: bool = False) -> list[int]:
-        """The sequences of the largest micro batch possible, of only these sides of each unit.
-
-        The size is the number of tokens or, if rows are padded, the number of rows times the
-        longest of them.
-        """
-        tokens, starts = self._tokens, self.table.sequence_ends[:-1]
-        if padded or len(sides) < self.table.sides:
-            lengths = [self.table.side_lengths(side)[self.table.sequence_rows] for side in sides]
-            tokens = np.add.reduceat(np.add.reduce(lengths), starts)
-            if padded:
-                longest_row = np.maximum.reduceat(np.maximum.reduce(lengths), starts)
-                return _largest_padded(longest_row, np.diff(self.table.sequence_ends), self.micro_batch)
-        order = np.argsort(tokens, kind="stable")[::-1]
-        return [int(i) for i in order[: self.micro_batch]]
-
-    def shortest(self) -> list[int]:
-        """The cheapest sequence, for a forward whose loss does not count."""
-        return [int(np.argmin(self._tokens))]
-
-    def row_ids(self, sequences: Sequence[int]) -> list[str]:
-        """The origin of the rows of some sequences, for messages: `train.jsonl:17`."""
-        rows = [row for sequence in sequences for row in self.table.rows_of(sequence)]
-        return [self.table.row_id(int(row)) for row in rows]
-
-
-def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> list[int]:
-    """At most `size` sequences, of which the number of rows times the longest row is as large as
-    possible.
-
-    Each sequence in turn, from that with the shortest longest row, is the one that decides the
-    length; those with most rows before it fill the group.
-    """
-    best, found, total = -1, [0], 0
-    most: list[tuple[int, int]] = []  # rows and index of up to size - 1 of those before, a heap
-    for i in np.argsort(longest_row, kind="stable").tolist():
-        if (padded := (total + int(rows[i])) * int(longest_row[i])) > best:
-            best, found = padded, [i, *(index for _, index in most)]
-        total += int(rows[i])
-        heapq.heappush(most, (int(rows[i]), i))
-        if len(most) == size:
-            total -= heapq.heappop(most)[0]
-    return found
-
-
-@dataclass(frozen=True)
-class EvaluationBatches:
-    """All sequences of an evaluation table, in order, in groups of one micro batch; the ranks take
-    groups in turn.
-
-    Attributes:
-        table: the evaluation table.
-        micro_batch: sequences in a group.
-        rank: the rank that takes these groups.
-        world_size: number of ranks.
-    """
-
-    table: TokenTable
-    micro_batch: int
-    rank: int = 0
-    world_size: int = 1
-
-    def rounds(self) -> Iterator[list[int]]:
-        """This rank's group in each round; empty if the last round has none for it.
-
-        All ranks have the same number of rounds.
-        """
-        turn = self.micro_batch * self.world_size
-        for begin in range(0, self.table.sequences, turn):
-            first = begin + self.rank * self.micro_batch
-            yield list(range(first, min(first + self.micro_batch, self.table.sequences)))
-
-
-def counts_of(table: TokenTable, sequences: Sequence[int]) -> Counts:
-    """The counts of some sequences of a table."""
-    chosen = np.asarray(sequences, dtype=np.int64)
-    tokens = int(table.sequence_tokens()[chosen].sum())
-    if table.sides > 1:
-        tokens = sum(
-            len(table.row(int(unit))[0]) for sequence in sequences for unit in table.rows_of(sequence)
-        )
-    return Counts(
-        units=int((table.sequence_ends[chosen + 1] - table.sequence_ends[chosen]).sum()),
-        loss_tokens=int(table.sequence_loss_tokens()[chosen].sum()),
-        first_tokens=tokens,
-    )
-
-
-def load_micro(
-    table: TokenTable,
-    sequences: Sequence[int],
-    device: torch.device,
-    *,
-    sides: Sequence[int] = (0,),
-    reference: torch.Tensor | None = None,
-) -> tuple[Micro, Batch]:
-    """The units of some sequences as tensors on the device, and the batch that they come from on
-    the host.
-
-    Args:
-        table: of the split.
-        sequences: its sequences.
-        device: the computation's.
-        sides: of each unit, the rows of tokens to load.
-        reference: (rows of the table, 2), the reference's log-probabilities; None if the objective
-            has none.
-    """
-    return load_units(
-        table,
-        [int(unit) for sequence in sequences for unit in table.rows_of(sequence)],
-        device,
-        sides=sides,
-        reference=reference,
-    )
-
-
-def load_units(
-    table: TokenTable,
-    units: Sequence[int],
-    device: torch.device,
-    *,
-    sides: Sequence[int] = (0,),
-    reference: torch.Tensor | None = None,
-) -> tuple[Micro, Batch]:
-    """The same of some units, each a row of the table."""
-    batch = collate_units(table, units, sides)
-    desirable = table.columns.get("label")
-    rows = Rows(
-        to_device(batch.input_ids, device),
-        to_device(batch.position_ids, device),
-        list(batch.lengths),
-        to_device(batch.label_index, device),
-        to_device(batch.labels, device),
-        loss_counts=list(batch.loss_counts),
-        common=list(batch.common),
-        weights=None if batch.weights is None else to_device(batch.weights, device),
-    )
-    micro = Micro(
-        rows,
-        len(batch.units),
-        labels=None if desirable is None else to_device(desirable[batch.units] != 0, device),
-        reference=None if reference is None else reference[batch.units].to(device),
-    )
-    return micro, batch
-
-
 # ---- Random streams
 
-_MASK = (1 << 63) - 1
 _TORCH = "torch's default generator"
-
-
-def stream_seed(seed: int, name: str, index: int = 0) -> int:
-    """The seed of a random stream, e.g. for the dropout of the micro batch that begins at a global
-    sequence index.
-    """
-    material = hashlib.sha256(f"unisono {name} {seed} {index}".encode()).digest()
-    return int.from_bytes(material[:8], "big") & _MASK
-
-
-def seed_torch(seed: int, name: str, index: int = 0) -> None:
-    """Seeds torch's global generators, CPU and GPU, with the seed of a random stream."""
-    value = stream_seed(seed, name, index)
-    # Not torch.manual_seed: it formats the call stack once for each kind of device that is absent,
-    # about 1 ms, and this is in every forward.
-    torch.default_generator.manual_seed(value)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(value)
 
 
 def embedding_noise(
@@ -425,8 +198,8 @@ class Run:
     sharded: Sharded | None
     """Set if every rank holds a shard of each weight."""
     objective: Objective
-    data: TrainingData
-    eval_table: TokenTable | None
+    source: BatchSource
+    evaluation: EvaluationRows | None
     state: TrainState
     store: CheckpointStore | None
     """Set on rank 0 only, like metrics and tracker: there is one writer."""
@@ -437,7 +210,7 @@ class Run:
     saver: Saver
     """Saves in the background while training continues."""
     pictures: "PictureLoader | None" = None
-    """Loads the pictures of the tables' rows; None for text."""
+    """Loads the pictures of the run; None for text."""
     sampler: "Sampler | None" = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
     hooks: Sequence[RunHook] = ()
@@ -463,11 +236,6 @@ class Run:
     snapshots: "StepSnapshots | None" = None
     """Set if the run trains an adapter."""
 
-    reference: dict[Split, torch.Tensor] = field(default_factory=dict)
-    """The reference's log-probabilities of each split, (rows of the table, 2) float32; empty
-    without a reference.
-    """
-
     places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Sharded tensors by name: the global shape, and the offsets of this rank's part."""
 
@@ -487,14 +255,6 @@ class Run:
         return self.place.label if self.group.world_size > 1 else f"rank 0 ({self.plan.host})"
 
     @property
-    def evaluation(self) -> EvaluationBatches | None:
-        """The evaluation rows, distributed over the ranks."""
-        if self.eval_table is None:
-            return None
-        ranks = {"rank": self.group.rank, "world_size": self.group.world_size}
-        return EvaluationBatches(self.eval_table, self.plan.micro_batch, **ranks)
-
-    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.forward.loaded.tokenizer
@@ -511,8 +271,8 @@ class Contents:
     Attributes:
         groups: parts by group: `trainable`, and `optimizer-NAME` for each optimizer.
         values: present values for state.json: `train` (TrainState), `optimizer` (everything but
-            tensors, by optimizer), `kernels` (see model.layers.has_kernels), and of an adapter
-            `base` (what it was trained on).
+            tensors, by optimizer), `kernels` (see model.layers.has_kernels), `batches` (the
+            source's, if it has any), and of an adapter `base` (what it was trained on).
     """
 
     groups: dict[str, list[Part]]
@@ -532,10 +292,17 @@ def contents_of(run: Run) -> Contents:
         "train": run.state.to_json(),
         "optimizer": numbers,
         "kernels": has_kernels(run.plan.dtype, run.device),
+        **source_values(run),
     }
     if run.plan.config.adapter is not None:
         values["base"] = base_of(run)
     return Contents(groups, values)
+
+
+def source_values(run: Run) -> dict[str, Any]:
+    """The state of the source under its name in state.json; empty for one that has none."""
+    state = run.source.state()
+    return {"batches": state} if state else {}
 
 
 def base_of(run: Run) -> dict[str, Any]:

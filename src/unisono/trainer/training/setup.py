@@ -9,14 +9,15 @@ from unisono.base.events import Reporter
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
+from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.batches.table import EvaluationRows, TableRows, Tables, TableSource
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.sections import DIFFUSION
-from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.directory import locate_tokenizer
 from unisono.trainer.model.forward import Forward, choose_forward
 from unisono.trainer.model.load import SCORE, LoadedModel, load_for_training
 from unisono.trainer.objectives import objective_of
-from unisono.trainer.plan import RunPlan, Stream
+from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.trainer.training.directory_check import DirectoryCheck
 from unisono.trainer.training.front_io import StopRequest, front_messages
@@ -26,7 +27,7 @@ from unisono.trainer.training.join import check_device, join_ranks, quantized_di
 from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
 from unisono.trainer.training.process_group import Alone, Group
 from unisono.trainer.training.reference import set_reference
-from unisono.trainer.training.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
+from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import Sharded, shard_weights
@@ -66,7 +67,8 @@ def set_up(
     loaded = _load_model(plan, torch.device("cpu") if plan.strategy == "fsdp" else device, hooks)
     report.phase("load_data", "mapping the token table")
     beats.enter("load_data")
-    data, eval_table = _open_data(plan, place, hooks)
+    tables = _open_tables(plan, device, hooks)
+    data = TableSource.of(plan, place, tables["train"])
     group: Group = Alone()
     if plan.world_size > 1:
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
@@ -83,6 +85,8 @@ def set_up(
         )
 
         pictures, sampler = open_pictures(plan, forward, device, draws=is_main)
+        for rows in tables.values():
+            rows.add_pictures(pictures, seed=plan.config.seed, global_batch=plan.global_batch)
     agreed = plan
     for hook in hooks:
         agreed = hook.plan_agreed(agreed)
@@ -105,8 +109,10 @@ def set_up(
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
         sharded=sharded,
         objective=objective,
-        data=data,
-        eval_table=eval_table,
+        source=objective.source(data, forward, group),
+        evaluation=EvaluationRows(tables["eval"], plan.micro_batch, group.rank, group.world_size)
+        if "eval" in tables
+        else None,
         pictures=pictures,
         sampler=sampler,
         state=TrainState(),
@@ -121,7 +127,7 @@ def set_up(
         front_messages=front_messages() if sharded is not None and group.is_main else None,
     )
     if run.objective.uses_reference:
-        set_reference(run)  # with the starting weights
+        set_reference(run, tables)  # with the starting weights
     if plan.resume is not None:
         report.phase("resume", f"reading checkpoint {plan.resume.step}")
         beats.enter("resume")
@@ -192,21 +198,15 @@ def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None)
     return forward
 
 
-def _open_data(
-    plan: RunPlan, place: RankPlace, hooks: Sequence[RunHook]
-) -> tuple[TrainingData, TokenTable | None]:
+def _open_tables(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> Tables:
     directory = Path(plan.data.cache_dir)
-    table = TokenTable.open(directory, "train")
+    train = TableRows.open(directory, "train", device)
     for hook in hooks:
-        table = hook.table_opened(table)
-    groups = table.columns.get("group")
-    rows = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
-    of_sequences = groups[rows].tolist() if groups is not None else []
-    stream = Stream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
-    data = TrainingData(
-        table, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, place.rank, plan.world_size
-    )
-    return data, TokenTable.open(directory, "eval") if plan.data.eval else None
+        train.table = hook.table_opened(train.table)
+    tables: Tables = {"train": train}
+    if plan.data.eval:
+        tables["eval"] = TableRows.open(directory, "eval", device)
+    return tables
 
 
 def _open_tracker(plan: RunPlan, files: RunDir, report: Reporter) -> Trackers | None:

@@ -16,16 +16,17 @@ import xxhash
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import RankDied
 from unisono.base.text import show_bytes, shown_places
+from unisono.trainer.batches.source import Counts, Micro, StepBatches
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.model.load import odd_parameters
 from unisono.trainer.objectives import MODEL, OBJECTIVE, OwnObjective
-from unisono.trainer.objectives.objective import Counts, Micro, Objective
+from unisono.trainer.objectives.objective import Objective
 from unisono.trainer.plan import estimate_memory
 from unisono.trainer.plan.run_plan import has_one_backward
 from unisono.trainer.plan.schedule import lower_rates
-from unisono.trainer.training.evaluation import evaluating, evaluation_part, first_sum, with_pictures
+from unisono.trainer.training.evaluation import evaluating, evaluation_part, first_sum
 from unisono.trainer.training.optim import moments_before_a_step
-from unisono.trainer.training.run import Run, StepBatches, counts_of, load_micro
+from unisono.trainer.training.run import Run
 
 MAX_SKIPPED = 3
 SKIP_WINDOW = 20
@@ -69,7 +70,7 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
         batches.step
     ]
     what = "gradient" if math.isfinite(outcome.loss) else "loss"
-    rows = run.data.row_ids(batches.sequences)
+    rows = run.source.row_ids(batches.sequences)
     if origin := _of_objective(run, outcome, what=what):
         text = f"step {batches.step} was skipped: {origin}"
         run.report.send(
@@ -163,7 +164,7 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             ),
             Evidence(
                 where=where,
-                text=f"rows of step {batches.step}: {shown_places(run.data.row_ids(batches.sequences))}",
+                text=f"rows of step {batches.step}: {shown_places(run.source.row_ids(batches.sequences))}",
             ),
         ),
         fix=(
@@ -303,23 +304,21 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     """
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
-    table, sides = run.data.table, run.objective.sides
+    sides, first_sides = run.objective.sides, run.objective.first_sides
     padded = run.pictures is None and run.forward.layout == "padded"
-    group = run.data.longest(sides, padded=padded)
-    micro, batch = load_micro(table, group, run.device, sides=sides, reference=run.reference.get("train"))
-    micro = with_pictures(run, table, micro, batch.units, [0] * len(batch.units))
-    seen = batch.tokens if run.pictures is None else int(table.sequence_tokens()[group].sum())
+    group = run.source.longest(sides, padded=padded)
+    micro = group.load(sides)
     shape = (
-        f"{len(group)} sequences, {seen} tokens, longest row {max(batch.lengths)}"
+        f"{len(group.sequences)} sequences, {micro.tokens} tokens, longest row {max(micro.rows.lengths)}"
         if run.pictures is None
-        else f"{len(group)} pictures, {seen} positions of latents"
+        else f"{len(group.sequences)} pictures, {micro.tokens} positions of latents"
     )
     try:
         if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
         held = _as_much_as_the_optimizer_will_hold(run)
-        if run.objective.first_sides:
-            first_sum(run, table, [run.data.longest(run.objective.first_sides, padded=padded)])
+        if first_sides:
+            first_sum(run, [(run.source.longest(first_sides, padded=padded).load(first_sides), True)])
         seconds = _time_of(run, micro)
         if seconds < _QUICK_S and not run.gradient_sync.needs_equal_rounds:
             # The first pass includes warmup, the second lacks the gradient sum and the update of a
@@ -331,14 +330,14 @@ def try_longest_batch(run: Run) -> MemoryTrial:
         if run.evaluation is not None:
             first = next(run.evaluation.rounds())
             with torch.no_grad(), evaluating(run):
-                evaluation_part(run, first, counts=counts_of(run.evaluation.table, first))
+                evaluation_part(run, first, counts=run.evaluation.rows.counts(first))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(run, error, shape=shape, phase="rehearse") from error
     data = run.plan.data.train
     tokens = data.tokens / max(1, data.sequences) * run.plan.global_batch / run.group.world_size
-    return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, seen))
+    return MemoryTrial(peak_bytes(run.device), seconds * tokens / max(1, micro.tokens))
 
 
 def _time_of(run: Run, micro: Micro) -> float:

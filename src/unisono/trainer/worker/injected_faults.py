@@ -66,7 +66,8 @@ import xxhash
 from unisono.base.errors import UnfitError
 from unisono.guard.facts import read_environment
 from unisono.guard.watch import Beats
-from unisono.trainer.data.token_table import Batch, TokenTable
+from unisono.trainer.batches.source import Micro
+from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.hooks import RunHook, Work
@@ -132,10 +133,10 @@ class InjectedFaults(RunHook):
         if self._is_named("one_step_less") and step == self._plan.total_steps:
             mark(self._plan, self._rank)  # after this step it does what the others do not
 
-    def forward_begins(self, step: int, batch: Batch | None, *, is_first: bool) -> None:
+    def forward_begins(self, step: int, micro: Micro | None, *, is_first: bool) -> None:
         """write_rows; and stop, hold_gil, sleep, spin, slow, drift, clock_jump and pause."""
-        if batch is not None:
-            _write_rows(self._plan, self._rank, step, batch)
+        if micro is not None:
+            _write_rows(self._plan, self._rank, step, micro)
         if not is_first:
             return
         if self._due("stop", step) is not None:
@@ -364,7 +365,7 @@ _PAUSES: dict[str, Callable[[float, Callable[[], object]], None]] = {
 }
 
 
-def _write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
+def _write_rows(plan: RunPlan, rank: int, step: int, micro: Micro) -> None:
     """Writes a line for each forward whose loss counts, with each row's id and the digest of its
     tokens.
 
@@ -373,9 +374,8 @@ def _write_rows(plan: RunPlan, rank: int, step: int, batch: Batch) -> None:
     directory = plan.faults.get("write_rows")
     if directory is None:
         return
-    ends = np.cumsum(batch.lengths)
-    tokens = [ids.tobytes() for ids in np.split(batch.input_ids, ends[:-1])]
-    rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(batch.row_ids, tokens, strict=True)]
+    tokens = [ids.cpu().numpy().tobytes() for ids in micro.rows.input_ids.split(micro.rows.lengths)]
+    rows = [[name, xxhash.xxh3_64_hexdigest(ids)] for name, ids in zip(micro.row_ids, tokens, strict=True)]
     line = {
         "time": time.time(),
         "epoch": plan.epoch,

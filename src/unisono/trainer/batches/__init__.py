@@ -1,0 +1,3 @@
+"""Where the rows of each step come from, as the loop sees it: the micro batches of a source, of
+which a token table is one.
+"""

@@ -1,0 +1,183 @@
+"""The seam between the training loop and where its rows come from.
+
+A source gives the micro batches of each step. Rows of a token table are one source
+(`batches.table`); an objective may put its own before it (`Objective.source`), e.g. one whose
+`step` generates rows with the model's current weights. The loop only sees what is declared here.
+
+How many steps there are is a decision of the plan: schedule and checkpoints need it before a rank
+starts. A source has batches for each of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from unisono.trainer.model.forward import Rows
+
+
+@dataclass(frozen=True)
+class Micro:
+    """The units of one micro batch.
+
+    Attributes:
+        rows: the rows of tokens, in the order of the units, those of a unit one after the other;
+            only the sides that were requested.
+        units: number of units, U.
+        row_ids: the origin of each row of tokens, for messages.
+        columns: named values of the units, (U, …) each: `label` (U,) bool, whether a rated answer
+            is desirable; `reference` (U, 2) float32, the reference's log-probability of the answer
+            of each side; and those of a source of your own.
+    """
+
+    rows: Rows
+    units: int
+    row_ids: Sequence[str] = ()
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens of the rows."""
+        return sum(self.rows.lengths)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts of a global batch, or of all rows of an evaluation.
+
+    Attributes:
+        units: rows, pairs, or rated answers.
+        loss_tokens: tokens that count in the loss, over all sides.
+        first_tokens: all tokens of the first side of each unit.
+    """
+
+    units: int
+    loss_tokens: int
+    first_tokens: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The sequences of a micro batch, not yet loaded.
+
+    Attributes:
+        sequences: their numbers, for messages.
+        places: where in the endless stream of sequences each of them is; random streams begin
+            there.
+        units: number of units of each sequence.
+        load: gives their units as tensors on the device, of each unit only some sides.
+    """
+
+    sequences: list[int]
+    places: list[int]
+    units: list[int]
+    load: Callable[[Sequence[int]], Micro]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The batches of one optimizer step. All but `micros` is the same on all ranks.
+
+    Attributes:
+        step: from 1.
+        sequences: the sequences of the global batch, in the plan's order, over all ranks.
+        micros: the micro batches of this rank.
+        rounds: the largest number of micro batches on any rank.
+        tokens: input tokens of the global batch.
+        counts: of the global batch; the loss is divided by them.
+    """
+
+    step: int
+    sequences: list[int]
+    micros: list[MicroBatch]
+    rounds: int
+    tokens: int
+    counts: Counts
+
+
+class BatchSource(ABC):
+    """What the steps of a run are made of."""
+
+    @abstractmethod
+    def step(self, step: int) -> StepBatches:
+        """The batches of a step, from 1. All ranks must call it, once for each step, in order."""
+
+    @abstractmethod
+    def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:
+        """The micro batch that needs the most memory, of only these sides of each unit, for a trial
+        before the first step.
+
+        Its size is the number of tokens or, if rows are padded, the number of rows times the
+        longest.
+        """
+
+    @abstractmethod
+    def shortest(self) -> MicroBatch:
+        """The cheapest micro batch, for a forward whose loss does not count."""
+
+    @abstractmethod
+    def row_ids(self, sequences: Sequence[int]) -> list[str]:
+        """The origin of the rows of some sequences, for messages: `train.jsonl:17`."""
+
+    @abstractmethod
+    def examples(self) -> list[list[int]]:
+        """The tokens of three rows; the logits of a result are compared on them when it is read
+        back.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beyond the number of steps done, after a step; the same on all
+        ranks.
+
+        Dicts with string keys, lists, tuples, str, int, float, bool and None. A checkpoint stores
+        it.
+        """
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after the step whose `state` it was; a source without state has nothing to
+        do.
+        """
+        del state
+
+
+class RankSum(Protocol):
+    """The ranks of a run, as a source needs them.
+
+    All ranks must call the methods at the same point.
+    """
+
+    rank: int
+    world_size: int
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replaces `tensor` by the sum over all ranks, bit-identical on all ranks."""
+
+    def figures(self, summed: torch.Tensor) -> list[float]:
+        """The values of a sum, (n,); on a GPU this waits for the other ranks."""
+
+
+def agree_on(batches: StepBatches, group: RankSum, device: torch.device) -> StepBatches:
+    """The batches of a step whose tokens, counts and rounds each rank only knows of its own micro
+    batches.
+
+    Tokens and counts become sums over the ranks, and `rounds` the largest on any of them. All ranks
+    must call it, and do so before the first forward of the step: with sharded weights every forward
+    is collective, so all need the same number of them.
+    """
+    counts = batches.counts
+    own = torch.zeros(4 + group.world_size, dtype=torch.float64, device=device)  # exact up to 2⁵³
+    own[:4] = own.new_tensor([batches.tokens, counts.units, counts.loss_tokens, counts.first_tokens])
+    own[4 + group.rank] = len(batches.micros)
+    group.sum(own)
+    tokens, units, loss_tokens, first_tokens, *rounds = map(int, group.figures(own))
+    return StepBatches(
+        batches.step,
+        batches.sequences,
+        batches.micros,
+        max(rounds),
+        tokens,
+        Counts(units, loss_tokens, first_tokens),
+    )
