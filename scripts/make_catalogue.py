@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unisono"
 CATALOGUE = SOURCE / "locale/zh/LC_MESSAGES/unisono.po"
 
-NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
+NOT_SHOWN = ("causes/signatures.py", "diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/",
              "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
 """Files whose strings are not for people, or that have words of their own: signs that are searched
 in logs, and the board's page.

@@ -32,7 +32,7 @@ from unisono.trainer.training.gradient_sync import GradientSync
 from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import Part, Saver
-from unisono.trainer.training.sharding import Sharded
+from unisono.trainer.training.sharding import ShardedRoot
 
 if TYPE_CHECKING:
     from unisono.trainer.diffusion.drawing import Sampler
@@ -419,7 +419,7 @@ class Run:
     forward: Forward
     optimizers: Optimizers
     gradient_sync: GradientSync
-    sharded: Sharded | None
+    sharded: ShardedRoot | None
     """Set if every rank holds a shard of each weight."""
     objective: Objective
     data: TrainingData

@@ -21,12 +21,12 @@ from unisono.trainer.training.front_io import StopRequest, front_messages
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
 from unisono.trainer.training.optim import build_optimizers
-from unisono.trainer.training.process_group import Alone, Group
+from unisono.trainer.training.process_group import Alone, Group, world_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainingData, TrainState, seed_torch
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
-from unisono.trainer.training.sharding import Sharded, shard_weights
+from unisono.trainer.training.sharding import ShardedRoot, shard_model
 
 
 def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest, beats: Beats) -> Run:
@@ -59,7 +59,9 @@ def set_up(plan: RunPlan, place: RankPlace, report: Reporter, stop: StopRequest,
     group: Group = Alone()
     if plan.world_size > 1:
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
-    sharded = shard_weights(loaded, group, device) if plan.strategy == "fsdp" else None
+    sharded = None
+    if plan.strategy == "fsdp":
+        sharded = shard_model(loaded, world_mesh(device, plan.world_size))
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     is_main = group.is_main
@@ -147,7 +149,7 @@ def _load_model(plan: RunPlan, place: RankPlace, device: torch.device) -> Loaded
     return loaded
 
 
-def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None) -> Forward:
+def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
         from unisono.trainer.diffusion.pipeline import choose_picture_forward
