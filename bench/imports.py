@@ -4,9 +4,8 @@ step.
 python bench/imports.py [--pairs 10] [--runs 5]
 
 Imports in pairs of fresh processes: without and with `loading_modules`, under which Python's
-collector rests, bitsandbytes is not imported, and transformers reads the sources of its models
-once. The first step is the first line of metrics.jsonl; CPU seconds are those of all processes of
-the run until then. The first run is not counted: it compiles, and prepares the data.
+collector rests. The first step is the first line of metrics.jsonl; CPU seconds are those of all
+processes of the run until then. The first run is not counted: it compiles, and prepares the data.
 """
 
 import argparse
@@ -24,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 _PROGRAM = """
 import contextlib, time
 from unisono.base.child import loading_modules
-from unisono.guard.facts.environment import read_environment
 with {how}:
     begun = time.process_time()
     import unisono.trainer.training.rank_run
@@ -43,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     _seconds("contextlib.nullcontext()")  # compiles, and warms the files
-    resting = "loading_modules(read_environment().cache_dir)"
+    resting = "loading_modules()"
     rows = [(_seconds("contextlib.nullcontext()"), _seconds(resting)) for _ in range(arguments.pairs)]
     ratios = sorted(after / before for before, after in rows)
     quartiles = statistics.quantiles(ratios, n=4)

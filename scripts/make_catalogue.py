@@ -26,10 +26,10 @@ from unisono.base.locale import LABELS, PLACEHOLDER, escaped, read_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "unisono"
-CATALOGUE = SOURCE / "locale/zh/LC_MESSAGES/unisono.po"
+CATALOGUE = SOURCE / "base/locale/zh/LC_MESSAGES/unisono.po"
 
-NOT_SHOWN = ("diagnose/scan.py", "diagnose/report_t", "diagnose/line_prefixes.py", "integrations/inside/", "api/", "locale/", "worker/shared_fork_server.py",
-             "launch/curve_drawing.py", "board/regions.py", "board/page.py")  # fmt: skip
+NOT_SHOWN = ("guard/diagnosis/scan.py", "guard/diagnosis/report_t", "guard/diagnosis/line_prefixes.py", "guard/integrations/inside/", "front/api/", "base/locale/",
+             "jobs/runs/curve_drawing.py", "front/board/regions.py", "front/board/page.py")  # fmt: skip
 """Files whose strings are not for people, or that have words of their own: signs that are searched
 in logs, and the board's page.
 """
@@ -58,7 +58,7 @@ WORDS = (
     "File name too long", "Stale file handle", "Directory not empty", "Cannot allocate memory", "Name or service not known", "timed out",
 )  # fmt: skip
 """Labels, and texts of the parser of command lines and of the system."""
-SHORT_TEXTS = ("cli/terminal.py", "cli/screen.py", "doctor/examination.py")
+SHORT_TEXTS = ("front/cli/terminal.py", "front/cli/screen.py", "front/checks/examination.py")
 """Files of which a text of one word counts, too."""
 
 _HEAD = """# Texts in Chinese, by the English text: causes, and what the program shows. One line for each text; unisono.base.locale reads this file.

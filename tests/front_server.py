@@ -10,7 +10,6 @@ tests/test_front_server.py compares both.
 """
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -37,11 +36,13 @@ from typing import Any
 import unisono.base.child
 import unisono.front.cli
 import unisono.front.cli.app
+from tests import shared_fork_server
+from tests.shared_fork_server import FOLDER, SHARED
 from unisono.guard.facts import package_versions
 from unisono.guard.integrations.border import Guard, Presence, find_guard, own_registration
 from unisono.guard.integrations.inside import injected
+from unisono.guard.supervise import fork_server as forking
 from unisono.guard.supervise.child_process import _Executed, child_environment
-from unisono.guard.supervise.fork_server import SHARED, ForkServer
 from unisono.trainer.worker import fork_server
 
 _MODULES = (
@@ -64,6 +65,7 @@ they are made.
 _READ_AT_START = re.compile(r"^(PYTHON|PYDANTIC_|TYPER_|LD_|LC_|LANG|MALLOC_|GLIBC_|TZ)")
 """Variables that the interpreter, or a module at its import, has read."""
 _PLACE = "TEST_PLACE"  # the variable with the place of a forked front, which the front does not see
+_ROOT = Path(__file__).parents[1]
 _LIMIT_S = 120.0  # of imports, on a machine with much to do
 _MESSAGE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
@@ -240,12 +242,12 @@ def _rank_server() -> "_Server | None":
     if found := _rank_servers.get(os.getpid()):
         return found
     wait_for_rank_server()
-    server = ForkServer(lambda _: None, only_shared=True)
-    if not server._join(child_environment(threads=1)):
+    joined = shared_fork_server.join(child_environment(threads=1))
+    if joined is None:
         return None
-    atexit.register(server.close)
-    assert server._control is not None
-    return _rank_servers.setdefault(os.getpid(), _Server(server._control))
+    process, control = joined
+    atexit.register(process.kill)
+    return _rank_servers.setdefault(os.getpid(), _Server(control))
 
 
 class _Server:
@@ -255,25 +257,16 @@ class _Server:
         self._control = control
 
     def fork(
-        self, body: Mapping[str, Any], folder: str, fds: Sequence[int]
-    ) -> tuple[int, socket.socket] | None:
-        """Gives the process, and the channel on which its end is reported; None if the server
-        refuses.
-        """
-        channel, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(other_end)
-            words = stack.enter_context(os.fdopen(os.memfd_create("request"), "wb", buffering=0))
-            words.write(json.dumps(body).encode())
-            folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-            stack.callback(os.close, folder_fd)
-            handed = [other_end.fileno(), words.fileno(), folder_fd, *fds]
-            socket.send_fds(self._control, [b"start"], handed)
+        self, command: Sequence[str], environment: Mapping[str, str], folder: str, fds: Mapping[int, int]
+    ) -> forking.Forked | None:
+        """A forked process; None if the server refuses."""
+        goes = {**environment, FOLDER: str(Path(folder).absolute())}
+        channel = forking.send_request(self._control, command, goes, fds)
         answer = receive(channel)
         if "pid" not in answer:
             channel.close()
             return None
-        return answer["pid"], channel
+        return forking.Forked(answer["pid"], channel)
 
 
 class _FrontServer(_Server):
@@ -286,9 +279,16 @@ class _FrontServer(_Server):
         super().__init__(control)
         self._environment = dict(environment)
         with other_end, tempfile.TemporaryFile() as printed:
-            words = [sys.executable, __file__, str(other_end.fileno()), str(os.getpid()), kind]
+            words = [
+                sys.executable,
+                "-m",
+                "tests.front_server",
+                str(other_end.fileno()),
+                str(os.getpid()),
+                kind,
+            ]
             self._process = subprocess.Popen(
-                words, env=self._environment, pass_fds=(other_end.fileno(),), start_new_session=True,
+                words, env=self._environment, cwd=_ROOT, pass_fds=(other_end.fileno(),), start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
             )  # fmt: skip
             other_end.close()
@@ -326,7 +326,7 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
     def __init__(self, command: Sequence[str], server: _Server, place: Place | None, **options: Any) -> None:
         self._server, self._place = server, place
-        self._pidfd: int | None = None
+        self._forked: forking.Forked | None = None
         super().__init__([*command], **options)
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -338,19 +338,15 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         environment = dict(os.environ if given["env"] is None else given["env"])
         if self._place is not None:
             environment[_PLACE] = json.dumps(asdict(self._place))
-        body = {
-            "command": [os.fspath(word) for word in given["args"]],
-            "environment": environment,
-            "fds": [0, 1, 2, *given["pass_fds"]],
-        }
-        forked = self._server.fork(body, os.fspath(given["cwd"] or "."), [*fds, *given["pass_fds"]])
-        if forked is None:
+        numbers = dict(zip([0, 1, 2, *given["pass_fds"]], [*fds, *given["pass_fds"]], strict=True))
+        command = [os.fspath(word) for word in given["args"]]
+        self._forked = self._server.fork(command, environment, os.fspath(given["cwd"] or "."), numbers)
+        if self._forked is None:
             assert self._place is None, "exec would not go there"
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         try:
-            self.pid, self._channel = forked
-            self._pidfd = os.pidfd_open(self.pid)
+            self.pid = self._forked.pid
             self._child_created = True
         finally:
             pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -358,9 +354,9 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
     def has_ended(self) -> bool:
         """Whether it is dead; its number stays taken until `wait`."""
-        if self._pidfd is None:
+        if self._forked is None:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        return self.returncode is not None or bool(select.select([self._pidfd], [], [], 0)[0])
+        return self._forked.has_ended()
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         return self._ended_within(0)
@@ -372,16 +368,13 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         return code
 
     def _ended_within(self, limit_s: float | None) -> int | None:
-        if self._pidfd is None:  # exec has started it
+        if self._forked is None:  # exec has started it
             popen: Any = super()
             return popen._internal_poll() if limit_s == 0 else popen._wait(limit_s)
-        if self.returncode is None and select.select([self._pidfd], [], [], limit_s)[0]:
+        if self.returncode is None and select.select([self._forked._pidfd], [], [], limit_s)[0]:
             with self._waitpid_lock:  # type: ignore[attr-defined]
                 if self.returncode is None:
-                    # Without an answer the server is dead, and with it all that it had forked.
-                    self.returncode = receive(self._channel).get("returncode", -signal.SIGKILL)
-                    self._channel.close()
-                    os.close(self._pidfd)
+                    self.returncode = self._forked.wait(0)
         return self.returncode
 
 
@@ -389,7 +382,6 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
     """Imports, and serves until the tests are gone; gives the request in each forked process."""
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     unisono.base.child.end_with_front(tests)
-    environment = dict(os.environ)
     commands = [f"unisono.front.cli.{one.name}" for one in pkgutil.iter_modules(unisono.front.cli.__path__)]
     modules = (*_MODULES, *commands) if kind == "fronts" else _GUARDED_MODULES
     with unisono.base.child.loading_modules():
@@ -398,10 +390,12 @@ def _serve(control: socket.socket, tests: int, kind: str) -> fork_server.Request
         if kind == "fronts":
             compile_options(unisono.front.cli.app.parser())
             package_versions()
+    if kind == "fronts":
+        shared_fork_server.install()
     control.send(b'{"ready": true}')
-    request = fork_server.Server(control, environment, find_difference=lambda *_: "").serve(refusal="")
+    request = fork_server.serve(control)
     if request is not None:
-        fork_server.become(request, printed=2, initial_environment=environment)
+        fork_server.become(shared_fork_server.in_its_folder(request))
         unisono.base.child.forked_by = None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)  # a front does not end with who started it
         _open_streams()

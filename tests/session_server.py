@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import shared_fork_server
+from tests.shared_fork_server import SHARED
 from unisono.guard.supervise.child_process import child_environment
-from unisono.guard.supervise.fork_server import SHARED
 
 _THREADS = 1
+_ROOT = Path(__file__).parents[1]
 
 
 def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", Path]:
@@ -30,10 +32,10 @@ def start_server(folder: Path, environment: Mapping[str, str]) -> tuple["subproc
         environment: all of it.
     """
     socket = folder / "socket"
-    command = [sys.executable, "-m", "unisono.trainer.worker.shared_fork_server", str(socket), "--front-pid", str(os.getpid())]  # fmt: skip
+    command = [sys.executable, "-m", "tests.shared_fork_server", str(socket), "--front-pid", str(os.getpid())]  # fmt: skip
     with (folder / "printed").open("w+b") as printed:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True
+            command, env=environment, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True
         )  # fmt: skip
     return process, socket
 
@@ -100,6 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Side by side (`-n`), all processes of the session share it; they have its name from the
     environment.
     """
+    shared_fork_server.install()
     if hasattr(config, "workerinput"):
         return
     if sys.platform.startswith("linux") and os.geteuid() == 0:

@@ -4,7 +4,6 @@ without, and after a resume.
 Run: pytest tests/diffusion/test_training.py
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -93,28 +92,6 @@ def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> Non
         "import sys, unisono.trainer.worker.entry, unisono.trainer.training.rank_run, unisono.trainer.task.data_tasks, unisono.trainer.task.export\n"
         "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.trainer.diffusion'))])",
     ) == (0, "[]")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-@pytest.mark.parametrize("first", ["", "import diffusers\n"], ids=["alone", "after diffusers"])
-def test_an_image_model_is_loaded_without_bitsandbytes(
-    pipeline_dir: Path, tmp_path: Path, first: str
-) -> None:
-    """Where somebody has imported diffusers before, it is loaded with it: diffusers would fail
-    without what it has found.
-    """
-    assert _printed(
-        tmp_path / "loaded.py",
-        f"{first}import sys\n"
-        "from pathlib import Path\n"
-        "from unisono.base.child import loading_modules\n"
-        "with loading_modules():\n"
-        "    from unisono.trainer.config.schema import AdapterSection\n"
-        "    from unisono.trainer.diffusion.pipeline import Denoiser, add_lora, load_component, read_pipeline\n"
-        f"unet = load_component(read_pipeline(Path({str(pipeline_dir)!r})), 'unet')\n"
-        "add_lora(Denoiser(unet, {}), AdapterSection(rank=4, alpha=2, targets='unet'))\n"
-        "print('diffusers' in sys.modules, 'bitsandbytes' in sys.modules)",
-    ) == (0, f"True {bool(first)}")
 
 
 def _printed(file: Path, program: str) -> tuple[int, str]:

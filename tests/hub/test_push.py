@@ -21,10 +21,10 @@ from tests import front_server
 from tests.hub.standin import TOKEN, Fault, Hub, Repo, environment, running_hub
 from tests.ports import free_port
 from tests.session_server import start_server
+from tests.shared_fork_server import SHARED
 from unisono.base.files import read_object, write_json
 from unisono.front.hub.publish import public_config
 from unisono.guard.supervise.child_process import child_environment
-from unisono.guard.supervise.fork_server import SHARED
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.integrations.launched_programs import PROGRAMS
-from unisono.base.child import without_bitsandbytes
 from unisono.guard.integrations import trainer_callback
 
 # Lightning imports matplotlib where it is installed, and its first import on a machine runs
@@ -48,8 +47,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 def _run(program: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program, "--out", str(out), "--callback", "--steps", "3"])
-    with without_bitsandbytes():  # the program has none, and tests after this one do
-        loaded = __import__(program)
+    loaded = __import__(program)
     loaded.main()
 
 

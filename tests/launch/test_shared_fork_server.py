@@ -19,7 +19,7 @@ import pytest
 from tests.launch.conftest import wait_until
 from tests.launch.test_fork_server import is_gone
 from tests.needs import lacking, need_user_namespaces
-from unisono.guard.supervise.fork_server import SHARED
+from tests.shared_fork_server import SHARED
 
 LIGHT = "tests.launch.standins.light_shared_server"
 FRONT = [sys.executable, "-m", "tests.launch.standins.shared_front"]

@@ -16,7 +16,7 @@ from tests.nodes.harness import Job
 from tests.nodes.network_namespaces import Ground, Namespaces
 from tests.nodes.own_disks import assert_whole_at_the_head, disk, start_apart, store_in
 from tests.nodes.verdict_checks import refused
-from unisono.guard.supervise.fork_server import SHARED
+from tests.shared_fork_server import SHARED
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -16,9 +16,9 @@ from tests.front_server import wait_for_rank_server
 from tests.nodes.fronts import together
 from tests.nodes.harness import Job
 from tests.session_server import start_server
+from tests.shared_fork_server import SHARED
 from unisono.guard.rundir.merged_logs import LogLine, merged_logs
 from unisono.guard.supervise.child_process import child_environment
-from unisono.guard.supervise.fork_server import SHARED
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

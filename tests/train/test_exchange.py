@@ -3,7 +3,7 @@
 Run: pytest tests/train/test_exchange.py
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,12 +29,6 @@ class Twins:
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         self.begun.append(tensor.data_ptr())
         return lambda: tensor.mul_(2)
-
-    def buffer(self, elements: int) -> torch.Tensor:
-        return torch.zeros(elements)
-
-    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.zeros(elements) for _ in owners]
 
     def broadcast(self, tensor: torch.Tensor) -> None: ...
 

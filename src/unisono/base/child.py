@@ -7,9 +7,6 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import hashlib
-import inspect
-import json
 import logging
 import os
 import signal
@@ -20,7 +17,6 @@ from typing import Any, NoReturn
 
 from unisono.base.errors import UnisonoError, storage_failure, unusable_path
 from unisono.base.events import Reporter, describe_crash, is_peer_loss
-from unisono.base.files import write_text
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
@@ -78,192 +74,22 @@ def end_with_front(front_pid: int | None) -> None:
 
 
 @contextlib.contextmanager
-def loading_modules(cache: Path | None = None) -> Iterator[None]:
+def loading_modules() -> Iterator[None]:
     """Python's garbage collector rests while modules are imported, and never looks at what they
     left.
 
     Nearly all that an import makes stays; scanning it again at each threshold took a fifth of the
     seconds that torch, transformers and peft cost, and later made each full collection within
     training longer.
-
-    Args:
-        cache: a folder that keeps the names in transformers' models for later starts.
     """
     gc.disable()
     # On CPUs bitsandbytes 0.50 reports a kernel that it can do without, in every process.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        with without_bitsandbytes(), models_scanned_once(cache), _places_without_source():
-            yield
+        yield
     finally:
         gc.freeze()
         gc.enable()
-
-
-@contextlib.contextmanager
-def without_bitsandbytes() -> Iterator[None]:
-    """peft finds no bitsandbytes here.
-
-    It imports what is installed, and bitsandbytes imports torch's compiler, for runs that quantize
-    nothing.
-    """
-    name = "bitsandbytes"
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
-    try:
-        yield
-    finally:
-        if sys.modules.get(name, "") is None:
-            del sys.modules[name]
-        for module, functions in _REMEMBERED:
-            for function in functions:
-                found = getattr(sys.modules.get(module), function, None)
-                if found is not None:
-                    found.cache_clear()
-
-
-_REMEMBERED = (
-    ("peft.import_utils", ("is_bnb_available", "is_bnb_4bit_available")),
-    ("transformers.utils.import_utils", ("is_bitsandbytes_available",)),
-)
-"""Functions that remember whether bitsandbytes is installed."""
-
-
-@contextlib.contextmanager
-def _places_without_source() -> Iterator[None]:
-    """`inspect.getframeinfo` does not read source files here, unless its caller wants lines of
-    them.
-
-    torch keeps the place of each registration of an operator, a file and a number; for a line of
-    source that nobody reads, Python searches its modules and reads the file, which was a tenth of a
-    second of CPU time.
-    """
-    whole = inspect.getframeinfo
-    inspect.getframeinfo = lambda frame, context=0: whole(frame, context)
-    try:
-        yield
-    finally:
-        inspect.getframeinfo = whole
-
-
-@contextlib.contextmanager
-def models_scanned_once(cache: Path | None = None) -> Iterator[None]:
-    """transformers 5 reads the sources of all models for the names in them, twice: for itself and
-    for `transformers.models`.
-
-    Here the second is given what the first has found, and both what an earlier process kept in
-    `cache`, which saves up to half a second of CPU time.
-    """
-    if any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
-        yield
-        return
-    finder = _ModelsFinder(cache)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        finder.restore()
-
-
-Names = dict[frozenset[str], dict[str, set[str]]]
-"""Of a folder of models: what is needed, and with it the names in each module."""
-
-
-class _ModelsFinder:
-    """Finds no module, but sees when the function is there with which transformers reads its
-    models, and replaces it for a while.
-    """
-
-    def __init__(self, cache: Path | None) -> None:
-        self._cache = cache
-        self._utils: Any = None
-        self._scan: Any = None
-        self._tables: dict[Path, Names] = {}
-
-    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
-        """Replaces transformers' function before `transformers` or `transformers.models` uses
-        it.
-        """
-        if self._scan is None and name.startswith("transformers."):
-            self._utils = sys.modules.get("transformers.utils.import_utils")
-            self._scan = getattr(self._utils, _SCAN, None)
-            if self._scan is not None:
-                setattr(self._utils, _SCAN, self._names)
-
-    def restore(self) -> None:
-        """Gives transformers its function back."""
-        if self._scan is not None:
-            setattr(self._utils, _SCAN, self._scan)
-
-    def _names(self, path: Any, *rest: Any, **more: Any) -> Any:
-        prefix = more.get("prefix")
-        models = Path(path) if prefix else Path(path).parent
-        if rest or set(more) - {"prefix"} or prefix not in {None, "models"} or models.name != "models":
-            return self._scan(path, *rest, **more)
-        try:
-            return self._table(models, f"{prefix}." if prefix else "")
-        except (TypeError, ValueError, AttributeError):  # of a version that gives names differently
-            return self._scan(path, **more)
-
-    def _table(self, models: Path, start: str) -> Names:
-        """A copy, as transformers adds its other modules to the table that it is given.
-
-        Each module's name begins with `start`.
-        """
-        if models not in self._tables:
-            cache = self._cache and self._cache / "transformers"
-            self._tables[models] = kept_names(models, lambda: self._scan(models / "__init__.py"), cache)
-        return {
-            needed: {start + module: set(names) for module, names in own.items()}
-            for needed, own in self._tables[models].items()
-        }
-
-
-_SCAN = "define_import_structure"
-
-
-def kept_names(models: Path, scan: Callable[[], Names], cache: Path | None) -> Names:
-    """The names in a folder of models, from `cache` if no file of the folder has changed since;
-    else as `scan` finds them.
-    """
-    if cache is None:
-        return scan()
-    file = cache / f"{hashlib.sha256(os.fsencode(models)).hexdigest()[:16]}.json"
-    state = _state_of_files(models)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        kept = json.loads(file.read_bytes())
-        if kept["files"] == state:
-            return {
-                frozenset(needed): {module: set(names) for module, names in own.items()}
-                for needed, own in kept["names"]
-            }
-    found = scan()
-    names = [
-        [sorted(needed), {module: sorted(all_) for module, all_ in own.items()}]
-        for needed, own in found.items()
-    ]
-    with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"files": state, "names": names}))
-    return found
-
-
-def _state_of_files(folder: Path) -> str:
-    """A digest of the names, sizes, and times of change of all Python files below a folder."""
-    found = []
-    folders = [os.fspath(folder)]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name.endswith(".py"):
-                    status = entry.stat()
-                    found.append(f"{entry.path} {status.st_size} {status.st_mtime_ns}")
-                elif entry.name != "__pycache__" and entry.is_dir():
-                    folders.append(entry.path)
-    return hashlib.sha256("\n".join(sorted(found)).encode(errors="surrogateescape")).hexdigest()
 
 
 def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:

@@ -9,16 +9,17 @@ real ranks are by their front's.
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import unisono.jobs.runs.session
 import unisono.jobs.runs.train_request
+from tests.shared_fork_server import SharedOnly
 from unisono.front.cli.app import main
 from unisono.guard.supervise import fork_server
 from unisono.guard.supervise.child_process import Programs
-from unisono.guard.supervise.fork_server import Forked, ForkServer
+from unisono.guard.supervise.fork_server import Forked
 from unisono.jobs.remote_checkpoint.verification import ReadingRate
 
 HERE = Path(__file__).parent
@@ -28,16 +29,18 @@ PROGRAMS = Programs(
 _MODULES = {str(HERE / f"{name}.py"): f"tests.launch.standins.{name}" for name in ("worker", "task")}
 
 
-class StandinServer(ForkServer):
+class StandinServer(SharedOnly):
     """Forks the stand-ins, too, but does not import torch for them."""
 
     def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, only_shared=True)
+        del arguments
+        super().__init__()
 
-    def start(self, command: Sequence[str], **more: Any) -> Forked | None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], *, waits: bool) -> Forked | None:  # fmt: skip
         """As the module that it is: a server forks no scripts."""
         program, what, *words = command
-        return super().start([program, "-m", _MODULES[what], *words] if what in _MODULES else command, **more)
+        command = [program, "-m", _MODULES[what], *words] if what in _MODULES else command
+        return super().start(command, environment, fds, waits=waits)
 
 
 class Request(unisono.jobs.runs.train_request.TrainRequest):

@@ -1,15 +1,13 @@
 """The fork server with imports of tests in place of ours: python -m
-tests.launch.standins.light_server --control-fd N --front-pid N
+tests.launch.standins.light_server FRONT_PID
 """
 
 import os
-import runpy
 import sys
 
 from unisono.trainer.worker import fork_server
 
 if __name__ == "__main__":
     fork_server._MODULES = ("numpy", *filter(None, os.environ.get("LIGHT_SERVER_IMPORTS", "").split()))
-    if fork_server.main(sys.argv[1:]) is not None:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    fork_server.main(sys.argv[1:])
     os._exit(0)

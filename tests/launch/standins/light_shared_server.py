@@ -3,13 +3,12 @@ tests.launch.standins.light_shared_server SOCKET --front-pid N
 """
 
 import os
-import runpy
 import sys
 
-from unisono.trainer.worker import fork_server, shared_fork_server
+from tests import shared_fork_server
+from unisono.trainer.worker import fork_server
 
 if __name__ == "__main__":
     fork_server._MODULES = ("numpy",)
-    if shared_fork_server.main(sys.argv[1:]) is not None:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    shared_fork_server.main(sys.argv[1:])
     os._exit(0)

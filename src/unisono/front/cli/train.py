@@ -113,12 +113,13 @@ def train(
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes,
     --hosts).
     """
+    from unisono.guard.supervise.base_environment import early_environment
     from unisono.guard.supervise.fork_server import ForkServer
 
     fork_server = None
     if not (dry_run or rehearse or find_launcher(job.launcher).places_nodes):
         fork_server = ForkServer(output().warn)  # it ends with this process at the latest
-        fork_server.begin()  # before the imports below
+        fork_server.begin(early_environment())  # before the imports below
     from unisono.guard.supervise.child_process import Programs
     from unisono.jobs.runs.train_request import TrainRequest
 

@@ -37,7 +37,7 @@ _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or w
 _NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
 _SERVE_KEY = "UNISONO_SERVE_KEY"
-_OURS = frozenset({_TOKEN, _SERVE_KEY, "UNISONO_FORK_SERVER"})  # that of the tests, see supervise.fork_server
+_OURS = frozenset({_TOKEN, _SERVE_KEY})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import IO, Any, Protocol, Self
 from unisono.base.events import Message, read_message
 from unisono.guard.facts.network import is_loopback
 from unisono.guard.places.ranks import DeviceChoice
-from unisono.guard.supervise.fork_server import Forked, ForkServer, base_environment
+from unisono.guard.supervise.base_environment import base_environment
+from unisono.guard.supervise.fork_server import Forked, ForkServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class ChildProcess:
         with contextlib.suppress(OSError, AttributeError):  # a smaller pipe works too
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         try:
-            self._process = _start(
+            self._process = start_process(
                 command(write_end),
                 environment,
                 output if isinstance(output, int) else output.fileno(),
@@ -369,7 +370,7 @@ class _Executed(subprocess.Popen[bytes]):
         return os.waitid(os.P_PID, self.pid, flags) is not None
 
 
-def _start(
+def start_process(
     command: list[str],
     environment: dict[str, str],
     output: int,
@@ -379,17 +380,22 @@ def _start(
     fork_server: ForkServer | None,
     waits: bool,
 ) -> Forked | _Executed:
-    if fork_server is not None:
-        forked = fork_server.start(
-            command,
-            environment=environment,
-            output=output,
-            has_input=has_input,
-            inherits=inherits,
-            waits=waits,
-        )
+    """Forks a process if a server can, else executes it.
+
+    The tests replace this: all of theirs have a server.
+    """
+    # Libraries read what --debug-comm sets when they are imported.
+    if fork_server is not None and not DEBUG_COMM.items() <= environment.items():
+        read_end, write_end = os.pipe() if has_input else (os.open(os.devnull, os.O_RDONLY), None)
+        stdin = os.fdopen(write_end, "wb", buffering=0) if write_end is not None else None
+        fds = {0: read_end, 1: output, 2: output, **{fd: fd for fd in inherits}}
+        forked = fork_server.start(command, environment, fds, waits=waits)
+        os.close(read_end)
         if forked is not None:
+            forked.stdin = stdin
             return forked
+        if stdin is not None:
+            stdin.close()
     return _Executed(
         command,
         env=environment,

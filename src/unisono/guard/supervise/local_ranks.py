@@ -22,7 +22,6 @@ from unisono.guard.facts.storage import Hung, unless_stuck
 from unisono.guard.places.ranks import NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import ChildProcess, Programs, worker_command
-from unisono.guard.supervise.fork_server import shared_fork_server
 from unisono.guard.supervise.rank_logs import FollowedLog, LogTimes, RateLimit
 from unisono.guard.supervise.task_process import tail_of
 from unisono.guard.watch.views import BeatMemory, WorkerProcess
@@ -414,7 +413,7 @@ class LocalRanks:
                 output=log,
                 has_input=self.has_input,
                 inherits=(*(() if kept is None else (kept,)), *self.beats[place.rank].fds),
-                fork_server=self.programs.fork_server or shared_fork_server(environment),
+                fork_server=self.programs.fork_server,
                 waits=True,
             )
         except BaseException:  # raised again

@@ -32,7 +32,6 @@ from unisono.base.text import one_line, show_seconds
 from unisono.base.user_code import MODEL_CODE
 from unisono.guard.facts import no_gpus, read_environment, read_machine
 from unisono.guard.supervise.child_process import ChildProcess, Programs, child_environment, task_command
-from unisono.guard.supervise.fork_server import shared_fork_server
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
     2: UsageError,
@@ -118,7 +117,7 @@ class TaskProcess:
             environment=variables,
             output=self._printed,
             has_input=has_input,
-            fork_server=started.fork_server or shared_fork_server(variables),
+            fork_server=started.fork_server,
         )
 
     def __enter__(self) -> Self:

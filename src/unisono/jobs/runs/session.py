@@ -5,7 +5,7 @@ rehearsal, the whole path before a long run.
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
 
     fork_server = request.programs.fork_server or ForkServer(announce)
     fork_server.notify = announce
-    with Interrupts() as interrupts, fork_server:
+    with Interrupts() as interrupts, closing(fork_server):
         request = replace(request, programs=replace(request.programs, fork_server=fork_server))
         try:
             result = _start(request, show, interrupts, began, token)

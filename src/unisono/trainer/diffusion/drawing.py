@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.base.child import without_bitsandbytes
 from unisono.base.errors import ModelError
 from unisono.base.files import whole_file
 from unisono.base.text import library_words
@@ -85,8 +84,7 @@ def open_pipeline(
                 **parts,
             )
             if lora is not None:
-                with without_bitsandbytes():
-                    found.load_lora_weights(str(lora))
+                found.load_lora_weights(str(lora))
             found.to(device)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelError.of(

@@ -6,17 +6,15 @@ its embeddings.
 """
 
 import re
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unisono.base.child import without_bitsandbytes
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words
 from unisono.trainer.config.schema import AdapterSection, RunConfig, picture_settings
@@ -248,14 +246,10 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
 
 
 def import_diffusers() -> Any:
-    """The package diffusers, which loads no bitsandbytes: image models are not quantized, and that
-    import takes half the time of its own.
-    """
-    # Who has imported diffusers before, e.g. in a notebook, has let it find bitsandbytes, and it
-    # would fail without.
-    with nullcontext() if "diffusers" in sys.modules else without_bitsandbytes():
-        import diffusers
-        from diffusers import UNet2DConditionModel  # noqa: F401 - loads the code of models and quantizers
+    """The package diffusers, with the code of its models."""
+    import diffusers
+    from diffusers import UNet2DConditionModel  # noqa: F401 - loads the code of models and quantizers
+
     return diffusers
 
 
@@ -446,12 +440,11 @@ def add_lora(denoiser: Denoiser, section: AdapterSection) -> None:
             why=f"it is {section.targets}",
             fix="use `unet`, or a pattern such as to_q",
         )
-    with without_bitsandbytes():
-        denoiser.unet.add_adapter(lora_config(section, names), adapter_name="default")
-        if section.targets == "unet+text":
-            for encoder in denoiser.text_encoders:
-                layers = [n for n, m in encoder.named_modules() if n.rpartition(".")[2] in _TEXT_LAYERS]
-                encoder.add_adapter(lora_config(section, layers), adapter_name="default")
+    denoiser.unet.add_adapter(lora_config(section, names), adapter_name="default")
+    if section.targets == "unet+text":
+        for encoder in denoiser.text_encoders:
+            layers = [n for n, m in encoder.named_modules() if n.rpartition(".")[2] in _TEXT_LAYERS]
+            encoder.add_adapter(lora_config(section, layers), adapter_name="default")
 
 
 def unet_targets(unet: Any, section: AdapterSection) -> list[str]:

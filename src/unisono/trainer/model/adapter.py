@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from unisono.base.child import without_bitsandbytes
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.schema import AdapterSection
@@ -105,8 +104,7 @@ def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str |
         bias="none",
     )
     try:
-        with without_bitsandbytes():  # a quantized base has imported it
-            model = get_peft_model(base, lora)
+        model = get_peft_model(base, lora)
     except ValueError as error:
         raise ModelError.of(
             "the adapter does not match the model", where="adapter", why=library_words(error)

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from unisono.base.child import loading_modules, parse_child_arguments, run_child
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
-from unisono.guard.facts.environment import read_environment
 from unisono.trainer.readers import register_templates
 
 # Name on the command line: the module in this room, and its function `(request, report) -> result`.
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> int:
         if arguments.name not in TASKS:
             raise UsageError.of(f"there is no task {arguments.name!r}", fix=f"one of {', '.join(TASKS)}")
         module, function = TASKS[arguments.name]
-        with loading_modules(read_environment().cache_dir):
+        with loading_modules():
             task: Task = getattr(importlib.import_module(f"unisono.trainer.task.{module}"), function)
         return task(json.loads(arguments.file.read_text(encoding="utf-8")), report)
 

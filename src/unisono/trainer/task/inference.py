@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from unisono.base.child import without_bitsandbytes
 from unisono.base.errors import ModelError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
@@ -506,7 +505,7 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     _refuse_settings(directory / ADAPTER_SETTINGS, header, [name for name, _ in base.named_modules()])
     try:
-        with warnings.catch_warnings(), without_bitsandbytes():
+        with warnings.catch_warnings():
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
             return PeftModel.from_pretrained(
                 base, str(directory), is_trainable=True, torch_device=str(device)

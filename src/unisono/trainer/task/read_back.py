@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.base.child import without_bitsandbytes
 from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
 from unisono.base.files import read_json
@@ -251,5 +250,4 @@ def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device)
         return model.eval()
     header = read_safetensors_header(written.directory / ADAPTER_FILE)
     fit_base_to_adapter(model, {tensor.name: tuple(tensor.shape) for tensor in header})
-    with without_bitsandbytes():
-        return PeftModel.from_pretrained(model, str(written.directory), torch_device=str(device)).eval()
+    return PeftModel.from_pretrained(model, str(written.directory), torch_device=str(device)).eval()

@@ -11,8 +11,8 @@ import torch
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.run_plan import has_one_backward
-from unisono.trainer.training.process_group import Group, room_of
-from unisono.trainer.training.sharding import Sharded
+from unisono.trainer.training.process_group import Group
+from unisono.trainer.training.sharding import ShardedRoot
 from unisono.trainer.training.step_sums import size_of_step
 
 _BUCKET_ELEMENTS = 8 << 20  # 32 MiB of float32
@@ -211,7 +211,7 @@ class ReplicaSync:
         offsets: dict[int, int] = {}
         size, members = 0, list[int]()
         for index in reversed(range(len(self.parameters))):
-            need = room_of(self.parameters[index])
+            need = _room_of(self.parameters[index])
             if members and size + need > _BUCKET_ELEMENTS:
                 self._add_bucket(size, members, offsets)
                 size, members = 0, []
@@ -222,7 +222,7 @@ class ReplicaSync:
         self._tail = self._buckets[-1].flat[size:]
 
     def _add_bucket(self, size: int, members: list[int], offsets: dict[int, int]) -> None:
-        flat = self.group.buffer(size)
+        flat = torch.zeros(size, device=self.device)
         for index in members:
             parameter = self.parameters[index]
             assert parameter.dtype == torch.float32, "what is trained is float32"
@@ -253,6 +253,13 @@ class ReplicaSync:
             self._launched += 1
 
 
+def _room_of(tensor: torch.Tensor) -> int:
+    """Elements of its room in a buffer of several: each begins at a multiple of 64 of them, for
+    vectorized kernels.
+    """
+    return -(-tensor.numel() // 64) * 64
+
+
 @dataclass
 class ShardSync:
     """Every rank holds a shard of each weight ("fsdp"): backward itself sums gradients into the
@@ -264,7 +271,7 @@ class ShardSync:
 
     group: Group
     device: torch.device
-    root: Sharded
+    root: ShardedRoot
     gathers_late: bool
     """Whether gradients are so small (an adapter's) that each rank keeps them unsharded until the
     last micro batch.
@@ -276,7 +283,6 @@ class ShardSync:
 
     def begin(self) -> None:
         """Turns off sums in the backward passes before the last, if gradients are gathered late."""
-        self.root.begin_step()
         self.root.reduce_gradients(now=not self.gathers_late)
 
     def before_last_backward(self) -> None:
@@ -285,7 +291,6 @@ class ShardSync:
 
     def finish(self, scalars: torch.Tensor) -> torch.Tensor:
         """Sums the scalars; backward has summed the gradients."""
-        self.root.finish_step()
         self._watch.mark(0)
         self.group.sum(scalars)
         self._watch.mark(1)
@@ -306,7 +311,7 @@ def gradient_sync_of(
     group: Group,
     device: torch.device,
     loaded: LoadedModel,
-    sharded: Sharded | None,
+    sharded: ShardedRoot | None,
     *,
     metrics: int,
 ) -> GradientSync:

@@ -5,14 +5,10 @@ One rank is `Alone`: no group, no store, no socket. Several are `Ranks`. No othe
 uses torch.distributed's default group.
 """
 
-import mmap
-import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +23,6 @@ CLOSE_LIMIT_S = 15.0
 _PATIENCE = timedelta(minutes=30)
 _JOIN_LIMIT = timedelta(minutes=5)  # a slow resolver makes torch's store take seconds for each rank
 _BACKLOG = 4096
-# 4 MiB: of less, gloo's sum takes about as long as the two sums of one number around one in memory.
-_SHARED_ELEMENTS = 1 << 20
-_AT_ONCE = 1 << 16  # elements added up at a time: 256 KiB of each rank fit into a core's cache
 
 
 class Group(Protocol):
@@ -51,16 +44,6 @@ class Group(Protocol):
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Starts such a sum; gives a function that waits for its end."""
-
-    def buffer(self, elements: int) -> torch.Tensor:
-        """Zeros (elements,), float32, for such sums. All ranks must call it."""
-
-    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they
-        do not.
-
-        All ranks must call it.
-        """
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by that of rank 0."""
@@ -95,14 +78,6 @@ class Alone:
         """Does nothing."""
         del tensor
         return lambda: None
-
-    def buffer(self, elements: int) -> torch.Tensor:
-        """Zeros."""
-        return torch.zeros(elements)
-
-    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        """Zeros."""
-        return [torch.zeros(elements) for _ in owners]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Does nothing."""
@@ -180,8 +155,6 @@ class Ranks:
         assert not dist.is_initialized(), "the process group has one owner"
         self.rank, self.world_size, self.device = rank, world_size, device
         self._beats = beats or Beats()
-        self._memories = 0
-        self._summed_in_memory: dict[tuple[int, int], list[torch.Tensor]] = {}
         host, port = store
         if listener is not None:
             base = listener.store()
@@ -219,74 +192,14 @@ class Ranks:
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         """Starts such a sum; gives a function that waits for its end."""
         self._beats.begin_collective("all_reduce", tensor.numel())
-        buffers = self._summed_in_memory.get(_key_of(tensor), ())
-        # In shared memory sums of the size are barriers: first all gradients are there, at the end
-        # all parts are added up.
-        size = torch.tensor([tensor.numel()])
-        work = dist.all_reduce(size if buffers else tensor, async_op=True)
+        work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
 
         def wait() -> None:
             with self._beats.waiting():
                 work.wait()
-            if buffers:
-                self._require_size(size, tensor.numel())
-                add_up(buffers, self.rank)
-                again = torch.tensor([tensor.numel()])
-                with self._beats.waiting():
-                    dist.all_reduce(again)
-                self._require_size(again, tensor.numel())
 
         return wait
-
-    def _require_size(self, summed: torch.Tensor, size: int) -> None:
-        """Refuses what the ranks did not all contribute, as gloo does by the size of what it
-        receives; the words are those of torch.
-        """
-        if summed.tolist() != [size * self.world_size]:
-            raise RuntimeError(
-                f"Detected mismatch between collectives on ranks: rank {self.rank} sums {size:,} elements in"
-                " shared memory, another rank does not"
-            )
-
-    def buffer(self, elements: int) -> torch.Tensor:
-        """Zeros (elements,), float32, for such sums. All ranks must call it.
-
-        On a CPU, ranks of one host share the memory of large ones, so that a sum is two reads and
-        two writes of each element instead of a transfer over a socket.
-        """
-        buffers = self.shared(elements, owners=range(self.world_size)) if elements >= _SHARED_ELEMENTS else []
-        if not buffers:
-            return torch.zeros(elements, device=self.device)
-        own = buffers[self.rank]
-        self._summed_in_memory[_key_of(own)] = buffers
-        return own
-
-    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        """Zeros (elements,), float32, of each owner, in memory that all ranks share; empty if they
-        do not.
-
-        All ranks must call it.
-
-        They do on CPUs of one host, unless they are in containers that do not see each other's
-        processes.
-        """
-        if self.device.type != "cpu":
-            return []
-        self._memories += 1
-        key = f"memory/{self._memories}"
-        fd = None
-        if self.rank in owners:
-            fd, address = _new_memory(4 * elements)
-            self._notes.set(f"{key}/{self.rank}", address)
-        self.barrier()
-        addresses = [self._notes.get(f"{key}/{rank}").decode() for rank in owners]
-        found = [_memory_at(address, 4 * elements) for address in addresses]
-        buffers = [torch.frombuffer(memory, dtype=torch.float32) for memory in found if memory is not None]
-        are_missing = self.any(len(buffers) < len(owners))
-        if fd is not None:
-            os.close(fd)  # all have mapped it
-        return [] if are_missing else buffers
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by that of rank 0."""
@@ -325,70 +238,6 @@ class Ranks:
             return bool(self._notes.check([note]))
         except RuntimeError:  # rank 0 is gone; the main thread learns it from its next collective
             return False
-
-
-def room_of(tensor: torch.Tensor) -> int:
-    """Elements of its room in a buffer of several: each begins at a multiple of 64 of them, for
-    vectorized kernels.
-    """
-    return -(-tensor.numel() // 64) * 64
-
-
-def _key_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel()
-
-
-def _new_memory(size: int) -> tuple[int | None, str]:
-    """Anonymous memory of `size` bytes, all zero, and an address by which other processes find it;
-    an empty one if there is none.
-
-    Anonymous (memfd_create(2)): nothing is left of it when its processes are gone, however they
-    end.
-    """
-    name = f"unisono-{secrets.token_hex(8)}"
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    except (AttributeError, OSError):  # not Linux, or refused
-        return None, ""
-    try:
-        os.posix_fallocate(fd, 0, size)  # now: a page that is missing later would end the process
-    except OSError:
-        os.close(fd)
-        return None, ""
-    return fd, f"/proc/{os.getpid()}/fd/{fd}:{name}"
-
-
-def _memory_at(address: str, size: int) -> mmap.mmap | None:
-    """The memory at an address; None if this process does not see it, as on a different host or in
-    a different container.
-    """
-    path, _, name = address.partition(":")
-    try:
-        if not name or str(Path(path).readlink()) != f"/memfd:{name} (deleted)":
-            return None
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return mmap.mmap(fd, size)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def add_up(buffers: Sequence[torch.Tensor], rank: int) -> None:
-    """Replaces a rank's part of all buffers, each (n,), by their sum in the order of the ranks.
-
-    The parts of all ranks are the buffers.
-    """
-    parts = [buffer.tensor_split(len(buffers))[rank].split(_AT_ONCE) for buffer in buffers]
-    for blocks in zip(*parts, strict=True):
-        total = blocks[0].clone()
-        for block in blocks[1:]:
-            total += block
-        for block in blocks:
-            block.copy_(total)
 
 
 def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:

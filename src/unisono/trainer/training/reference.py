@@ -40,7 +40,7 @@ from unisono.trainer.training.join import digest_of, values_by_name
 from unisono.trainer.training.process_group import world_mesh
 from unisono.trainer.training.rank0_work import on_rank0
 from unisono.trainer.training.run import Run
-from unisono.trainer.training.sharding import Sharded, shard_model
+from unisono.trainer.training.sharding import ShardedRoot, shard_model
 
 _TOKENS = 8_192  # in a forward
 _TOKENS_WITH_LOGITS = 1_024  # in one of a model whose head gives the logits of all tokens at once
@@ -235,7 +235,7 @@ def _reference_forward(run: Run) -> Iterator[Any]:
             run.sharded.reshard()
 
 
-def _load(run: Run, named: str) -> tuple[Forward, Sharded | None]:
+def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     """The reference model of a directory or hub id, with its weights as those of the run's own
     model are.
     """

@@ -32,7 +32,7 @@ from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import Part, Saver
-from unisono.trainer.training.sharding import Sharded
+from unisono.trainer.training.sharding import ShardedRoot
 
 if TYPE_CHECKING:
     from unisono.trainer.diffusion.drawing import Sampler
@@ -195,7 +195,7 @@ class Run:
     forward: Forward
     optimizers: Optimizers
     gradient_sync: GradientSync
-    sharded: Sharded | None
+    sharded: ShardedRoot | None
     """Set if every rank holds a shard of each weight."""
     objective: Objective
     source: BatchSource

@@ -25,12 +25,12 @@ from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
 from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
-from unisono.trainer.training.process_group import Alone, Group
+from unisono.trainer.training.process_group import Alone, Group, world_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
-from unisono.trainer.training.sharding import Sharded, shard_weights
+from unisono.trainer.training.sharding import ShardedRoot, shard_model
 
 
 def set_up(
@@ -74,7 +74,7 @@ def set_up(
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
         for hook in hooks:
             group = hook.ranks_joined(group, beats)
-    sharded = shard_weights(loaded, group, device) if plan.strategy == "fsdp" else None
+    sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     is_main = group.is_main
@@ -171,7 +171,7 @@ def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -
     return loaded
 
 
-def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: Sharded | None) -> Forward:
+def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
         from unisono.trainer.diffusion.pipeline import choose_picture_forward

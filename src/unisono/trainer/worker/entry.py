@@ -10,7 +10,6 @@ from unisono.base.child import leave, loading_modules, parse_child_arguments, ru
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import one_line
-from unisono.guard.facts.environment import read_environment
 from unisono.guard.watch import Beats, Pulse, beat_while_collecting
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.readers import register_templates
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
             ) from error
         started = "exec" if child.forked_by is None else "fork"
         report.send("phase", phase="start", text="loading torch", done=None, total=None, started=started)
-        with loading_modules(read_environment().cache_dir):
+        with loading_modules():
             from unisono.base.torch_internals import flight_record
             from unisono.trainer.training.process_group import close_group
             from unisono.trainer.training.rank_run import run_plan

@@ -54,7 +54,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -252,12 +252,6 @@ class _FaultyGroup:
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], object]:
         return self._group.begin_sum(self._instead(tensor))
-
-    def buffer(self, elements: int) -> torch.Tensor:
-        return self._group.buffer(elements)
-
-    def shared(self, elements: int, *, owners: Sequence[int]) -> list[torch.Tensor]:
-        return self._group.shared(elements, owners=owners)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self._group.broadcast(tensor)
