@@ -20,8 +20,8 @@ from tests.grouped_files import write_grouped
 from tests.ranks.front import Ended, Front
 from unisono.base.events import Reporter
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
-from unisono.jobs.runs.train_request import read_objective
 from unisono.trainer.config import RunConfig
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
@@ -150,7 +150,7 @@ class Workshop:
                 model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
                 resume=ResumePoint(step=int(resume.name.removeprefix("step-")), path=str(resume)) if resume else None,
                 resume_reason="", faults=faults, ranks=places if world > 1 else [],
-                objective_digest="".join(read_objective(config).values()),
+                code_digests=own_code_digests(config),
             )
         )  # fmt: skip
 

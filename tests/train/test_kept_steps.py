@@ -8,6 +8,7 @@ import pytest
 
 from unisono.guard.rundir.records import MetricsWriter
 from unisono.guard.supervise.local_ranks import SharedMemory
+from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.trainer.training.memory_snapshots import LIMIT, MemorySnapshots
 from unisono.trainer.training.process_group import Alone
 
@@ -26,7 +27,7 @@ def test_a_step_and_its_evaluation_are_kept_before_anybody_can_see_them(
     with SharedMemory([0]) as memory:
 
         def note(line: dict[str, Any], name: str) -> None:
-            kept, _ = memory.read(0)
+            kept = RescuedStep.of_node(memory).steps[0]
             lines = kept[0].lines if kept and kept[0].step == line["step"] else []
             seen.append((line["step"], name, line[name] in [other.get(name) for other in lines]))
 
@@ -64,8 +65,9 @@ def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_e
         def on_message(message: dict[str, Any], stop: object) -> None:
             del stop
             if message["kind"] in ("step", "eval") and message["step"] > 0:
-                found, damage = memory.read(0)
-                assert damage == []
+                rescued = RescuedStep.of_node(memory)
+                found = rescued.steps[0]
+                assert rescued.damage[0] == []
                 names: list[list[str]] = [
                     [name for name in ("loss", "eval_loss") if name in line] for line in found[0].lines
                 ]
