@@ -64,7 +64,7 @@ _LABEL = re.compile(r"^(- (?:\[.*?\]\(.*?\)|`[^`]+`|\*\*.*?\*\*)): ")
 """What a list item is about: Chinese has its own colon behind it."""
 
 Translate = Callable[[str], str]
-CHINESE = ROOT / "src" / "unisono" / "locale" / "zh" / "LC_MESSAGES" / "unisono.po"
+CHINESE = ROOT / "src" / "unisono" / "base" / "locale" / "zh" / "LC_MESSAGES" / "unisono.po"
 
 
 class Chinese:

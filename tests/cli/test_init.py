@@ -49,7 +49,7 @@ def test_a_template_reports_first_what_it_is_for(name: str) -> None:
 def test_the_choices_in_a_comment_are_all_that_the_key_takes() -> None:
     """`kind: lora  # lora | dora | rslora` lists the words of the schema, no more and no fewer."""
     texts = "".join(template_text(name) for name in template_names())
-    found = re.findall(r"^ *([a-z_]+): \S+ +# (?:.*: )?([\w-]+(?: \| [\w-]+)+)$", texts, re.MULTILINE)
+    found = re.findall(r"^ *([a-z_]+): \S+ +# (?:.*: )?([\w-]+(?: \| [\w.:-]+)+)$", texts, re.MULTILINE)
     assert len(found) >= 6
     for key, listed in found:
         choices = [

@@ -40,7 +40,7 @@ def accepted(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
         ("optim: {warmpu: 3%}", "did you mean `warmup`?"),
         ("batch: {globl: 3}", "did you mean `global`?"),
         ("lr: 1.0e-4", "did you mean `optim.lr`?"),  # of another section
-        ("optim: {strict: true}", "known keys here: kind, lr, "),  # nothing is near
+        ("optim: {strict: true}", "known keys here: kind, options, lr, "),  # nothing is near
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_and_its_line(

@@ -63,7 +63,7 @@ def test_one_changed_byte_changes_one_files_digest(tmp_path: Path) -> None:
     copy = tmp_path / "unisono"
     shutil.copytree(Path(unisono.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_digests(copy)
-    loop = copy / "train" / "loop.py"
+    loop = copy / "trainer" / "training" / "loop.py"
     loop.write_bytes(loop.read_bytes() + b"\n")
     after = code_digests(copy)
     assert {name for name in before if after[name] != before[name]} == {"unisono/trainer/training/loop.py"}

@@ -79,7 +79,7 @@ def test_a_different_version_on_one_node_is_named(trio: Job, package: str, value
 def test_an_edited_source_file_on_one_node_is_named(trio: Job, tmp_path: Path) -> None:
     """Node 1 has a checkout of its own, in which a line was added."""
     shutil.copytree(Path(unisono.__file__).parent, tmp_path / "checkout" / "unisono")
-    with (tmp_path / "checkout" / "unisono" / "train" / "loop.py").open("a") as file:
+    with (tmp_path / "checkout" / "unisono" / "trainer" / "training" / "loop.py").open("a") as file:
         file.write("# tried something\n")
     fronts = [
         trio.start(node, env={"PYTHONPATH": str(tmp_path / "checkout")} if node == 1 else None)

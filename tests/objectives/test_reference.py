@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,7 +197,9 @@ def _flip_a_value(file: Path) -> None:
 
 def test_every_flipped_byte_of_a_store_is_noticed(tmp_path: Path) -> None:
     values: reference.Values = {"train": torch.randn(3, 2), "eval": torch.randn(1, 2)}
-    tables: Any = {split: type("Table", (), {"rows": len(value)}) for split, value in values.items()}
+    tables: Any = {
+        split: SimpleNamespace(table=SimpleNamespace(rows=len(value))) for split, value in values.items()
+    }
     file, key = tmp_path / "reference.safetensors", "0" * 32
     intact = reference._encode(values, key)
     file.write_bytes(intact)

@@ -33,9 +33,9 @@ def main() -> None:
     )  # fmt: skip
     callbacks: list[TrainerCallback] = [Noting(Losses(options))]
     if options.callback:
-        from unisono.guard.integrations.transformers import UnisonoCallback
+        from unisono.integrations import TransformersCallback
 
-        callbacks.append(UnisonoCallback())
+        callbacks.append(TransformersCallback())
     trainer = Trainer(
         tiny.model(), arguments, train_dataset=data, eval_dataset=tiny.rows(8), callbacks=callbacks
     )

@@ -47,9 +47,9 @@ def main() -> None:
     world_size = int(os.environ.get("WORLD_SIZE", os.environ.get("DEVICES", "1")))
     callbacks: list[Callback] = []
     if options.callback:
-        from unisono.guard.integrations.lightning import UnisonoCallback
+        from unisono.integrations import LightningCallback
 
-        callbacks.append(UnisonoCallback())
+        callbacks.append(LightningCallback())
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), strategy="ddp" if world_size > 1 else "auto",
         max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,

@@ -34,9 +34,9 @@ def main() -> None:
     )  # fmt: skip
     callbacks: list[Any] = [Noting(Losses(options))]
     if options.callback:
-        from unisono.guard.integrations.transformers import UnisonoCallback
+        from unisono.integrations import TransformersCallback
 
-        callbacks.append(UnisonoCallback())
+        callbacks.append(TransformersCallback())
     SFTTrainer(
         tiny.model(), config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
     ).train()

@@ -3,6 +3,7 @@ supervised like a run of `unisono train`.
 """
 
 import json
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,12 +139,13 @@ def train(
         rehearse=not no_first_checkpoint,
         programs=Programs(fork_server=fork_server),
     )
-    if dry_run:
-        _show_plan(request)
-    elif rehearse:
-        raise typer.Exit(_rehearse(request))
-    else:
-        raise typer.Exit(_train(request))
+    with nullcontext() if fork_server is None else closing(fork_server):
+        if dry_run:
+            _show_plan(request)
+        elif rehearse:
+            raise typer.Exit(_rehearse(request))
+        else:
+            raise typer.Exit(_train(request))
 
 
 def _as_override(text: str) -> str:

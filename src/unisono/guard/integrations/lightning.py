@@ -1,6 +1,6 @@
 """A callback for Lightning's Trainer: ranks agree on data and steps, and report progress.
 
->>> trainer = Trainer(…, callbacks=[UnisonoCallback()])
+>>> trainer = Trainer(…, callbacks=[LightningCallback()])
 """
 
 import math
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from unisono.guard.integrations.trainer_callback import CallbackReporter, TrainerFacts, length_of, read_loader
 
 
-class UnisonoCallback(Callback):
+class LightningCallback(Callback):
     """Raises on every rank, before the first step, if ranks do not agree on the training; then
     reports progress to the watch.
 

@@ -1,7 +1,7 @@
 """A callback for the Hugging Face Trainer and TRL's trainers: ranks agree on data and steps, and
 report progress.
 
->>> trainer = Trainer(…, callbacks=[UnisonoCallback()])
+>>> trainer = Trainer(…, callbacks=[TransformersCallback()])
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from unisono.guard.integrations.trainer_callback import CallbackReporter, read_loader
 
 
-class UnisonoCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Raises on every rank, before the first step, if ranks do not agree on the training; then
     reports progress to the watch.
 

@@ -269,11 +269,11 @@ def refuse_unsaved(optimizer: torch.optim.Optimizer, names: list[str]) -> None:
                 raise _unsaved(f"{key!r:.60}, a key of the state of {labels[parameter]}, which is not a name")
             is_tensor = isinstance(value, torch.Tensor) and value.dtype in _NAMES and not value.is_sparse
             if not is_tensor and not _is_plain(value):
-                raise _unsaved(f"{type(value).__name__} as `{key}` of {labels[parameter]}")
+                raise _unsaved(f"`{key}` of {labels[parameter]}, a {type(value).__name__}")
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params" and not _is_plain(value):
-                raise _unsaved(f"{type(value).__name__} as `{key}` of a parameter group")
+                raise _unsaved(f"`{key}` of a parameter group, a {type(value).__name__}")
 
 
 def _unsaved(what: str) -> ConfigError:
