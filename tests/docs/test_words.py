@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "src" / "unisono" / "cli" / "templates").rglob("*.yaml")),
+    *sorted((ROOT / "src" / "unisono" / "front" / "cli" / "templates").rglob("*.yaml")),
     *sorted((ROOT / "examples").glob("*.yaml")),
 ]
 
