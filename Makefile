@@ -65,7 +65,7 @@ test-fast: $(STAMP)
 	$(PYTEST) -m "not processes" -n 2 -q $(TEST_OPTIONS)
 
 test-board: $(STAMP)
-	$(PYTEST) tests/board tests/supervise/test_timeline.py -n 2 -q $(TEST_OPTIONS)
+	$(PYTEST) tests/front/board tests/guard/supervise/test_timeline.py -n 2 -q $(TEST_OPTIONS)
 
 # mypy takes one core for a minute: beside the first tests.
 test: lint
@@ -77,7 +77,7 @@ test-long: $(STAMP)
 
 # In an environment with a torch for CUDA: make test-gpu VENV=PATH. Not in CI, whose machines have no GPU; a CUDA library may warn of what does no harm.
 test-gpu:
-	$(VENV)/bin/python -m pytest -m gpu -W default -ra tests/gpu tests/ranks/test_group.py tests/ranks/test_drift.py
+	$(VENV)/bin/python -m pytest -m gpu -W default -ra tests/gpu tests/trainer/ranks/test_group.py tests/trainer/ranks/test_drift.py
 
 format: $(STAMP)
 	$(VENV)/bin/ruff format .

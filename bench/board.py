@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
-from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS, RunningBoard, board_of  # noqa: E402
-from tests.board.made_runs import append, make_run, metrics_line  # noqa: E402
+from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS, RunningBoard, board_of  # noqa: E402
+from tests.front.board.made_runs import append, make_run, metrics_line  # noqa: E402
 
 BOUNDS = {
     "long": {"first_paint_s": 2.0, "server_mb": 150, "file_mb": 5.0, "file_requests": 0},

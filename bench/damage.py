@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.damage.damages import (  # noqa: E402 - the tests are found through the line above
+from tests.jobs.damage.damages import (  # noqa: E402 - the tests are found through the line above
     OF_A_DIRECTORY,
     OF_A_FILE,
     Injected,
@@ -41,8 +41,8 @@ from tests.damage.damages import (  # noqa: E402 - the tests are found through t
     look,
     names_its_tensors,
 )
-from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Loopback  # noqa: E402
+from tests.jobs.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Loopback  # noqa: E402
 from unisono.base.user_key import user_key  # noqa: E402
 
 STEPS = 4

@@ -4,7 +4,7 @@ Run: python bench/diagnose_fuzz.py; writes bench/results/diagnose_fuzz.json.
 
     python bench/diagnose_fuzz.py --seconds 120 --cases FILE.jsonl ...
 
-Cases are those of tests/diagnose/cases, and more where files are given (one object a line, with
+Cases are those of tests/guard/diagnosis/cases, and more where files are given (one object a line, with
 `files`: name → text), and the recordings of flight recorders. Each round takes one, changes it a
 few times, and reads it as the command does. A round fails where there is an exception, where it
 takes longer than LIMIT_S of this process's time, or where a secret that was put in comes out.
@@ -28,8 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "bench/results/diagnose_fuzz.json"
-CASES = ROOT / "tests/diagnose/cases"
-RECORDED = ROOT / "tests/diagnose/recorded"
+CASES = ROOT / "tests/guard/diagnosis/cases"
+RECORDED = ROOT / "tests/guard/diagnosis/recorded"
 LIMIT_S = 10.0
 SECRET = "hf_" + "Zq7Rw2Xk9Lm4Tn8Vb3Yc6Hd1"
 MOST_BYTES = 4 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.diagnose.scoring import Score, cases, is_surely_wrong, mark, verdict
+from tests.guard.diagnosis.scoring import Score, cases, is_surely_wrong, mark, verdict
 
 
 def reading(file: Path) -> dict[str, Any]:

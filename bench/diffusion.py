@@ -71,7 +71,7 @@ def write_model(root: Path, *, divisor: int = 8) -> Path:
     from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-    from tests.diffusion.making import write_tokenizer
+    from tests.trainer.diffusion.making import write_tokenizer
 
     size = write_tokenizer(root / "vocabulary")
     torch.manual_seed(0)
@@ -209,7 +209,7 @@ def share_of_products(model: Path) -> float:
 
 def studio_of(model: Path, pictures: Path, folder: Path) -> Any:
     """What plans and does runs in this process, as tests do."""
-    from tests.diffusion.conftest import Studio
+    from tests.trainer.diffusion.conftest import Studio
 
     return Studio(model, {"sft": pictures}, folder)
 
@@ -230,7 +230,7 @@ def ours(studio: Any, *, cache: bool, buckets: bool, dtype: str) -> dict[str, fl
     """A run; gives CPU seconds of a step after the first ones, and those of everything before the
     run.
     """
-    from tests.ranks.conftest import _Kept
+    from tests.trainer.ranks.conftest import _Kept
     from unisono.trainer.training.front_io import StopRequest
     from unisono.trainer.training.rank_run import run_plan
 

@@ -4,7 +4,7 @@ results, for a pasted line of a log.
 make docs; python bench/docs_search.py [--site site]
 
 The lines: tests/docs/search_lines.jsonl, and, since pages and search were made with a look at
-those, the decisive lines of tests/diagnose/cases, too.
+those, the decisive lines of tests/guard/diagnosis/cases, too.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     site = parser.parse_args().site
     sets = {"tests/docs/search_lines.jsonl": list(kept_lines())}
     for name in SETS:
-        sets[f"tests/diagnose/cases/{name}.jsonl"] = list(case_lines(name))
+        sets[f"tests/guard/diagnosis/cases/{name}.jsonl"] = list(case_lines(name))
     result: dict[str, Any] = {
         "schema": 1,
         "command": "make docs; python bench/docs_search.py",
@@ -58,7 +58,9 @@ def kept_lines() -> Iterator[dict[str, Any]]:
 
 def case_lines(name: str) -> Iterator[dict[str, Any]]:
     """The decisive line of each case of a file that says which one it is."""
-    for text in (ROOT / "tests" / "diagnose" / "cases" / f"{name}.jsonl").read_text("utf-8").splitlines():
+    for text in (
+        (ROOT / "tests" / "guard" / "diagnosis" / "cases" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    ):
         case = json.loads(text)
         decisive = case["evidence_substring"] or ""
         lines = [line for log in case["files"].values() for line in log.splitlines() if decisive in line]

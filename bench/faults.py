@@ -4,7 +4,7 @@ about it.
     python bench/faults.py                       all faults once; writes bench/results/faults.json
     python bench/faults.py --times 3 -k network  some of them, three times
 
-The faults are those of tests/nodes and tests/nproc that carry the marker `fault`; a row is only
+The faults are those of tests/jobs/nodes and tests/jobs/nproc that carry the marker `fault`; a row is only
 written where the test holds. Seconds are counted from the start of the last front (Python's own
 start is in them), or, in a run that trains, from the blow. `named_after_s` is what the verdict
 itself says: from the moment at which all that it needs was there.
@@ -25,8 +25,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.fronts import Named  # noqa: E402 - the tests are found through the line above
-from tests.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.fronts import Named  # noqa: E402 - the tests are found through the line above
+from tests.jobs.nodes.harness import Job  # noqa: E402
 
 
 @dataclass(eq=False)  # pytest keeps its plugins by identity
@@ -93,8 +93,8 @@ def main() -> int:
         "no:cacheprovider",
         "-m",
         "fault",
-        str(ROOT / "tests/nodes"),
-        str(ROOT / "tests/nproc"),
+        str(ROOT / "tests/jobs/nodes"),
+        str(ROOT / "tests/jobs/nproc"),
     ]
     for _ in range(asked.times):
         pytest.main([*words, *(["-k", asked.chosen] if asked.chosen else [])], plugins=[table])

@@ -18,7 +18,7 @@ from typing import Any
 
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-RANK = Path(__file__).parent.parent / "tests" / "ranks" / "gather_rank.py"
+RANK = Path(__file__).parent.parent / "tests" / "trainer" / "ranks" / "gather_rank.py"
 WORLD = 2
 
 

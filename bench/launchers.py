@@ -27,13 +27,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.fronts import Front  # noqa: E402 - the tests are found through the line above
-from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Namespaces, why_no_namespaces  # noqa: E402
-from tests.nodes.test_hosts import Hosts  # noqa: E402
-from tests.ray.cluster import RayCluster, config_of  # noqa: E402
-from tests.slurm.harness import SlurmJob  # noqa: E402
-from tests.slurm.slurm_cluster import cluster, why_no_slurm  # noqa: E402
+from tests.jobs.nodes.fronts import Front  # noqa: E402 - the tests are found through the line above
+from tests.jobs.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Namespaces, why_no_namespaces  # noqa: E402
+from tests.jobs.nodes.test_hosts import Hosts  # noqa: E402
+from tests.jobs.ray.cluster import RayCluster, config_of  # noqa: E402
+from tests.jobs.slurm.harness import SlurmJob  # noqa: E402
+from tests.jobs.slurm.slurm_cluster import cluster, why_no_slurm  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "launchers.json"
 TWO = ("--nodes", "2", "--nproc", "1")

@@ -27,7 +27,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_TOKENIZER = Path(__file__).parent.parent / "tests" / "readers" / "llamafactory" / "golden" / "tokenizer"
+_TOKENIZER = (
+    Path(__file__).parent.parent / "tests" / "trainer" / "readers" / "llamafactory" / "golden" / "tokenizer"
+)
 _WORDS = [
     "the",
     "cat",

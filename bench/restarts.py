@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Loopback  # noqa: E402 - the tests are found through the line above
-from tests.resume.killed_runs import Layout, last_step  # noqa: E402
+from tests.jobs.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Loopback  # noqa: E402 - the tests are found through the line above
+from tests.jobs.resume.killed_runs import Layout, last_step  # noqa: E402
 
 _LAYOUTS = (Layout("ddp", 2, "lora"), Layout("ddp", 2, "full"), Layout("fsdp", 2, "full"))
 _WAYS = ("exec", "fork")

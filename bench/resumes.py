@@ -33,9 +33,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces  # noqa: E402
-from tests.resume.killed_runs import Layout, Struck, beat, draw_blows, mix, undisturbed  # noqa: E402
+from tests.jobs.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces  # noqa: E402
+from tests.jobs.resume.killed_runs import Layout, Struck, beat, draw_blows, mix, undisturbed  # noqa: E402
 
 _MOMENTS = ("before step 1", "in training", "inside a save", "at the end")
 

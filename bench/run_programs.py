@@ -26,8 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.network_namespaces import Namespaces  # noqa: E402
-from tests.run.guarded import (  # noqa: E402 - the tests are found through the line above
+from tests.guard.programs.guarded import (  # noqa: E402 - the tests are found through the line above
     ACCELERATE,
     DDP,
     FSDP2,
@@ -40,7 +39,8 @@ from tests.run.guarded import (  # noqa: E402 - the tests are found through the 
     Named,
     Program,
 )  # fmt: skip
-from tests.run.node_loss import TRAINING, cut, kill, lose_power, training_on_two_nodes  # noqa: E402
+from tests.guard.programs.node_loss import TRAINING, cut, kill, lose_power, training_on_two_nodes  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Namespaces  # noqa: E402
 
 _RESULTS = ROOT / "bench" / "results" / "run_programs.json"
 _PROGRAMS = (DDP, TRAINER, FSDP2, LIGHTNING, ACCELERATE, SFT, LIGHTNING_ITSELF, RAY)

@@ -33,9 +33,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nodes.fronts import Front  # noqa: E402 - the tests are found through the line above
-from tests.nodes.harness import Job  # noqa: E402
-from tests.nodes.network_namespaces import Loopback  # noqa: E402
+from tests.jobs.nodes.fronts import Front  # noqa: E402 - the tests are found through the line above
+from tests.jobs.nodes.harness import Job  # noqa: E402
+from tests.jobs.nodes.network_namespaces import Loopback  # noqa: E402
 
 ROWS = ROOT / "examples" / "data" / "dev.jsonl"
 LAYOUTS = (("ddp", 2), ("fsdp", 3))

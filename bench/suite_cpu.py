@@ -2,7 +2,7 @@
 as root on Linux with control groups of version 1.
 
     mkdir /sys/fs/cgroup/cpuacct/tests PYTHONPATH=$PWD/bench OMP_NUM_THREADS=1 python -m pytest -p
-    suite_cpu -m "not long and not gpu" tests/cli tests/board
+    suite_cpu -m "not long and not gpu" tests/front/cli tests/board
 
 Seconds of the clock say little on a machine that others use; CPU seconds of a whole group also
 count servers that fork what a test starts. At the end it prints the folders, the files and the

@@ -140,7 +140,7 @@ def front_s_per_s() -> float:
     """CPU seconds a second and rank of a front's watch on two real ranks that work, called as often
     as a run calls it.
     """
-    from tests.watch.conftest import watch_deeds
+    from tests.guard.watch.conftest import watch_deeds
     from unisono.guard.supervise.rank_monitor import StallMonitor
 
     with contextlib.ExitStack() as stack:
@@ -190,8 +190,8 @@ class Runs:
 
         The quickest tenth of the steps is what other work on the machine has disturbed least.
         """
-        from tests.nodes.harness import Job
-        from tests.nodes.network_namespaces import Loopback
+        from tests.jobs.nodes.harness import Job
+        from tests.jobs.nodes.network_namespaces import Loopback
 
         class OwnFront(Job):
             def _program(self, node: int, answers: dict[str, Any] | None) -> list[str]:

@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 from playwright.sync_api import Browser, sync_playwright  # noqa: E402
 
-from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS  # noqa: E402
-from tests.board.made_runs import make_run  # noqa: E402
+from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS  # noqa: E402
+from tests.front.board.made_runs import make_run  # noqa: E402
 from unisono.front.board.page import runs_file  # noqa: E402
 from unisono.front.board.regions import REGIONS  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Fits the weights of `unisono diagnose`'s hypotheses on cases, and measures ranking and
 calibration by cross-validation.
 
-    cd tests/diagnose/reports python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl
+    cd tests/guard/diagnosis/reports python ../../../scripts/fit_hypotheses.py read.jsonl began.jsonl
     --kept kept.jsonl --no-failure no_failure.jsonl [--write]
 
 A case is a line of JSON: `files` (name -> text), `cause`, `also_accept`. The weights of the

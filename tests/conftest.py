@@ -15,8 +15,8 @@ import pytest
 from xdist.remote import Producer
 
 from tests import needs
+from tests.jobs.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.needs import pytest_addoption, pytest_sessionfinish
-from tests.nodes.network_namespaces import Ground, Loopback, Namespaces, why_no_namespaces
 from tests.processes import mark, pytest_runtest_protocol, refuse_processes
 from tests.session_server import (
     pytest_collection_finish,
@@ -228,7 +228,7 @@ def image_sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     needs.package("diffusers")
     needs.package("PIL")
-    from tests.diffusion.making import write_pictures, write_pipeline
+    from tests.trainer.diffusion.making import write_pictures, write_pipeline
 
     root = tmp_path_factory.mktemp("images")
     sizes = ((32, 32), (48, 24), (24, 48), (40, 32))

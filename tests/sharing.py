@@ -13,16 +13,21 @@ from xdist.workermanage import WorkerController
 _FIRST, _PATIENCE_S = "gw0", 120.0
 
 _TOGETHER = {
-    "tests/damage/test_user_path.py": "tests/damage/test_damages.py",
-    "tests/launch/test_trust.py": "tests/launch/test_changed_settings.py",
-    "tests/ranks/test_resume.py": "tests/ranks/test_equality.py",
+    "tests/jobs/damage/test_user_path.py": "tests/jobs/damage/test_damages.py",
+    "tests/jobs/runs/test_trust.py": "tests/jobs/runs/test_changed_settings.py",
+    "tests/trainer/ranks/test_resume.py": "tests/trainer/ranks/test_equality.py",
 }
 """A file, and the other with which it goes: session fixtures make their runs once in a process."""
-_ROOMS = ("tests/ray/", "tests/slurm/")
+_ROOMS = ("tests/jobs/ray/", "tests/jobs/slurm/")
 """All files of such a room go together: two clusters at a time would be more than a small machine
 can carry.
 """
-_LONG = ("tests/examples/test_demo.py", *_ROOMS, "tests/ranks/test_equality.py", "tests/ranks/test_resume.py")
+_LONG = (
+    "tests/examples/test_demo.py",
+    *_ROOMS,
+    "tests/trainer/ranks/test_equality.py",
+    "tests/trainer/ranks/test_resume.py",
+)
 """What takes a process the longest by itself; it begins first, and the others are done beside
 it.
 """
@@ -49,7 +54,7 @@ def pytest_configure_node(node: WorkerController) -> None:
     Where no bytecode is kept, each process has to compile them all, and to wait would gain nothing.
     """
     node.workerinput["compiled"] = (
-        sys.dont_write_bytecode or (Path(__file__).parent / "agree" / "__pycache__").exists()
+        sys.dont_write_bytecode or (Path(__file__).parent / "guard" / "agree" / "__pycache__").exists()
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests import front_server
+from tests.jobs.nodes.network_namespaces import Ground, Own
 from tests.needs import lacking
-from tests.nodes.network_namespaces import Ground, Own
 
-FACTS = [sys.executable, "-m", "tests.launch.standins.front_facts"]
+FACTS = [sys.executable, "-m", "tests.jobs.runs.standins.front_facts"]
 ROOT = Path(__file__).parents[1]
 SCRIPT = """import sys
 print(sys.argv, sys.orig_argv, sys.path, __name__, __file__, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import Front
+from tests.jobs.runs.conftest import Front
 from tests.needs import need_namespaces, what_was_skipped
 from tests.processes import starts_processes
 from unisono.base.text import one_line

@@ -63,25 +63,25 @@ STEPS: list[tuple[str, set[int]]] = [
 """Each command in a folder that is prepared as the pages ask for, and its exit codes."""
 
 ELSEWHERE = {
-    r"--launcher slurm|^srun ": "tests/slurm/test_jobs.py",
-    r"--launcher ray": "tests/ray/test_faults.py",
-    r"--hosts ": "tests/nodes/test_hosts.py",
-    r"--nodes |NNODES=": "tests/nodes/test_lost_nodes.py",
-    r"^run -- (torchrun|accelerate|python|llamafactory-cli)": "tests/integrations/test_trainers.py",
+    r"--launcher slurm|^srun ": "tests/jobs/slurm/test_jobs.py",
+    r"--launcher ray": "tests/jobs/ray/test_faults.py",
+    r"--hosts ": "tests/jobs/nodes/test_hosts.py",
+    r"--nodes |NNODES=": "tests/jobs/nodes/test_lost_nodes.py",
+    r"^run -- (torchrun|accelerate|python|llamafactory-cli)": "tests/guard/integrations/test_trainers.py",
     r"^run -- deepspeed": "docs/how-to/run/deepspeed.md",  # was not tried, and says so
-    r"^drill": "tests/drill/test_drills.py",
-    r"^diagnose nccl_trace_rank": "tests/diagnose/test_cases.py",
-    r"^serve ": "tests/serve/test_serve.py",
-    r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/diffusion/test_commands.py",
-    r"--trust-code$": "tests/api/test_own_objective.py",
-    r"^board ": "tests/board/test_server.py",
-    r"^runs": "tests/board/test_list.py",
-    r"^download ": "tests/hub/test_download.py",
-    r"^push ": "tests/hub/test_push.py",
-    r"^completion ": "tests/cli/test_completion.py",
-    r"--format gguf": "tests/talk/test_gguf.py",
+    r"^drill": "tests/front/drill/test_drills.py",
+    r"^diagnose nccl_trace_rank": "tests/guard/diagnosis/test_cases.py",
+    r"^serve ": "tests/front/serve/test_serve.py",
+    r"\d\.toml|^(generate|export) runs/aki |^export aki/": "tests/trainer/diffusion/test_commands.py",
+    r"--trust-code$": "tests/front/api/test_own_objective.py",
+    r"^board ": "tests/front/board/test_server.py",
+    r"^runs": "tests/front/board/test_list.py",
+    r"^download ": "tests/front/hub/test_download.py",
+    r"^push ": "tests/front/hub/test_push.py",
+    r"^completion ": "tests/front/cli/test_completion.py",
+    r"--format gguf": "tests/front/talk/test_gguf.py",
     r"--format (kohya|diffusers)|--out pictures|\.toml\b|^train train\.sh": (
-        "tests/diffusion/test_commands.py"
+        "tests/trainer/diffusion/test_commands.py"
     ),
 }
 """Commands that need a cluster, another program or a server, and the tests of what they start."""

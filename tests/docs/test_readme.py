@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
-    """`bench/results/x.json` or `tests/drill`; a pattern, or a name in capitals, stands for any."""
+    """`bench/results/x.json` or `tests/front/drill`; a pattern, or a name in capitals, stands for any."""
     text = page.read_text()
     if page.parent.name == "causes":
         text = re.sub(r"```text.*?```", "", text, flags=re.DOTALL)  # lines of logs: `28.9 examples/s`

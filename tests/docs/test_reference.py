@@ -24,7 +24,7 @@ def test_the_pages_made_from_the_code_are_up_to_date(script: str) -> None:
     For make_catalogue.py then translate what it adds: its texts are `msgstr ""`.
     """
     # Forked, as programs are: one of them imports torch.
-    command = [sys.executable, "-m", "tests.integrations.launched_programs", str(ROOT / "scripts" / script), "--check"]  # fmt: skip
+    command = [sys.executable, "-m", "tests.guard.integrations.launched_programs", str(ROOT / "scripts" / script), "--check"]  # fmt: skip
     with front_server.start_rank(
         command, cwd=ROOT, env=child_environment(threads=1), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:  # fmt: skip

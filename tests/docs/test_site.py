@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from bench.docs_search import ask, kept_lines
 from page_checks import BLOCK, chinese_pages, stamp, unknown_commands, unknown_keys, why_behind
 from tests import front_server
-from tests.board.boards import CHROMIUM, CHROMIUM_FLAGS
+from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS
 from tests.needs import need
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.doctor.replay import details_from, record
+from tests.front.checks.replay import details_from, record
 from unisono.front.checks.ladder_attempts import attempt_local
 from unisono.guard.facts.machine import probe_nvidia
 from unisono.guard.facts.nvidia import probe_details

@@ -16,7 +16,7 @@ from tests.session_server import cache_with_kernels
 
 DEVICE = "cuda"
 UNISONO = (sys.executable, "-m", "unisono")
-WITH_ANSWERS = (sys.executable, str(Path(__file__).parents[1] / "nodes" / "front.py"))
+WITH_ANSWERS = (sys.executable, str(Path(__file__).parents[1] / "jobs" / "nodes" / "front.py"))
 LIMIT_S = 240.0
 NAMED_S = 20.0  # twice what is promised, on a machine with much to do
 STEPS = 24
@@ -130,7 +130,7 @@ class Runs:
             folder: for configs and results.
             model: that is trained.
             rows: that it is trained on.
-            answers: of the machine, see tests/nodes/front.py.
+            answers: of the machine, see tests/jobs/nodes/front.py.
             env: variables of all programs.
         """
         self.folder, self.model, self.rows, self.answers = folder, model, rows, answers or {}

@@ -1,0 +1,49 @@
+"""How a process that a front started ends. Run: pytest tests/base/child/test_process_exit.py"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# As torch has: something that aborts the process where the interpreter is taken apart.
+_ABORTS = """
+import atexit, os, sys
+from unisono.base.child import leave
+
+class Aborts:
+    def __del__(self, abort=os.abort):
+        abort()
+
+sys.kept = Aborts()
+atexit.register(lambda: print("what was registered is called"))
+print("said before", end="; ")
+"""
+
+
+def ended(words: str, *, out: int = subprocess.PIPE) -> tuple[int, str]:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ABORTS + words], stdout=out, stderr=subprocess.DEVNULL, env=buffered, text=True, timeout=60, check=False
+    )  # fmt: skip
+    return done.returncode, done.stdout or ""
+
+
+def test_what_aborts_while_the_interpreter_is_taken_apart_takes_no_exit_code_with_it() -> None:
+    assert ended("sys.exit(75)")[0] == -signal.SIGABRT, "so it would be otherwise"
+    assert ended("leave(75)") == (75, "said before; what was registered is called\n")
+
+
+def test_where_something_hangs_nothing_is_called_and_all_that_was_reported_is_there() -> None:
+    assert ended("leave(5, orderly=False)") == (5, "said before; ")
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_reader_that_is_gone_changes_nothing(*, orderly: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert ended(f"leave(3, orderly={orderly})", out=writing)[0] == 3
+    finally:
+        os.close(writing)

@@ -1,0 +1,53 @@
+"""Models in the files of GPTQ and AWQ, and results of runs on them: evaluated, answering, merged.
+
+Run: pytest tests/front/talk/test_gptq_and_awq.py
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.grouped_files import write_grouped
+from unisono.trainer.model.quantization import is_quantized
+from unisono.trainer.task import evaluate, export
+from unisono.trainer.task.inference import open_for_inference
+
+IDS = torch.tensor([[5, 9, 11, 40, 7, 30]])
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("gptq", "lora"), ("gemm", "dora")])
+def test_a_run_on_such_files_is_evaluated_answers_and_is_merged(
+    train_here: Callable[..., Any], model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any, layout: str, kind: str
+) -> None:  # fmt: skip
+    stored, out = tmp_path / "stored", tmp_path / "out"
+    values = write_grouped(model_dir, stored, layout=layout)
+    body = {"data": str(rows_file), "cache_dir": str(tmp_path / "cache"), "limit": None}
+    before = evaluate.run({"target": str(stored), **body}, listening)["figures"]
+    run = train_here(
+        model={"path": str(stored), "dtype": "float32"}, adapter={"kind": kind, "rank": 4, "alpha": 16}
+    )
+    after = evaluate.run({"target": str(run.directory), **body}, listening)["figures"]
+    assert after["loss"] < before["loss"]
+    opened = open_for_inference(str(run.directory), report=listening)
+    assert is_quantized(opened.forward.loaded.base)
+    assert opened.forward.quick is (kind == "lora")
+    result = export.run({"target": str(run.directory), "out": str(out), "merge": True}, listening)
+    assert (result["what"], result["dequantized"], result["dtype"]) == ("merged model", True, "float32")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert not hasattr(merged.config, "quantization_config")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    dense.load_state_dict(values, strict=False)
+    wanted = _logits(peft.PeftModel.from_pretrained(dense, run.directory / "adapter"))
+    assert (_logits(merged) - wanted).abs().max() < 1e-4 * wanted.std()
+    again = evaluate.run({"target": str(out), **body}, listening)["figures"]
+    assert again["loss"] == pytest.approx(after["loss"], rel=1e-4)
