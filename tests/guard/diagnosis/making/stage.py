@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ENVS = Path(os.environ.get("DIAGNOSE_ENVS", "/opt/envs"))
 FOLDERS = {"lf": os.environ.get("DIAGNOSE_LF", "lf")}
-TINY = HERE.parents[2] / "src/unisono/builtin/tiny"
+TINY = HERE.parents[3] / "src/unisono/builtin/tiny"
 NAMES = [
     ["gpu-a", "gpu-b", "gpu-c"],
     ["node-0", "node-1", "node-2"],
