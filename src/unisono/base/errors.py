@@ -163,8 +163,8 @@ def error_number(error: BaseException) -> int | None:
     """
     if isinstance(error, OSError):
         return error.errno if isinstance(error.errno, int) else None
-    found = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
-    return int(found[1]) if found else None
+    match = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(match[1]) if match else None
 
 
 def storage_words(error: BaseException) -> str:

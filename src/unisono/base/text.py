@@ -221,13 +221,13 @@ _UNITS: dict[str, Unit] = {
 
 def _split(text: str) -> tuple[float, str]:
     """The number in `text`, scaled by its k, M or G, and the unit."""
-    found = _NUMBER.match(text) if len(text) <= _LONGEST else None
-    if found is None:
+    match = _NUMBER.match(text) if len(text) <= _LONGEST else None
+    if match is None:
         raise ValueError(f"{text!r} is not an amount with a unit")
-    number = float(found[1].replace("_", "")) * _SCALE[found[2]]
+    number = float(match[1].replace("_", "")) * _SCALE[match[2]]
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is too large")
-    return number, found[3]
+    return number, match[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,9 +359,9 @@ def shown_places(places: Sequence[str], *, most: int = 6) -> str:
     """
     parts: list[tuple[str, int, int]] = []  # file with its mark, first and last number
     for place in places:
-        found = _PLACE.fullmatch(place)
-        file, number = (found[1] + found[2], int(found[3])) if found else (place, -1)
-        if parts and found and parts[-1][0] == file and parts[-1][2] == number - 1:
+        match = _PLACE.fullmatch(place)
+        file, number = (match[1] + match[2], int(match[3])) if match else (place, -1)
+        if parts and match and parts[-1][0] == file and parts[-1][2] == number - 1:
             parts[-1] = (file, parts[-1][1], number)
         else:
             parts.append((file, number, number))
@@ -466,7 +466,7 @@ def redact(text: str) -> str:
     """
     low = text.lower()
     if any(sign in low for sign in _HINTS_OF_TOKENS):
-        text = _SECRET_IN_TEXT.sub(lambda found: f"{found[1] or ''}…", text)
+        text = _SECRET_IN_TEXT.sub(lambda match: f"{match[1] or ''}…", text)
     if any(sign in low for sign in _HINTS_OF_HEADERS):
         text = _HEADER.sub(r"\1…", text)
     if any(sign in low for sign in _HINTS_OF_NAMES):
@@ -474,13 +474,13 @@ def redact(text: str) -> str:
     return text
 
 
-def _redacted_value(found: re.Match[str]) -> str:
-    lead, before, value = found["lead"].lower().strip("_.-"), found["before"], found["value"]
+def _redacted_value(match: re.Match[str]) -> str:
+    lead, before, value = match["lead"].lower().strip("_.-"), match["before"], match["value"]
     spaced = not before.rstrip().endswith(("=", ":", ">"))
     if spaced and not before.startswith("-"):  # "the token was", not "--token was"
-        return found[0]
+        return match[0]
     if lead.rpartition("_")[2] in _MODEL_TOKENS or lead in _MODEL_TOKENS or _PLACEHOLDER.match(value):
-        return found[0]
+        return match[0]
     return before + (value[0] if value[0] in "\"'" else "") + "…"
 
 

@@ -76,10 +76,10 @@ def _known(report: NodeReport, files: list[FileDigest]) -> bool:
 
 
 def _by_label(files: Iterable[FileDigest]) -> dict[str, Hashable]:
-    found: dict[str, list[tuple[int, str]]] = {}
+    contents_of: dict[str, list[tuple[int, str]]] = {}
     for file in files:
-        found.setdefault(file.label, []).append((file.bytes, file.digest))
-    return {label: tuple(contents) for label, contents in found.items()}
+        contents_of.setdefault(file.label, []).append((file.bytes, file.digest))
+    return {label: tuple(contents) for label, contents in contents_of.items()}
 
 
 def _shown_content(_: str, value: Hashable) -> str:
@@ -315,11 +315,11 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
     ]
     if not members:
         return Agreement.noted("nodes", "unknown", "no node has reported")
-    found = [judge_identity(members), judge_nodes(members)]
+    agreements = [judge_identity(members), judge_nodes(members)]
     if not uneven:
-        found.append(_with_uneven(judge_nproc(members, may_differ=False)))
-    found += [judge_devices(members), _judge_command(members)]
-    found += [
+        agreements.append(_with_uneven(judge_nproc(members, may_differ=False)))
+    agreements += [judge_devices(members), _judge_command(members)]
+    agreements += [
         judge(members)
         for judge in (
             judge_environment,
@@ -335,33 +335,33 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
             judge_clocks,
         )
     ]
-    return Agreement().merged(*found)
+    return Agreement().merged(*agreements)
 
 
 def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
     """A command line as keys and values, so that a difference has a key: `--lr` → 1e-4, `word 2` →
     train.py.
     """
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     option = ""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if word.startswith("-") and len(word) > 1:
             option = "" if equals else word
-            found[_free_key(found, name)] = value if equals else "given"
+            arguments[_free_key(arguments, name)] = value if equals else "given"
         elif option:
-            found[option] = word
+            arguments[option] = word
             option = ""
         else:
-            found[f"word {number + 1}"] = word
-    return found
+            arguments[f"word {number + 1}"] = word
+    return arguments
 
 
-def _free_key(found: Mapping[str, str], name: str) -> str:
+def _free_key(arguments: Mapping[str, str], name: str) -> str:
     """A key for an option that is repeated."""
     number = 2
     free = name
-    while free in found:
+    while free in arguments:
         free, number = f"{name} ({number})", number + 1
     return free
 

@@ -80,9 +80,9 @@ def _links(reached: Iterable[DialReport]) -> list[Link]:
         Link(
             source,
             target,
-            tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))),
+            tuple(sorted(reports, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))),
         )
-        for (source, target), found in sorted(dials.items())
+        for (source, target), reports in sorted(dials.items())
     ]
 
 
@@ -194,10 +194,10 @@ def _reaching_nobody(links: Sequence[Link]) -> set[int]:
 
 
 def _address(cut: Sequence[Link], targets: set[int]) -> str:
-    found = dict.fromkeys(
+    addresses = dict.fromkeys(
         one_line(dial.address) for link in cut for dial in link.bad if link.target in targets
     )
-    return enumerate_words(list(found), at_most=3)
+    return enumerate_words(list(addresses), at_most=3)
 
 
 def _endpoint(dial: DialReport) -> str:
@@ -217,7 +217,7 @@ def _ports(link: Link) -> str:
 
 
 def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
-    found = [
+    evidence = [
         Evidence(
             where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
             text=(
@@ -228,16 +228,16 @@ def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, No
         for link in cut[:_SHOWN_LINKS]
     ]
     if len(cut) > _SHOWN_LINKS:
-        found.append(
+        evidence.append(
             Evidence(where="the network", text=f"{len(cut) - _SHOWN_LINKS:,} more connections are blocked")
         )
-    found.append(
+    evidence.append(
         Evidence(
             where="the network",
             text=f"{len(links) - len(cut):,} of {count(len(links), 'connection')} are open",
         )
     )
-    return found
+    return evidence
 
 
 def _note(dial: DialReport) -> str:

@@ -140,12 +140,12 @@ def judge_environment(members: Members) -> Agreement:
         f"{len(fatal)} that must be equal are equal" if fatal else "none of those that must be equal is set"
     )
     wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
-    found = judge_keys(rule, _effects(settings, fatal), wording)
+    agreement = judge_keys(rule, _effects(settings, fatal), wording)
     if not nonfatal:
-        return found
+        return agreement
     rule = replace(rule, violated="warn", subject="environment variables that should be equal")
     wording = replace(wording, label=_with_reason, good=f"{len(nonfatal)} that should be equal are equal")
-    return found.merged(judge_keys(rule, _effects(settings, nonfatal), wording))
+    return agreement.merged(judge_keys(rule, _effects(settings, nonfatal), wording))
 
 
 def _effects(settings: NodeSettings, names: Sequence[str]) -> Keyed:
@@ -369,7 +369,7 @@ LINTS: tuple[Lint, ...] = (
 def judge_settings(members: Members) -> Agreement:
     """Each suspicious setting once, with the nodes that have it."""
     rule = NODE_RULES["settings"]
-    found = Agreement()
+    agreement = Agreement()
     for lint in LINTS:
         hits = partition(
             (who, settings[lint.name])
@@ -378,12 +378,12 @@ def judge_settings(members: Members) -> Agreement:
             and lint.when(settings[lint.name], settings, report)
         )
         for group in hits[:4]:
-            found = found.merged(_suspicious(lint, group.value, members, set(group.members)))
-    found = found.merged(_unknown(members), _same_machine_names(members))
-    if not found.checks:
+            agreement = agreement.merged(_suspicious(lint, group.value, members, set(group.members)))
+    agreement = agreement.merged(_unknown(members), _same_machine_names(members))
+    if not agreement.checks:
         number = len({name for _, report in members for name in settings_of(report)})
         return Agreement.noted(rule.id, "pass", f"{count(number, 'variable')} checked, none is suspicious")
-    return found
+    return agreement
 
 
 def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -> Agreement:
@@ -404,7 +404,7 @@ def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -
 
 def _unknown(members: Members) -> Agreement:
     """Unknown names with the prefix of NCCL, gloo or torch."""
-    found = Agreement()
+    agreement = Agreement()
     names = unknown_names(name for _, report in members for name in settings_of(report))
     for name, close in names.items():
         people = [who for who, report in members if name in settings_of(report)]
@@ -412,8 +412,8 @@ def _unknown(members: Members) -> Agreement:
         fix = [f"`unisono explain {close}`"] if close else []
         fix.append(f"`unset {show(name)}` on {name_all(people)}, unless it is needed")
         summary = f"{show(name)} on {name_all(people)}: unknown variable; {normalized}"
-        found = found.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
-    return found
+        agreement = agreement.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
+    return agreement
 
 
 def _same_machine_names(members: Members) -> Agreement:

@@ -299,7 +299,7 @@ def _many_files(members: Members) -> str:
 def _judge_rest(members: Members) -> Agreement:
     """Limits that only warn."""
     rule = NODE_RULES["limits"]
-    found = Agreement()
+    agreement = Agreement()
     for look, fix in (
         (_few_processes, "`ulimit -u`; in Kubernetes, the pod's PID limit"),
         (_little_locked_memory, "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`"),
@@ -308,7 +308,7 @@ def _judge_rest(members: Members) -> Agreement:
         groups = [group for group in partition((who, look(report)) for who, report in members) if group.value]
         for group in groups[:3]:
             where = name_all(group.members)
-            found = found.merged(
+            agreement = agreement.merged(
                 violation(
                     replace(rule, violated="warn"),
                     f"{where}: {group.value}",
@@ -316,7 +316,7 @@ def _judge_rest(members: Members) -> Agreement:
                     fix=[f"on {where}: {fix}"],
                 )
             )
-    return found
+    return agreement
 
 
 def _few_processes(report: NodeReport) -> str:

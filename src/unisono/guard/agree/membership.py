@@ -70,9 +70,9 @@ def _duplicate(text: str, same: Sequence[Member], members: Members) -> Agreement
 def judge_nodes(members: Members) -> Agreement:
     """All nodes expect the same number of nodes, and every node rank from 0 is present."""
     rule = NODE_RULES["nodes"]
-    found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
-    if not found.agreed:
-        return found
+    agreement = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
+    if not agreement.agreed:
+        return agreement
     wanted = members[0][1].nodes
     present = {who.node_rank for who, _ in members}
     outside = [who for who, _ in members if not 0 <= who.node_rank < wanted]

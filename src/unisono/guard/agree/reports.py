@@ -85,15 +85,15 @@ def number_list(noun: str, numbers: Iterable[int]) -> str:
 
 
 def _ranges(ordered: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in ordered:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((number, number))
+            ranges.append((number, number))
     return [
         part
-        for first, last in found
+        for first, last in ranges
         for part in ([(first, last)] if last != first + 1 else [(first, first), (last, last)])
     ]
 

@@ -92,8 +92,8 @@ def essential(package: str, version: str | None) -> str | None:
 
 def release_of(version: str) -> tuple[int, ...]:
     """`2.26.2+cuda12.2` as (2, 26, 2); empty if it does not start with a number."""
-    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in found[1].split(".")[:6] if len(part) < 10) if found else ()
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")[:6] if len(part) < 10) if match else ()
 
 
 def judge_versions(members: Members) -> Agreement:
@@ -301,7 +301,7 @@ the cause clock_skew.
 def judge_known_bad(members: Members) -> Agreement:
     """A warning for each known bug that could affect a run of ours on these nodes."""
     rule = NODE_RULES["known_bad"]
-    found = Agreement()
+    agreement = Agreement()
     for entry in (entry for entry in KNOWN_BAD if entry.concerns == "train"):
         hit = [(who, _installed(entry, report)) for who, report in members if _meets(entry, report)]
         for group in partition(hit):
@@ -309,7 +309,7 @@ def judge_known_bad(members: Members) -> Agreement:
             fix = [entry.command, f"see {entry.source}"]
             if entry.least_good:
                 fix.insert(1, f"the minimum good version is {entry.least_good}")
-            found = found.merged(
+            agreement = agreement.merged(
                 violation(
                     rule,
                     f"{entry.package} {group.value} on {where}: {entry.what}",
@@ -318,8 +318,8 @@ def judge_known_bad(members: Members) -> Agreement:
                     evidence=[Evidence(where=where, text=f"{entry.package} {group.value}")],
                 )
             )
-    if found.checks:
-        return found
+    if agreement.checks:
+        return agreement
     return Agreement.noted(
         rule.id, "pass", f"none of {count(len(KNOWN_BAD), 'known bug')} affects these versions"
     )

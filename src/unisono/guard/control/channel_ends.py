@@ -462,7 +462,7 @@ def allow_open_files(nodes: int) -> None:
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         why = one_line(str(getattr(error, "strerror", "") or error))
         raise disagreement(
@@ -471,7 +471,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
             where=host,
             fix=("pass an IP address that the other nodes reach: --head IP:PORT",),
         ) from error
-    return found[0][0], found[0][4]
+    return addresses[0][0], addresses[0][4]
 
 
 def _cannot_bind(error: OSError, host: str, port: int) -> Exception:

@@ -201,7 +201,7 @@ def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.Addres
     if isinstance(answer[0], Exception):
         again = isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN
         raise _NoAddress(_error_text(answer[0]), lasting=not again) from answer[0]
-    return [(found[0], found[4]) for found in answer[0]]
+    return [(entry[0], entry[4]) for entry in answer[0]]
 
 
 def _shake_hands(caller: DialRequest, sock: socket.socket) -> DialedConnection:

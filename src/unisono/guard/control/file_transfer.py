@@ -440,8 +440,8 @@ class FileReceiver:
     def drop(self, caller: IncomingConnection) -> None:
         """The end of a connection. Runs in the channel's thread."""
         with self._lock:
-            found = [incoming for (of, _), incoming in self._known.items() if of is caller]
-        for incoming in found:
+            dropped = [incoming for (of, _), incoming in self._known.items() if of is caller]
+        for incoming in dropped:
             incoming.items.put(_StopReason("its node is gone"))
 
     def _offered(self, caller: IncomingConnection, body: Body) -> None:
@@ -513,12 +513,12 @@ class FileReceiver:
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
             try:
-                found = self._write(incoming, fd)
+                content = self._write(incoming, fd)
             except OSError as error:
                 error.filename = str(path)
                 raise
-            if found != offer.content:
-                raise OfferRefused(_difference(offer, found))
+            if content != offer.content:
+                raise OfferRefused(_difference(offer, content))
             os.fsync(fd)
             finish()
         return path
@@ -627,10 +627,10 @@ def _no_room(path: Path, size: int, free: int) -> str:
     )
 
 
-def _difference(offer: Offer, found: Content) -> str:
-    if found.bytes != offer.content.bytes:
-        return f"{found.bytes} bytes of {offer.content.bytes} arrived"
+def _difference(offer: Offer, content: Content) -> str:
+    if content.bytes != offer.content.bytes:
+        return f"{content.bytes} bytes of {offer.content.bytes} arrived"
     return (
-        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {found.xxh3_128}"
+        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
         f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
     )

@@ -276,10 +276,10 @@ def _bound(address: str, count: int) -> Iterator[socket.socket]:
     made: list[socket.socket] = []
     try:
         for _ in range(count):
-            found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-            sock = socket.socket(found[0], socket.SOCK_STREAM)
+            entry = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+            sock = socket.socket(entry[0], socket.SOCK_STREAM)
             made.append(sock)
-            sock.bind(found[4])
+            sock.bind(entry[4])
             sock.listen(_MAX_CONNECTIONS)
             sock.setblocking(False)
     except BaseException:  # none stays open; raised again
@@ -536,13 +536,13 @@ async def _connect(address: str, port: int) -> socket.socket:
     Raises:
         OSError: also if the address is not literal.
     """
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    sock = socket.socket(found[0], socket.SOCK_STREAM)
+    entry = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    sock = socket.socket(entry[0], socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, found[4])
+        await asyncio.get_running_loop().sock_connect(sock, entry[4])
     except BaseException:  # a timeout must not leave a socket either; raised again
         sock.close()
         raise

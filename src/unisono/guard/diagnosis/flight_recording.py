@@ -130,8 +130,8 @@ def rank_of_name(name: str) -> int | None:
     dump.3.
     """
     rank = who_is_file(name).rank
-    if rank is None and (found := _LAST_NUMBER.search(name)):
-        rank = int(found[1])
+    if rank is None and (match := _LAST_NUMBER.search(name)):
+        rank = int(match[1])
     return rank
 
 
@@ -162,14 +162,14 @@ def _groups(status: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[tu
 
 
 def _members(config: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, tuple[int, ...]]:
-    found = {}
+    members = {}
     for label in groups:
         name = label.partition(":")[0]
         ranks = str((config.get(name) or {}).get("ranks") or "")[: 8 * MOST_RANKS]
         numbers = tuple(sorted({int(number) for number in re.findall(r"\d{1,6}", ranks)}))
         if numbers:
-            found[label] = numbers
-    return found
+            members[label] = numbers
+    return members
 
 
 def _entry(one: Mapping[str, Any]) -> Entry:
@@ -307,9 +307,9 @@ class _PickleReader:
             place -= 1
             if place < 0:
                 raise RefusedPickleError(f"byte {self.place - 1}: the pickle is broken")
-        found = stack[place + 1 :]
+        values = stack[place + 1 :]
         del stack[place:]
-        return found
+        return values
 
     def pop(self) -> Any:
         """The value on top."""

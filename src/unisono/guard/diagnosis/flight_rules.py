@@ -58,11 +58,11 @@ class _Run:
     @cached_property
     def of_rank(self) -> dict[int, Recording]:
         """Recordings by rank; of two of the same rank the first."""
-        found: dict[int, Recording] = {}
+        recordings: dict[int, Recording] = {}
         for recording in self.all:
             if recording.rank is not None:
-                found.setdefault(recording.rank, recording)
-        return dict(sorted(found.items()))
+                recordings.setdefault(recording.rank, recording)
+        return dict(sorted(recordings.items()))
 
     @cached_property
     def members(self) -> dict[str, tuple[int, ...]]:
@@ -80,11 +80,11 @@ class _Run:
     @cached_property
     def waits(self) -> dict[_Place, list[int]]:
         """Ranks that wait, by group and number."""
-        found: dict[_Place, list[int]] = defaultdict(list)
+        ranks_at: dict[_Place, list[int]] = defaultdict(list)
         for rank, recording in self.of_rank.items():
             for group, seq in recording.waits.items():
-                found[group, seq].append(rank)
-        return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
+                ranks_at[group, seq].append(rank)
+        return dict(sorted(ranks_at.items(), key=lambda item: (item[0][1], item[0][0])))
 
     def mismatches(self) -> list[Hypothesis]:
         """Ranks with different collectives at the same number of a group; the lowest such number
@@ -187,13 +187,13 @@ class _Run:
 
     def _absent(self, place: _Place) -> list[int]:
         group, seq = place
-        found = []
+        absent = []
         for rank in self.members.get(group, ()):
             recording = self.of_rank.get(rank)
             far = recording.groups.get(group) if recording else None
             if far is None or far.enqueued < seq:
-                found.append(rank)
-        return found
+                absent.append(rank)
+        return absent
 
     def _mismatch(self, entries: dict[int, Entry], odd: list[int]) -> Hypothesis:
         one = next(iter(entries.values()))

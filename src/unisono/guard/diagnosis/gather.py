@@ -29,9 +29,9 @@ def gather(scanned: Sequence[Scanned], *, excerpts: Container[str] = ()) -> RunF
     logs = with_ranks(kept)
     attribution = Attribution(logs)
     placed = [attribution.events(log) for log in logs]
-    events = tuple(event for found in placed for event in found)
+    events = tuple(event for group in placed for event in group)
     tracebacks = tuple(trace for log in logs for trace in attribution.traces(log))
-    exits = tuple(attribution.exit(one) for found in placed for one in find_exits(found))
+    exits = tuple(attribution.exit(one) for group in placed for one in find_exits(group))
     world = _world_size(events, exits, logs)
     step, steps = _steps(events)
     return RunFacts(
@@ -151,9 +151,9 @@ def _ranks(
     failed = {trace.event.rank for trace in tracebacks if not trace.ignored}
     return {
         rank: _rank(
-            rank, found, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed
+            rank, rank_events, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed
         )
-        for rank, found in sorted(by_rank.items())
+        for rank, rank_events in sorted(by_rank.items())
     }
 
 
@@ -209,16 +209,20 @@ def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
 
 def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
     """One for each rank and group: the first that it waited for."""
-    found: dict[tuple[int | None, str], Collective] = {}
+    collectives: dict[tuple[int | None, str], Collective] = {}
     for event in events:
         if event.signature not in ("watchdog", "watchdog_status"):
             continue
         group = _group(event.text)
         near = next(
-            (key for key in found if key[0] == event.rank and (key[1] == group or not key[1] or not group)),
+            (
+                key
+                for key in collectives
+                if key[0] == event.rank and (key[1] == group or not key[1] or not group)
+            ),
             None,
         )
-        one = found.get(near) if near else None
+        one = collectives.get(near) if near else None
         if one is None:
             one = Collective(event, event.rank, group)
         fresh = {
@@ -236,16 +240,16 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
             if value is not None and getattr(one, name) in (None, "")
         }
         key = near or (event.rank, group)
-        found[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
-    return found.values()
+        collectives[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
+    return collectives.values()
 
 
 def _group(text: str) -> str:
     """The process group in a watchdog's line."""
     import re
 
-    found = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
-    return found[2] or found[1] if found else ""
+    match = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
+    return match[2] or match[1] if match else ""
 
 
 # fmt: off
@@ -258,8 +262,8 @@ BY_PRIORITY = (
 
 def find_framework(events: Iterable[Event]) -> str:
     """One of BY_PRIORITY, or "" if unknown."""
-    found = {name for event in events if event.signature == "made_by" for name in event.fields}
-    return next((name for name in BY_PRIORITY if name in found), "")
+    frameworks = {name for event in events if event.signature == "made_by" for name in event.fields}
+    return next((name for name in BY_PRIORITY if name in frameworks), "")
 
 
 _BEGINS = frozenset({"omp_banner", "lf_tasks", "launched", "deepspeed_cmd", "ray_began"})
@@ -310,7 +314,7 @@ _START = Event(source="", line=1, order=0, signature="line", kind="fact", cause=
 
 def _beginnings(one: Scanned) -> list[Event]:
     """The events with which further runs begin."""
-    found: list[Event] = []
+    beginnings: list[Event] = []
     begin, ended, restarts = 0, False, False
     for place, event in enumerate(one.events):
         if event.signature in _ENDS or _is_plain_end(event):
@@ -319,10 +323,10 @@ def _beginnings(one: Scanned) -> list[Event]:
             restarts = True
         elif event.signature in _BEGINS and ended and not restarts:
             if not _same_run(one.events[begin:place], one.events[place:]):
-                found.append(event)
+                beginnings.append(event)
                 begin = place
             ended = False
-    return found
+    return beginnings
 
 
 def _is_plain_end(event: Event) -> bool:

@@ -105,12 +105,12 @@ def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[
 
 def _distinct(findings: list[Hypothesis]) -> list[Hypothesis]:
     """One hypothesis for each cause; "undetermined" only if there is no other."""
-    found: dict[str, Hypothesis] = {}
+    distinct: dict[str, Hypothesis] = {}
     for finding in findings:
-        found.setdefault(finding.cause, finding)
-    if len(found) > 1:
-        found.pop("undetermined", None)
-    return list(found.values())
+        distinct.setdefault(finding.cause, finding)
+    if len(distinct) > 1:
+        distinct.pop("undetermined", None)
+    return list(distinct.values())
 
 
 MOST_EVIDENCE = 10
@@ -154,8 +154,8 @@ class Diagnosis:
         body["earlier_runs"] = list(self.facts.earlier_runs)
         if every:
             body["alternatives"] = [verdict.to_json() for verdict in self.alternatives]
-        found: dict[str, Any] = redacted_json(body)
-        return found
+        redacted: dict[str, Any] = redacted_json(body)
+        return redacted
 
     @property
     def is_proved(self) -> bool:
@@ -242,11 +242,13 @@ def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
     return verdict.model_copy(update={"summary": summary, "evidence": (), "fix": (), "confidence": 0.3})
 
 
-def with_answer(found: Diagnosis, feature: Feature) -> Diagnosis:
+def with_answer(diagnosis: Diagnosis, feature: Feature) -> Diagnosis:
     """The diagnosis after a question was answered."""
-    features = (*found.features, feature)
+    features = (*diagnosis.features, feature)
     return replace(
-        found, features=features, ranking=rank(features, framework=found.facts.framework, is_failure=True)
+        diagnosis,
+        features=features,
+        ranking=rank(features, framework=diagnosis.facts.framework, is_failure=True),
     )
 
 
@@ -269,10 +271,10 @@ def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
 
 
 def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:
-    found: dict[tuple[str, str], Evidence] = {}
+    evidence: dict[tuple[str, str], Evidence] = {}
     for event in events:
-        found.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
-    return tuple(found.values())[:MOST_EVIDENCE]
+        evidence.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
+    return tuple(evidence.values())[:MOST_EVIDENCE]
 
 
 def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:

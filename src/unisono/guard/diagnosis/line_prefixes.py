@@ -106,17 +106,17 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
     if style:
         timed = _BEFORE.match(piece)
         who, place = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
-        found = (_PDSH if style == "pdsh" else _SRUN).match(piece, place)
-        if found:
-            place = found.end()
-            who = _styled(who, found, style)
+        match = (_PDSH if style == "pdsh" else _SRUN).match(piece, place)
+        if match:
+            place = match.end()
+            who = _styled(who, match, style)
     for _ in range(_MOST_PREFIXES):
         if not _ANY_PREFIX.match(piece, place):
             break
         for pattern in _PREFIXES:
-            found = pattern.match(piece, place)
-            if found:
-                who, place = _merged(who, found.groupdict()) if pattern.groups else who, found.end()
+            match = pattern.match(piece, place)
+            if match:
+                who, place = _merged(who, match.groupdict()) if pattern.groups else who, match.end()
                 break
     return who, piece[place:]
 
@@ -124,8 +124,8 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
 def find_rank(text: str) -> int | None:
     """The rank in the text of a line, if the line names its own."""
     head = text[:400]
-    found = _INSIDE.search(head) if "ank" in head else None
-    return int(next(group for group in found.groups() if group)) if found else None
+    match = _INSIDE.search(head) if "ank" in head else None
+    return int(next(group for group in match.groups() if group)) if match else None
 
 
 def find_style(lines: list[str]) -> str:
@@ -139,7 +139,7 @@ def find_style(lines: list[str]) -> str:
     numbered = [bool(_SRUN.match(line)) for line in lines]
     if _is_usual(numbered) and not _are_line_numbers(lines):
         return "srun-nodes" if _are_nodes(lines) else "srun"
-    named = [(found := _PDSH.match(line)) is not None and _like_host(found["host"]) for line in lines]
+    named = [(match := _PDSH.match(line)) is not None and _like_host(match["host"]) for line in lines]
     return "pdsh" if _is_usual(named) else ""
 
 
@@ -169,29 +169,29 @@ def who_is_file(name: str) -> Origin:
     )
 
 
-def _styled(who: Origin, found: re.Match[str], style: str) -> Origin:
+def _styled(who: Origin, match: re.Match[str], style: str) -> Origin:
     if style == "pdsh":
-        return replace(who, host=found["host"])
-    number = int(found["number"])
+        return replace(who, host=match["host"])
+    number = int(match["number"])
     return replace(who, rank=number) if style == "srun" else replace(who, node_rank=number)
 
 
 def _are_nodes(lines: list[str]) -> bool:
     """Whether srun's numbers are those of launchers, with ranks of their own below them."""
     for line in lines:
-        found = _SRUN.match(line)
-        rest = line[found.end() :] if found else ""
+        match = _SRUN.match(line)
+        rest = line[match.end() :] if match else ""
         inner = _INNER.search(rest)
-        if found and inner and int(inner[1]) != int(found["number"]):
+        if match and inner and int(inner[1]) != int(match["number"]):
             return True
-        if found and ("distributed tasks at:" in rest or "torch/distributed/run.py" in rest):
+        if match and ("distributed tasks at:" in rest or "torch/distributed/run.py" in rest):
             return True
     return False
 
 
 def _are_line_numbers(lines: list[str]) -> bool:
     """Whether the numbers before lines only ever grow: an editor's or grep's."""
-    numbers = [int(found["number"]) for line in lines if (found := _SRUN.match(line))]
+    numbers = [int(match["number"]) for line in lines if (match := _SRUN.match(line))]
     return (
         len(numbers) >= _FEWEST_COUNTED
         and numbers[0] > 0
@@ -203,9 +203,9 @@ def _like_host(word: str) -> bool:
     return any(letter.isdigit() for letter in word) or "-" in word or "." in word
 
 
-def _merged(who: Origin, found: dict[str, str | None]) -> Origin:
-    rank, local_rank, pid, node = (found.get(name) for name in ("rank", "local_rank", "pid", "node_rank"))
-    host = found.get("host") or found.get("pod") or found.get("compose")
+def _merged(who: Origin, groups: dict[str, str | None]) -> Origin:
+    rank, local_rank, pid, node = (groups.get(name) for name in ("rank", "local_rank", "pid", "node_rank"))
+    host = groups.get("host") or groups.get("pod") or groups.get("compose")
     if not (rank or local_rank or pid or node or host):
         return who
     return Origin(  # dataclasses.replace takes five times as long, and this is called for each line
@@ -251,10 +251,10 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
         year: for formats without one; None: such times are ignored.
     """
     head = text[:LOOK_CHARS]
-    found = _ISO.search(head) or _AMERICAN.search(head) or _GLOG.search(head) or _SYSLOG.search(head)
-    if not found:
+    match = _ISO.search(head) or _AMERICAN.search(head) or _GLOG.search(head) or _SYSLOG.search(head)
+    if not match:
         return None
-    groups = found.groupdict()
+    groups = match.groupdict()
     which = int(groups.get("y") or year or 0)
     month = _MONTHS.get(groups.get("b") or "") or int(groups.get("m") or 0)
     day, hour, minute, second = (int(groups[name]) for name in "dHMS")
@@ -267,8 +267,8 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
 def find_year(text: str) -> int | None:
     """The year at the start of a line, for the formats without one."""
     head = text[:LOOK_CHARS]
-    found = _YEAR.search(head) if "20" in head else None
-    return int(found[1] or found[2]) if found else None
+    match = _YEAR.search(head) if "20" in head else None
+    return int(match[1] or match[2]) if match else None
 
 
 # fmt: off
@@ -289,19 +289,19 @@ def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
     if not (text.startswith('{"') and text.endswith("}")) or len(text) > _MOST_CHARS:
         return None
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    messages = [found[name] for name in _TEXTS if isinstance(found.get(name), str)]
+    messages = [record[name] for name in _TEXTS if isinstance(record.get(name), str)]
     lines = [
         plain(one) if "\x1b" in one else one
         for message in messages
         for one in message.splitlines()
         if one.strip()
     ]
-    if not lines or isinstance(found.get("loss"), int | float):
+    if not lines or isinstance(record.get("loss"), int | float):
         return None
-    inner = [found, *(value for value in found.values() if isinstance(value, dict))]
+    inner = [record, *(value for value in record.values() if isinstance(value, dict))]
     return _origin_of_fields(inner), lines[:_MOST_LINES]
 
 
@@ -376,14 +376,14 @@ class CollectorPrefix:
         if (
             self._pattern
             and ranked
-            and find_style([line[found.end() :] for line in lines if (found := ranked.match(line))])
+            and find_style([line[match.end() :] for line in lines if (match := ranked.match(line))])
         ):
             self._pattern = ranked
 
     def off(self, text: str) -> str | None:
         """The text of a line without the collector's prefix; None: it has none."""
-        found = self._pattern.match(text) if self._pattern else None
-        return text[found.end() :] if found else None
+        match = self._pattern.match(text) if self._pattern else None
+        return text[match.end() :] if match else None
 
 
 def _common(texts: set[str], lines: list[str]) -> re.Pattern[str] | None:
@@ -401,15 +401,15 @@ def _outer(text: str) -> str:
 
 def _places(data: bytes) -> list[int]:
     """Positions of the first anchors of each kind."""
-    found: list[int] = []
+    places: list[int] = []
     for word in _ANCHORS:
         place = data.find(word)
-        while place >= 0 and len(found) < _MOST_ANCHORS:
-            found.append(place)
+        while place >= 0 and len(places) < _MOST_ANCHORS:
+            places.append(place)
             place = (
                 data.find(word, data.find(b"\n", place)) if b"\n" in data[place : place + (1 << 16)] else -1
             )
-    return found
+    return places
 
 
 def _before(data: bytes, place: int) -> str | None:
@@ -433,5 +433,5 @@ def _shape(text: str) -> str:
     """
     body = text.rstrip(" ")
     parts = {"number": r"\d+", "level": r"\w+", "month": r"\w{3}", "blank": " +"}
-    shaped = (parts.get(found.lastgroup or "") or re.escape(found[0]) for found in _PARTS.finditer(body))
+    shaped = (parts.get(match.lastgroup or "") or re.escape(match[0]) for match in _PARTS.finditer(body))
     return "".join(shaped) + text[len(body) :]

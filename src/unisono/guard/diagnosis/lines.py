@@ -164,12 +164,12 @@ class Prefilter:
 
     def hits(self, chunk: bytes) -> list[int]:
         """Positions of matches in the chunk, ascending."""
-        found = self._rare(chunk)
+        offsets = self._rare(chunk)
         if self._often.strong:
-            found += self._edges(chunk)
+            offsets += self._edges(chunk)
         if self._often.weak:
-            found += self._sampled(chunk)
-        return sorted(set(found))
+            offsets += self._sampled(chunk)
+        return sorted(set(offsets))
 
     def is_often(self, word: bytes) -> bool:
         """Whether a string was so frequent that no longer all its matches are given."""
@@ -179,18 +179,18 @@ class Prefilter:
         """All matches of strings that are not frequent; continues with the remaining strings if one
         becomes frequent.
         """
-        found: list[int] = []
+        offsets: list[int] = []
         place = 0
         while place >= 0:
             left = (self._strong - self._often.strong) | (self._weak - self._often.weak)
-            place = self._until_often(_finder(left), chunk, place, found) if left else -1
-        return found
+            place = self._until_often(_finder(left), chunk, place, offsets) if left else -1
+        return offsets
 
-    def _until_often(self, find: _Find, chunk: bytes, place: int, found: list[int]) -> int:
+    def _until_often(self, find: _Find, chunk: bytes, place: int, offsets: list[int]) -> int:
         seen, strong = self._seen, self._strong
         for match in find(chunk, place, len(chunk)):
             start = match.start()
-            found.append(start)
+            offsets.append(start)
             word = match[0]
             seen[word] += 1
             if seen[word] >= (OFTEN_STRONG if word in strong else OFTEN):
@@ -241,8 +241,8 @@ def _finder(words: frozenset[bytes]) -> _Find:
     options.never_capture = True
     options.log_errors = False
     options.max_mem = _DFA_BYTES
-    found: _Find = re2.compile(pattern, options).finditer
-    return found
+    finder: _Find = re2.compile(pattern, options).finditer
+    return finder
 
 
 class Hints:
@@ -263,11 +263,11 @@ class Hints:
         """The strings in the text; one may be given several times."""
         data, find = text.encode("utf-8", "surrogatepass"), _finder(self._words)
         match = next(find(data, 0, len(data)), None)
-        found: tuple[str, ...] = ()
+        words: tuple[str, ...] = ()
         while match is not None:
-            found += self._beginnings[match[0]]
+            words += self._beginnings[match[0]]
             match = next(find(data, match.start() + 1, len(data)), None)
-        return found
+        return words
 
 
 SHOWN_CHARS = 600

@@ -124,7 +124,7 @@ def last_step(run: RunDir) -> int | None:
 def _rank_facts(one: RankEvents, step: int | None) -> RankFacts:
     finished = next((event for event in one.events if event.kind == "finished"), None)
     progress = next((event for event in reversed(one.events) if event.kind == "progress"), None)
-    own = [found for message in one.messages if (found := _whole(message.get("step"))) is not None]
+    own = [number for message in one.messages if (number := _whole(message.get("step"))) is not None]
     return RankFacts(
         one.rank,
         host=one.host or None,
@@ -395,7 +395,7 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     crashes = [(one, *one.crash) for one in reports if one.crash]
     if not crashes:
         return None
-    one, event, message = min(crashes, key=lambda found: found[1].time or 0.0)
+    one, event, message = min(crashes, key=lambda crash: crash[1].time or 0.0)
     problems = message.get("problems") or [{}]
     error = shown(one_line(str(message.get("error") or problems[0].get("what") or "an exception"), limit=400))
     text = str(message.get("traceback") or "")

@@ -53,8 +53,8 @@ def _hypothesis(event: Event, *, confidence: float) -> Hypothesis:
 
 def _ranks_in(text: str) -> tuple[int, ...]:
     """The ranks that a summary names first."""
-    found = _RANKS.search(text)
-    return tuple(map(int, re.findall(r"\d+", found[1])))[:_MOST_RANKS] if found else ()
+    match = _RANKS.search(text)
+    return tuple(map(int, re.findall(r"\d+", match[1])))[:_MOST_RANKS] if match else ()
 
 
 def _is_cause(name: str) -> bool:

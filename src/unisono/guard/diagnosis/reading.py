@@ -176,14 +176,14 @@ def find_sources(paths: list[str]) -> list[Source]:
     Raises:
         FileNotFoundError: if a path does not exist.
     """
-    found: dict[Path, None] = {}
+    unique: dict[Path, None] = {}
     stdin = False
     for path in paths:
         if path == STDIN or _is_stdin(Path(path)):
             stdin = True
         else:
-            found.update(dict.fromkeys(_files(Path(path))))
-    files = list(found)
+            unique.update(dict.fromkeys(_files(Path(path))))
+    files = list(unique)
     sources = [Source(name, path) for name, path in zip(_short_names(files), files, strict=True)]
     return [*([Source("stdin", None)] if stdin else []), *sources]
 
@@ -191,8 +191,8 @@ def find_sources(paths: list[str]) -> list[Source]:
 def _is_stdin(path: Path) -> bool:
     """Whether a path that is not a regular file is stdin: /dev/stdin, /dev/tty."""
     try:
-        found = path.stat()
-        return not stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(0))
+        status = path.stat()
+        return not stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.fstat(0))
     except OSError:
         return False
 
@@ -359,13 +359,13 @@ def diagnose_logs(
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
     features = {report.name: find_features(report.name, report.passages) for report in reports}
     if not only_reports:  # a README beside logs says nothing of the run, and its log lines are examples
-        features = {name: found for name, found in features.items() if is_about_a_failure(found)}
+        features = {name: of_report for name, of_report in features.items() if is_about_a_failure(of_report)}
     facts = gather([one for one in scanned if one.name in features or one.name not in names], excerpts=names)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
     return make_diagnosis(
         [with_host(finding, facts) for finding in findings],
         facts,
-        [feature for found in features.values() for feature in found],
+        [feature for of_report in features.values() for feature in of_report],
         language=reports[0].language if only_reports else "",
         excerpts=names,
     )

@@ -322,7 +322,7 @@ _MAIL_HEADER = re.compile(
 
 
 def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
-    found: list[Passage] = []
+    passages: list[Passage] = []
     fenced = False
     prose: list[tuple[int, str]] = []  # the lines of a paragraph
     for number, raw in rows:
@@ -335,15 +335,15 @@ def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
                 row = ""
         text = _prose(row, fenced=fenced)
         if prose and not _continues(prose[-1][1], row, text):
-            found += _of_paragraph(prose)
+            passages += _of_paragraph(prose)
             prose = []
         if text:
             prose.append((number, text))
         elif row.strip() and not _MAIL_HEADER.match(row):
-            found.append(Passage(number, row, "log"))
-        if len(found) > _MOST_PASSAGES:
+            passages.append(Passage(number, row, "log"))
+        if len(passages) > _MOST_PASSAGES:
             break
-    return found + _of_paragraph(prose)
+    return passages + _of_paragraph(prose)
 
 
 def _prose(row: str, *, fenced: bool) -> str:
@@ -377,11 +377,11 @@ def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
     """The passages of some lines of prose that belong together, each with the line where it
     begins.
     """
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for number, text in lines:
-        found += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
+        passages += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
         runs = _FOREIGN_RUN.finditer(text) if _CJK.search(text) else ()
-        found += [
+        passages += [
             Passage(number, match[0], "code")
             for match in runs
             if "`" not in match[0] and match[0].count(" ") >= 2
@@ -390,8 +390,8 @@ def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
     for sentence in _sentences(_MARKUP.sub(_without_markup, " ".join(text for _, text in lines))):
         while len(left) > 1 and sentence[:_BEGINNING] not in left[0][1]:
             left.pop(0)
-        found.append(Passage(left[0][0], sentence, "prose"))
-    return found
+        passages.append(Passage(left[0][0], sentence, "prose"))
+    return passages
 
 
 def _without_markup(match: re.Match[str]) -> str:

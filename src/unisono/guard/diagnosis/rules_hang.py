@@ -100,7 +100,7 @@ def find_hang(view: View) -> list[Hypothesis]:
         return _gloo(view)
     waiting = max(groups.values(), key=len)
     rules = (_reported_lag, _different, _behind, _absent, _one_continues, _undecided)
-    return next((found for rule in rules if (found := rule(view, waiting))), [])
+    return next((hypotheses for rule in rules if (hypotheses := rule(view, waiting))), [])
 
 
 def first_collectives(view: View) -> bool:

@@ -39,14 +39,14 @@ def find_named(view: View) -> list[Hypothesis]:
     its own.
     """
     causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
-    found = []
+    hypotheses = []
     for cause in causes:
         if judgement_of(cause).has_rules:
             continue
         stated = lines_naming(view, cause)
         if stated is not None:
-            found.append(named_hypothesis(view, stated))
-    return found
+            hypotheses.append(named_hypothesis(view, stated))
+    return hypotheses
 
 
 def lines_naming(view: View, cause: str) -> Named | None:
@@ -218,12 +218,12 @@ def _refused_start(view: View) -> list[Hypothesis]:
 
 def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
     """A thread of the program ended, and the rank that it belonged to did not come any more."""
-    found = _finding(view, traces, 0.75)
+    finding = _finding(view, traces, 0.75)
     first = traces[0]
     ranks = (first.event.rank,) if first.event.rank is not None else view.silent()
     who = f"rank {ranks[0]}" if ranks else "the program"
     return replace(
-        found,
+        finding,
         ranks=ranks,
         why=(
             f"a thread of {who} ended with {first.type}:"
@@ -273,7 +273,7 @@ def _without_header(view: View) -> list[Event]:
         (one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier
     }
     covered |= {(one.source, one.line) for one in view.facts.events if _owned_elsewhere(view, one)}
-    found = []
+    events = []
     for event in view.facts.of("exception"):
         parts = exception_of(_after_label(event.text))
         if (
@@ -284,8 +284,8 @@ def _without_header(view: View) -> list[Event]:
         ):
             continue
         if not view.is_victims(event) and not _NCCL.search(event.text) and not view.survived(event):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _after_label(text: str) -> str:
@@ -379,24 +379,24 @@ def find_finished(view: View) -> list[Hypothesis]:
 
 def find_destroyed_twice(view: View) -> list[Hypothesis]:
     """The process group was destroyed twice, after training."""
-    found = [trace for trace in view.facts.tracebacks if _is_destroy(trace)]
+    destroys = [trace for trace in view.facts.tracebacks if _is_destroy(trace)]
     lines = view.facts.of("group_is_none")
-    if not found and not lines:
+    if not destroys and not lines:
         return []
-    began = min([*(trace.began for trace in found), *(event.order for event in lines)])
-    source = (found[0].event if found else lines[0]).source
+    began = min([*(trace.began for trace in destroys), *(event.order for event in lines)])
+    source = (destroys[0].event if destroys else lines[0]).source
     done = [event for event in view.finishes if event.source != source or event.order < began]
-    if not done and not _all_steps(view) and not _done_lines(view) and not _only_destroyed(view, found):
+    if not done and not _all_steps(view) and not _done_lines(view) and not _only_destroyed(view, destroys):
         return []
-    evidence = (*lines[:2], *(trace.event for trace in found[:2]), *done[:1])
+    evidence = (*lines[:2], *(trace.event for trace in destroys[:2]), *done[:1])
     why = "training was done; then the process group was destroyed a second time"
     return [Hypothesis("process_group_destroyed_twice", why, evidence, confidence=0.95)]
 
 
-def _only_destroyed(view: View, found: list[Traceback]) -> bool:
+def _only_destroyed(view: View, destroys: list[Traceback]) -> bool:
     """Whether steps were made, and nothing but the second end of the group failed."""
-    others = [trace for trace in view.tracebacks if trace not in found and not view.is_victim(trace)]
-    return bool(found and view.progress and not others)
+    others = [trace for trace in view.tracebacks if trace not in destroys and not view.is_victim(trace)]
+    return bool(destroys and view.progress and not others)
 
 
 def find_nan(view: View) -> list[Hypothesis]:

@@ -429,10 +429,10 @@ class View:
     @cached_property
     def _of_rank_in_log(self) -> dict[tuple[str, int | None], list[Event]]:
         """The events of each rank in each log, in its order."""
-        found: dict[tuple[str, int | None], list[Event]] = {}
+        grouped: dict[tuple[str, int | None], list[Event]] = {}
         for event in sorted(self.facts.events, key=lambda event: event.order):
-            found.setdefault((event.source, event.rank), []).append(event)
-        return found
+            grouped.setdefault((event.source, event.rank), []).append(event)
+        return grouped
 
     @cached_property
     def failing_exits(self) -> list[Exit]:
@@ -469,7 +469,7 @@ def hosts_of(events: Iterable[Event]) -> tuple[str, ...]:
 
 def first_of_each(events: Sequence[Event], *, limit: int = 8) -> tuple[Event, ...]:
     """The first line of each signature of each rank, in order."""
-    found: dict[tuple[str, int | None, str], Event] = {}
+    firsts: dict[tuple[str, int | None, str], Event] = {}
     for event in events:
-        found.setdefault((event.signature, event.rank, event.source), event)
-    return tuple(found.values())[:limit]
+        firsts.setdefault((event.signature, event.rank, event.source), event)
+    return tuple(firsts.values())[:limit]

@@ -299,7 +299,11 @@ class _Reader:
         lines = [plain(text.decode("utf-8", "replace")[:LINE_LIMIT]) for text in head]
         inner = [unwrap_json(text) for text in lines]
         self._style = find_style(
-            [one for text, found in zip(lines, inner, strict=True) for one in (found[1] if found else [text])]
+            [
+                one
+                for text, unwrapped in zip(lines, inner, strict=True)
+                for one in (unwrapped[1] if unwrapped else [text])
+            ]
         )
         self._wrapping.learn(data, self._style)
         self._inner_style = find_style(
@@ -313,15 +317,15 @@ class _Reader:
         self._out.head = self._edge(b"\n".join(head), 1, 0)[:EDGE_LINES]
 
     def _edge(self, data: bytes, line: int, offset: int) -> list[Event]:
-        found = []
+        events = []
         for raw in data.split(b"\n"):
             for piece, order in _pieces(raw, offset, self._wrapping):
                 who, rest = self._split(piece)
                 if rest.strip():
-                    found.append(self._event(piece, line, order, who, "line", "fact", year=self._year))
+                    events.append(self._event(piece, line, order, who, "line", "fact", year=self._year))
             line += 1
             offset += len(raw) + 1
-        return found
+        return events
 
     def _keep_tail(self, chunk: Chunk) -> None:
         data = self._tail + chunk.data
@@ -476,12 +480,14 @@ def _inner(piece: str) -> tuple[Origin, list[str]] | None:
     if '{"' not in piece[:_OBJECT_CHARS]:
         return None
     who, rest = (NO_ORIGIN, piece) if piece.startswith('{"') else split_prefix(piece)
-    found = unwrap_json(rest) if rest.startswith('{"') else None
-    if found is None:
+    unwrapped = unwrap_json(rest) if rest.startswith('{"') else None
+    if unwrapped is None:
         return None
-    inside = unwrap_json(found[1][0]) if len(found[1]) == 1 and found[1][0].startswith('{"') else None
-    named, lines = inside or found
-    outer = found[0] if inside else NO_ORIGIN
+    inside = (
+        unwrap_json(unwrapped[1][0]) if len(unwrapped[1]) == 1 and unwrapped[1][0].startswith('{"') else None
+    )
+    named, lines = inside or unwrapped
+    outer = unwrapped[0] if inside else NO_ORIGIN
     rank = next((one.rank for one in (named, outer, who) if one.rank is not None), None)
     return replace(named, rank=rank, host=named.host or outer.host or who.host), lines
 
@@ -502,7 +508,7 @@ _Match = tuple[str, EventKind, str | None, Mapping[str, str]]
 def _matches(head: str) -> tuple[_Match, ...]:
     """Id, kind, cause and fields of each signature and then of each mark that matches a line."""
     hints = _HINTS.held(head)
-    found: list[_Match] = [
+    matches: list[_Match] = [
         (one.id, one.kind, one.cause, _fields(compiled(one.pattern).search(head)))
         for one in match_hints(head, hints)
     ]
@@ -510,8 +516,8 @@ def _matches(head: str) -> tuple[_Match, ...]:
         mark = MARKS[number]
         if match := compiled(mark.pattern).search(head):
             kind: EventKind = mark.kind  # type: ignore[assignment]
-            found.append((mark.id, kind, None, _fields(match)))
-    return tuple(found)
+            matches.append((mark.id, kind, None, _fields(match)))
+    return tuple(matches)
 
 
 def _fields(match: re.Match[str] | None) -> dict[str, str]:

@@ -86,12 +86,12 @@ def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
         for event in (*source.head[:1], *source.tail[-1:]):
             by_source[source.name].setdefault(event.order, event)
     timed = any(event.time is not None for events in by_source.values() for event in events.values())
-    found = []
+    timeline = []
     for name, events in by_source.items():
         ordered = [events[order] for order in sorted(events)]
         length = max(facts.sources[name].bytes if name in facts.sources else 0, ordered[-1].order, 1)
-        found += _with_times(ordered) if timed else [(event.order / length, event) for event in ordered]
-    return timed, found
+        timeline += _with_times(ordered) if timed else [(event.order / length, event) for event in ordered]
+    return timed, timeline
 
 
 def _with_times(ordered: Sequence[Event]) -> list[tuple[float, Event]]:

@@ -208,13 +208,13 @@ def _read_nccl_file(file: Path) -> dict[str, str]:
             text = stream.read(_LIMIT_BYTES).decode("utf-8", "replace")
     except OSError:
         return {}
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("#")[0].partition("=")
         name, value = name.strip(), value.strip()
         if equals and name and not names_secret(name) and not is_secret(value):
-            found.setdefault(name, value)
-    return found
+            settings.setdefault(name, value)
+    return settings
 
 
 # Packages that affect numerics or wire formats: compared between nodes one by one.
@@ -246,15 +246,15 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def _installed() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         # `distribution.metadata` parses the whole file as a message, with its description: ten
         # times the seconds.
         fields = dict(_NAME_OR_VERSION.findall(text.partition("\n\n")[0]))
         if "Name" in fields and "Version" in fields:
-            found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
-    return dict(sorted(found.items()))
+            versions.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
+    return dict(sorted(versions.items()))
 
 
 def versions_digest(versions: dict[str, str]) -> str:
@@ -271,10 +271,10 @@ def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
     Args:
         packages: all installed distributions, as `package_versions` gives them.
     """
-    found = {name: packages[name] for name in _COMPARED if name in packages}
+    versions = {name: packages[name] for name in _COMPARED if name in packages}
     nccl = next((version for name, version in packages.items() if _NCCL.match(name)), None)
     parts = {"cuda": cuda_of(packages.get("torch", "")), "nccl": nccl, "driver": driver_version()}
-    return found | {name: version for name, version in parts.items() if version}
+    return versions | {name: version for name, version in parts.items() if version}
 
 
 def cuda_of(torch_version: str) -> str | None:
@@ -458,8 +458,8 @@ def probe_url(url: str, *, limit_s: float) -> str:
 
 
 def _without_credentials(url: str) -> str:
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}{found}{rest.rpartition('@')[2]}".rstrip("/")
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}".rstrip("/")
 
 
 def _token_place(cache: Path) -> str:

@@ -29,14 +29,14 @@ def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN
 
 def _cgroup_paths(own: Path) -> dict[str, str]:
     """The process's path by controller names; version 2 has no names."""
-    found = {"": ""}
+    paths = {"": ""}
     try:
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            found[controllers] = path.strip("/")
+            paths[controllers] = path.strip("/")
     except (OSError, ValueError):
         return {"": ""}
-    return found
+    return paths
 
 
 def _with_parents(root: Path, path: str) -> Iterator[Path]:

@@ -299,22 +299,22 @@ def _bfloat16(flags: list[str]) -> str:
 
 
 def _numa_nodes(folder: Path) -> dict[int, frozenset[int]]:
-    found = {}
+    nodes = {}
     for path in folder.glob("node[0-9]*"):
         threads = _parse_list(_content_of(path / "cpulist"))
         if threads:  # some nodes are memory alone
-            found[int(path.name[4:])] = threads
-    return dict(sorted(found.items()))
+            nodes[int(path.name[4:])] = threads
+    return dict(sorted(nodes.items()))
 
 
 def _parse_list(text: str) -> frozenset[int]:
     """`0-3,8` is 0, 1, 2, 3, 8."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
-            found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+            numbers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def _allowed_threads() -> frozenset[int]:
@@ -324,8 +324,8 @@ def _allowed_threads() -> frozenset[int]:
 
 
 def _first_match(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.M)
-    return found[1].strip() if found else ""
+    match = re.search(pattern, text, re.M)
+    return match[1].strip() if match else ""
 
 
 def _content_of(path: Path) -> str:

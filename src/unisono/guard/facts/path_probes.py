@@ -177,12 +177,12 @@ def identity_of(path: Path | str) -> Identity | None:
         OSError: if that cannot be said.
     """
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 if __name__ == "__main__":

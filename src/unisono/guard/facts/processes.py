@@ -75,12 +75,12 @@ def wait_channel(pid: int) -> str:
 
 def child_states(pid: int) -> str:
     """States of its child processes, one letter each; without those that were already reaped."""
-    found = []
+    states = []
     for child in children_of(pid)[:_MOST_CHILDREN]:
         stat = read_stat(child)
         if stat is not None:
-            found.append(stat.state)
-    return "".join(found)
+            states.append(stat.state)
+    return "".join(states)
 
 
 def has_handler(pid: int, number: int) -> bool:
@@ -111,10 +111,10 @@ def children_of(pid: int) -> list[int]:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-    found: list[int] = []
+    children: list[int] = []
     for thread in threads:
-        found += map(int, _line(thread / "children").split())
-    return found
+        children += map(int, _line(thread / "children").split())
+    return children
 
 
 def _line(path: Path) -> str:
@@ -201,10 +201,10 @@ def stuck_threads(pid: int) -> list[ThreadState]:
 def wait_channel_in(base: Path) -> str:
     """The wait channel of a thread's folder in /proc; empty if it runs, or unknown."""
     try:
-        found = (base / "wchan").read_text().strip()
+        channel = (base / "wchan").read_text().strip()
     except OSError:
         return ""
-    return "" if found == "0" else found
+    return "" if channel == "0" else channel
 
 
 def processes_below(pid: int) -> list[tuple[int, int]]:
@@ -215,14 +215,14 @@ def processes_below(pid: int) -> list[tuple[int, int]]:
             stat = _bytes(Path(entry.path, "stat"))
             if stat:
                 children.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry.name))
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     todo = [pid]
     while todo:
         parent = todo.pop(0)
         for child in sorted(children.get(parent, ())):
-            found.append((child, parent))
+            pairs.append((child, parent))
             todo.append(child)
-    return found
+    return pairs
 
 
 def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
@@ -230,12 +230,12 @@ def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
     different user.
     """
     wanted = {name.encode() for name in names}
-    found = {}
+    variables = {}
     for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
         name, equals, value = item.partition(b"=")
         if equals and name in wanted:
-            found[name.decode()] = value.decode("utf-8", "replace")
-    return found
+            variables[name.decode()] = value.decode("utf-8", "replace")
+    return variables
 
 
 def _bytes(path: Path) -> bytes:
@@ -372,8 +372,8 @@ class Orphan:
 
 def find_orphans(proc: Path = Path("/proc")) -> list[Orphan]:
     """All visible orphans, the oldest first."""
-    found = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
-    return sorted(found, key=lambda orphan: (orphan.began, orphan.pid))
+    orphans = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
+    return sorted(orphans, key=lambda orphan: (orphan.began, orphan.pid))
 
 
 def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
@@ -505,13 +505,13 @@ _RANK_POLL_S = 0.02
 
 def living_ranks(front: int) -> list[int]:
     """Pids of a front's ranks and their forks, by command line; without zombies."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and _is_rank_of(folder, str(front).encode()):
             stat = read_stat(int(folder.name))
             if stat is not None and stat.state not in "ZX":
-                found.append(int(folder.name))
-    return sorted(found)
+                pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def wait_until_ended(front: int, *, limit_s: float) -> list[int]:

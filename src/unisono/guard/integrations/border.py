@@ -345,17 +345,17 @@ def start_of(pid: int) -> int | None:
 def registrations(folder: Path) -> Iterator[Registration]:
     """All registered ranks; a file that is not a registration is left out."""
     for path in _files(folder, "rank-"):
-        found = _made(Registration, read_whole(path) or {})
-        if found is not None:
-            yield found
+        registration = _made(Registration, read_whole(path) or {})
+        if registration is not None:
+            yield registration
 
 
 def reported_facts(folder: Path) -> Iterator[ReportedFacts]:
     """Facts for agreements that have not been answered."""
     for path in _files(folder, "facts-"):
-        found = _made(ReportedFacts, read_whole(path) or {})
-        if found is not None and not (folder / f"answer-{found.pid}-{found.name}.json").exists():
-            yield found
+        facts = _made(ReportedFacts, read_whole(path) or {})
+        if facts is not None and not (folder / f"answer-{facts.pid}-{facts.name}.json").exists():
+            yield facts
 
 
 def answer_facts(folder: Path, reported: ReportedFacts, answer: Answer) -> None:

@@ -203,7 +203,7 @@ def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
     for who, one in members:
         by_host.setdefault(who.host, set()).add((one.data.rows, one.data.rows_digest))
     several = len(members) > len(by_host) > 1  # with one rank on each host either may be
-    return _DATA if several and all(len(found) == 1 for found in by_host.values()) else _SPLIT
+    return _DATA if several and all(len(values) == 1 for values in by_host.values()) else _SPLIT
 
 
 # --- reading

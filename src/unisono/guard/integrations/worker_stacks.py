@@ -40,13 +40,13 @@ def workers_below(pid: int) -> "list[WorkerProcess]":
     """
     from unisono.guard.facts.processes import children_of
 
-    found: list[WorkerProcess] = []
+    workers: list[WorkerProcess] = []
     todo = [pid]
-    while todo and len(found) < _MOST_WORKERS:
+    while todo and len(workers) < _MOST_WORKERS:
         for child in children_of(todo.pop(0)):
             todo.append(child)
-            found += _worker(child)
-    return found
+            workers += _worker(child)
+    return workers
 
 
 def _worker(pid: int) -> "Iterator[WorkerProcess]":

@@ -130,13 +130,13 @@ def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     """The machine's GPUs that CUDA_VISIBLE_DEVICES selects, in its order."""
     if visible is None:
         return gpus
-    found = []
+    chosen = []
     for word in (part.strip() for part in visible.split(",")):
         gpu = _match(gpus, word)
         if gpu is None:  # as in CUDA: an entry that is not a device ends the list
             break
-        found.append(gpu)
-    return found
+        chosen.append(gpu)
+    return chosen
 
 
 def _match(gpus: list[Gpu], word: str) -> Gpu | None:

@@ -192,12 +192,12 @@ def with_torchrun_options(
         notes.append(f"{' '.join(typed)}: not used, since the ranks of one node need no address")
     elif typed:
         head = _head_of_torchrun(own, given, variables)
-    found = replace(own, nodes=nodes, nproc=nproc, head=head)
+    request = replace(own, nodes=nodes, nproc=nproc, head=head)
     words = {"--nproc": (own.nproc, nproc), "--nodes": (own.nodes, nodes), "--head": (own.head, head)}
     read = [f"{name} {new}" for name, (old, new) in words.items() if new != old]
     if read:
         notes.append(f"torchrun's options are read as {' '.join(read)}")
-    return found, tuple(notes)
+    return request, tuple(notes)
 
 
 def _ranks_of_a_node(text: str) -> int:

@@ -304,7 +304,7 @@ def comparable(command: Command) -> list[str]:
     """The arguments that must be equal on every node: without node-specific options and the
     program's directory.
     """
-    found = [PurePath(command.words[0]).name]
+    words = [PurePath(command.words[0]).name]
     end = command.script_at if command.script else len(command.words)
     at = 1
     while at < end:
@@ -312,10 +312,10 @@ def comparable(command: Command) -> list[str]:
         if _key(word.partition("=")[0]) in NODE_OPTIONS and word.startswith("-"):
             at += 1 if "=" in word else 2
             continue
-        found.append(word)
+        words.append(word)
         at += 1
     return [
-        *found,
+        *words,
         *([PurePath(command.script).name] if command.script and command.kind != "llamafactory" else []),
         *command.arguments,
     ]
@@ -416,14 +416,17 @@ class LauncherFacts:
         if len(group) < (len(self.nodes) if name == LAUNCHER else int(message["world_size"])):
             return None
         del self._groups[name]
-        found = self._compare(name, group)
+        agreement = self._compare(name, group)
         return Compared(
-            name, found, list(self._answers(name, group, found)), max(at for _, _, at in group.values())
+            name,
+            agreement,
+            list(self._answers(name, group, agreement)),
+            max(at for _, _, at in group.values()),
         )
 
     def waiting(self, places: Mapping[int, RankPlace], *, now: float) -> list[Waiting]:
         """The incomplete comparisons, for ranks at these places."""
-        found = []
+        late = []
         for name, group in self._groups.items():
             since_s = now - min(at for _, _, at in group.values())
             is_due = since_s >= _FIRST_LINE_S and now - self._shown_at.get(name, 0.0) >= _NEXT_LINES_S
@@ -436,8 +439,8 @@ class LauncherFacts:
                 ranks = [place.label for rank, place in sorted(places.items()) if rank not in group]
                 missing = "; ".join(ranks[:4]) or "others"
             hosts = tuple(node.host for node in absent) if name == LAUNCHER else ()
-            found.append(Waiting(name, since_s, missing, hosts, is_due))
-        return found
+            late.append(Waiting(name, since_s, missing, hosts, is_due))
+        return late
 
     def _compare(self, name: str, group: _Group) -> Agreement:
         if name == LAUNCHER:
@@ -452,11 +455,11 @@ class LauncherFacts:
         }
         return compare_rank_facts(name, facts)
 
-    def _answers(self, name: str, group: _Group, found: Agreement) -> Iterator[tuple[int, Message]]:
-        text = found.fatal[0].summary if found.fatal else ""
+    def _answers(self, name: str, group: _Group, agreement: Agreement) -> Iterator[tuple[int, Message]]:
+        text = agreement.fatal[0].summary if agreement.fatal else ""
         facts = self._store(group) if name == LAUNCHER else {}
         for node, message, _ in group.values():
-            answer = Answer(found.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
+            answer = Answer(agreement.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
             value = {
                 "agreed": answer.agreed,
                 "text": answer.text,

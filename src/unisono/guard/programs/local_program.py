@@ -212,8 +212,8 @@ def refuse_missing_program(word: str, path: str | None) -> None:
     Raises:
         UsageError: if there is no such program.
     """
-    found = shutil.which(word, path=path)
-    if found is None:
+    program = shutil.which(word, path=path)
+    if program is None:
         file, name = Path(word), one_line(word, limit=200)
         if os.sep not in word or not file.exists():
             raise _cannot_start(f"program not found: {name}")
@@ -223,12 +223,12 @@ def refuse_missing_program(word: str, path: str | None) -> None:
             f"{name} is not executable",
             f"chmod +x {name}, or start it with its interpreter: unisono run -- python {name}",
         )
-    first = _first_line(Path(found))
+    first = _first_line(Path(program))
     interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
     if interpreter and not Path(os.fsdecode(interpreter[0])).exists():
         named = one_line(os.fsdecode(interpreter[0]), limit=200)
         raise _cannot_start(
-            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named},"
+            f"{one_line(program, limit=200)} cannot be started: its first line names the interpreter {named},"
             " which does not exist",
             "fix that line, or start it with an interpreter that exists: unisono run -- python SCRIPT",
         )
@@ -416,13 +416,13 @@ class LocalProgram:
         return messages
 
     def _new_facts(self) -> list[border.ReportedFacts]:
-        found = []
+        facts = []
         for one in border.reported_facts(self.folder):
             name = f"{one.pid}-{one.name}"
             if self._facts.get(name) != one:
                 self._facts[name] = one
-                found.append(one)
-        return found
+                facts.append(one)
+        return facts
 
     @staticmethod
     def _as_message(one: border.ReportedFacts) -> Message:

@@ -39,11 +39,11 @@ def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
     result.json.
     """
     with join_meeting(party, start.report, tries_collective=False) as member_side:
-        found, number = _one_start(start, member_side, member_side.wait_for("start")), 1
-        while isinstance(found, NewStart):
+        result, number = _one_start(start, member_side, member_side.wait_for("start")), 1
+        while isinstance(result, NewStart):
             start.set_log_aside(number)
-            found, number = _one_start(start, member_side, found.message), number + 1
-        return found
+            result, number = _one_start(start, member_side, result.message), number + 1
+        return result
 
 
 def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -> dict[str, Any] | NewStart:
@@ -147,8 +147,10 @@ class MemberProgram:
             case "look":
                 reports.look(message)
             case "diagnose":
-                found = self.diagnose()
-                self.member_side.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
+                verdict = self.diagnose()
+                self.member_side.send(
+                    {"kind": "diagnosed", "verdict": verdict.to_json() if verdict else None}
+                )
             case "start":
                 self._over, self.new_start = True, NewStart(message)
                 self._end_program()

@@ -174,9 +174,9 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
         verdict: as for a run of `train`.
         framework: that the program trains with; empty: unknown, or before its first step.
     """
-    found = _by_its_words(verdict)
-    way = framework if found.when != "before" else ""
-    return found.model_copy(update={"fix": remedy_for_foreign_program(found.fix, way)})
+    reworded = _by_its_words(verdict)
+    way = framework if reworded.when != "before" else ""
+    return reworded.model_copy(update={"fix": remedy_for_foreign_program(reworded.fix, way)})
 
 
 def may_be_port_taken(verdict: Verdict | None, framework: str) -> bool:

@@ -75,7 +75,7 @@ def search(root: int, host: str) -> Search:
     """Finds the ranks among all descendants of a process."""
     parents: dict[int, int] = {}
     claims: dict[int, tuple[int, int]] = {}
-    found: list[FoundRank] = []
+    ranks: list[FoundRank] = []
     for pid, parent in processes_below(root):
         parents[pid] = parent
         variables = variables_of(pid, _VARIABLES)
@@ -103,8 +103,8 @@ def search(root: int, host: str) -> Search:
             sees=(),
             restarts=restarts,
         )
-        found.append(FoundRank(registration, parent))
-    return Search(parents, claims, tuple(found))
+        ranks.append(FoundRank(registration, parent))
+    return Search(parents, claims, tuple(ranks))
 
 
 UNKNOWN_END = "how it ended is not known"
@@ -277,10 +277,10 @@ class ProgramRanks:
         if now - self._searched >= _SEARCH_EVERY_S:
             self._searched = now
             seen = search(self.root, self.host)
-            for found in seen.found:
-                changed |= self._take(found.registration, registered=False)
+            for rank in seen.found:
+                changed |= self._take(rank.registration, registered=False)
             changed |= self._keep_to_one_launcher(seen)
-            others = [text for found in seen.found for text in self._unwatched_launchers(found, seen)]
+            others = [text for rank in seen.found for text in self._unwatched_launchers(rank, seen)]
         return changed, others
 
     def _take(self, one: border.Registration, *, registered: bool) -> bool:
@@ -337,28 +337,28 @@ class ProgramRanks:
         launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
         one = next((launcher for launcher in launchers.values() if launcher is not None), None)
         changed = False
-        for found in seen.found:
-            number = found.registration.rank
+        for candidate in seen.found:
+            number = candidate.registration.rank
             known = living.get(number)
-            if known is None or found.launcher != one or launchers[number] in (None, one):
+            if known is None or candidate.launcher != one or launchers[number] in (None, one):
                 continue
-            if (rank := self._open_process(found.registration)) is not None:
+            if (rank := self._open_process(candidate.registration)) is not None:
                 known.close()
                 self._ranks[number] = rank
                 changed = True
         return changed
 
-    def _unwatched_launchers(self, found: FoundRank, seen: Search) -> list[Message]:
+    def _unwatched_launchers(self, candidate: FoundRank, seen: Search) -> list[Message]:
         """Reports, once per launcher, that ranks of a further launcher are not watched."""
-        known = self._ranks.get(found.registration.rank)
-        if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
+        known = self._ranks.get(candidate.registration.rank)
+        if known is None or known.end is not None or candidate.launcher in (self.root, *self._unwatched):
             return []
         pid, launcher = known.registration.pid, seen.launcher_of(known.registration.pid)
-        if launcher in (None, found.launcher) or seen.is_below(found.registration.pid, pid):
+        if launcher in (None, candidate.launcher) or seen.is_below(candidate.registration.pid, pid):
             return []
-        self._unwatched.add(found.launcher)
+        self._unwatched.add(candidate.launcher)
         text = (
-            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher"
+            f"process {candidate.launcher} starts ranks while those of process {launcher} run; only one launcher"
             " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
         )
         return [{"kind": "unwatched", "text": text}]

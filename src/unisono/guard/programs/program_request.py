@@ -185,14 +185,14 @@ def _is_automatic(job: Job, request: RunRequest) -> bool:
 
 def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
     """The program's values under the names that read_topology knows, and their real origins."""
-    found = {
+    values = {
         "NNODES": job.nodes,
         "NODE_RANK": job.node_rank,
         "NPROC_PER_NODE": job.nproc,
         "MASTER_ADDR": job.host,
         "MASTER_PORT": job.port,
     }
-    declared = {name: value for name, value in found.items() if value is not None}
+    declared = {name: value for name, value in values.items() if value is not None}
     if "MASTER_PORT" in declared and declared["MASTER_PORT"].text == "0":  # means any port
         del declared["MASTER_PORT"]
     merged = {name: value.text for name, value in declared.items()}
@@ -363,30 +363,34 @@ def build_environment(
         guard_file: of the border.
         store: address of torch's store on node 0; None for one node.
     """
-    found = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
+    variables = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
     notes: list[str] = []
     unguardable = why_unguardable(request.words)
     if unguardable is not None:
         notes.append(f"{unguardable}: only deaths of its ranks are detected")
-    found = injected(found, guard_file)
+    variables = injected(variables, guard_file)
     topology = shape.topology
     if request.devices is not None:
-        found["CUDA_VISIBLE_DEVICES"] = request.devices
+        variables["CUDA_VISIBLE_DEVICES"] = request.devices
     if request.nproc is not None:
-        found |= {"NPROC_PER_NODE": str(request.nproc), "PET_NPROC_PER_NODE": str(request.nproc)}
+        variables |= {"NPROC_PER_NODE": str(request.nproc), "PET_NPROC_PER_NODE": str(request.nproc)}
     if request.debug_comm:
-        found |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+        variables |= {
+            "NCCL_DEBUG": "INFO",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_CPP_LOG_LEVEL": "INFO",
+        }
     if topology.nodes == 1 or store is None:
-        return ProgramEnvironment(found, tuple(notes))
+        return ProgramEnvironment(variables, tuple(notes))
     host, port = store
     place = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
-    found |= place | {"PET_NNODES": str(topology.nodes)}
+    variables |= place | {"PET_NNODES": str(topology.nodes)}
     if shape.own_rendezvous:
-        found["PET_NODE_RANK"] = str(
+        variables["PET_NODE_RANK"] = str(
             topology.node_rank
         )  # our rendezvous knows it, and torchrun would warn that it does not
     else:
-        found |= {
+        variables |= {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "PET_MASTER_ADDR": host,
@@ -395,9 +399,13 @@ def build_environment(
             "PET_RDZV_ENDPOINT": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             "PET_RDZV_CONF": f"rank={topology.node_rank}",
         }
-    if shape.command.kind == "llamafactory" and found.get("FORCE_TORCHRUN", "") not in ("1", "true", "True"):
-        found["FORCE_TORCHRUN"] = "1"
+    if shape.command.kind == "llamafactory" and variables.get("FORCE_TORCHRUN", "") not in (
+        "1",
+        "true",
+        "True",
+    ):
+        variables["FORCE_TORCHRUN"] = "1"
         notes.append(
             "FORCE_TORCHRUN=1 is set: with one device, LLaMA-Factory would train on each node separately"
         )
-    return ProgramEnvironment(found, tuple(notes))
+    return ProgramEnvironment(variables, tuple(notes))

@@ -326,14 +326,14 @@ class ProgramStart:
                     ENDS_WITH_FRONT: True,
                 },
             )
-            found = build_environment(
+            built = build_environment(
                 request, self.shape, self.variables, guard_file=guard.write(), store=store
             )
-            for note in found.notes:
+            for note in built.notes:
                 notify(self.show, note)
             with Program(
                 request.words,
-                environment=found.environment,
+                environment=built.environment,
                 log=self.log,
                 folder=folder,
                 owns_stdout=request.json,

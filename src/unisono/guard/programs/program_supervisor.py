@@ -303,14 +303,14 @@ class ProgramSupervisor:
         compared = self._facts.take(node_rank, message, now=time.monotonic())
         if compared is None:
             return
-        found = compared.agreement
-        self.agreements = self.agreements.merged(found)
+        agreement = compared.agreement
+        self.agreements = self.agreements.merged(agreement)
         for node, answer in compared.answers:
             self._send(node, answer)
-        self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and found.agreed)
-        if found.fatal:
+        self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and agreement.agreed)
+        if agreement.fatal:
             after_s = round(time.monotonic() - compared.complete_at, 3)
-            self._name(found.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
+            self._name(agreement.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
 
     def _report_missing(self, now: float) -> None:
         for waiting in self._facts.waiting(self._places, now=now):
@@ -346,28 +346,28 @@ class ProgramSupervisor:
         # is ended.
         if self._stall_monitor is None or self._ended_all or self.stop_signal is not None:
             return
-        found = self._if_lasting(self._stall_monitor.look(), now)
-        if found is not None and self._is_undecided and self._failures.first_at is None:
+        verdict = self._if_lasting(self._stall_monitor.look(), now)
+        if verdict is not None and self._is_undecided and self._failures.first_at is None:
             self._gather()
-            self._name(found, end_in_s=0.0)
+            self._name(verdict, end_in_s=0.0)
 
-    def _if_lasting(self, found: Verdict | None, now: float) -> Verdict | None:
+    def _if_lasting(self, verdict: Verdict | None, now: float) -> Verdict | None:
         """The verdict, unless it is about ranks that left early and is new: ranks of a guarded
         program may exit one by one.
         """
-        if found is None or not self._has_left(found):
+        if verdict is None or not self._has_left(verdict):
             self._early_since = None
-            return found
+            return verdict
         self._early_since = self._early_since or now
-        return found if now - self._early_since >= _LEFT_EARLY_S else None
+        return verdict if now - self._early_since >= _LEFT_EARLY_S else None
 
-    def _has_left(self, found: Verdict) -> bool:
+    def _has_left(self, verdict: Verdict) -> bool:
         """Whether the verdict's ranks have left with a result, instead of waiting in a different
         collective.
         """
         views = self._stall_monitor.run_view.views if self._stall_monitor is not None else {}
-        return found.cause == "unequal_steps" and any(
-            rank in views and views[rank].reported_result for rank in found.ranks
+        return verdict.cause == "unequal_steps" and any(
+            rank in views and views[rank].reported_result for rank in verdict.ranks
         )
 
     def _gather(self) -> None:
@@ -378,13 +378,13 @@ class ProgramSupervisor:
 
     def _decide(self, now: float) -> None:
         if self._failures.first_at is not None and self._is_undecided:
-            found = self._first_failure(now)
-            if found is not None:
+            verdict = self._first_failure(now)
+            if verdict is not None:
                 if self._may_restart(now):
-                    self._warn_once(found)
+                    self._warn_once(verdict)
                 else:
                     self._gather()
-                    self._name(found, end_in_s=_PROGRAM_ENDS_S)
+                    self._name(verdict, end_in_s=_PROGRAM_ENDS_S)
         if self._failed_at is not None and now - self._failed_at > _OTHER_NODES_S:
             self._end_by = self._end_by or now
         if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:

@@ -236,7 +236,7 @@ class Subreaper:
         Args:
             patience_s: how long they have after SIGTERM; 0: no SIGTERM is sent.
         """
-        found: set[int] = set()
+        seen: set[int] = set()
         began = time.monotonic()
         while time.monotonic() < began + patience_s + _ENDING_S:
             alive = [pid for pid in _descendants(os.getpid()) if not _is_dead(pid)]
@@ -244,14 +244,14 @@ class Subreaper:
                 break
             asks = time.monotonic() < began + patience_s
             for pid in alive:  # SIGKILL also ends what is stopped
-                if not asks or pid not in found:
+                if not asks or pid not in seen:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGTERM if asks else signal.SIGKILL)
-            found.update(alive)
+            seen.update(alive)
             self._reap()
             time.sleep(0.005)
         self._reap()
-        return len(found - {self._program.pid})
+        return len(seen - {self._program.pid})
 
     def _reap(self) -> None:
         """Reaps adopted children, but keeps the program's exit status."""
@@ -302,12 +302,12 @@ def _descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
                 parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, todo = [], [pid]
+    descendants, todo = [], [pid]
     while todo:
         below = parents.get(todo.pop(), [])
-        found += below
+        descendants += below
         todo += below
-    return found
+    return descendants
 
 
 def _is_dead(pid: int) -> bool:

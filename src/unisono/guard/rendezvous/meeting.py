@@ -312,8 +312,8 @@ class Meeting:
         they are ambiguous.
         """
         named = {host for verdict in verdicts for host in verdict.hosts}
-        found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
-        return found if len(found) == len(named) else []
+        ranks = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
+        return ranks if len(ranks) == len(named) else []
 
     def _record_agreement(self) -> None:
         if self._record is not None:

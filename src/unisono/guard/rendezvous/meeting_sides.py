@@ -236,12 +236,12 @@ def rejoin_at_head(
             verdict = meeting.roll.record_report(node_rank, message.get("report"))
             if verdict is not None:
                 meeting.refuse([verdict], nodes=[node_rank])
-        found = compare_again(meeting.reports)
-        if found.agreed and len(meeting.reports) > 1:
-            found = found.merged(head_dials(meeting))
-    if found.fatal:
-        meeting.refuse(found.fatal)
-    return found
+        agreement = compare_again(meeting.reports)
+        if agreement.agreed and len(meeting.reports) > 1:
+            agreement = agreement.merged(head_dials(meeting))
+    if agreement.fatal:
+        meeting.refuse(agreement.fatal)
+    return agreement
 
 
 def _refuse_lost_nodes(meeting: Meeting) -> None:

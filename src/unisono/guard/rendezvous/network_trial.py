@@ -63,10 +63,10 @@ def head_dials(meeting: HeadSide) -> Agreement:
     answers = meeting.gather(
         "reached", timeout_s=_DIALLING_S, what="its test of the connections to the other nodes"
     )
-    found = [DialReport.model_validate(asdict(one)) for one in own]
+    reports = [DialReport.model_validate(asdict(one)) for one in own]
     for node_rank, message in sorted(answers.items()):
-        found += _dial_reports(node_rank, message)
-    return compare_network(found, meeting.reports)
+        reports += _dial_reports(node_rank, message)
+    return compare_network(reports, meeting.reports)
 
 
 def node_dials(member_side: NodeSide, request: Message) -> None:
@@ -78,8 +78,8 @@ def node_dials(member_side: NodeSide, request: Message) -> None:
     peers = _peers(request)
     key = reach_key(member_side.party.token, str(member_side.welcome["run_nonce"]))
     source = member_side.party.topology.node_rank
-    found = member_side.run_in_background(lambda _show: dial_all(peers, key, source=source))
-    member_side.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+    dials = member_side.run_in_background(lambda _show: dial_all(peers, key, source=source))
+    member_side.send({"kind": "reached", "reached": [asdict(one) for one in dials]})
 
 
 def nodes_present(request: Message, *, own: int) -> list[int]:
@@ -88,38 +88,42 @@ def nodes_present(request: Message, *, own: int) -> list[int]:
     Raises:
         Disagreed: if this node is not one of them.
     """
-    found = request.get("present")
-    if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
+    present = request.get("present")
+    if (
+        not isinstance(present, list)
+        or own not in present
+        or not all(isinstance(rank, int) for rank in present)
+    ):
         raise Disagreed.of(
             f"node {own} is missing from the head's list of participating nodes",
             why="the head runs a different version of unisono",
             fix="install the same unisono on all nodes",
         )
-    return found
+    return present
 
 
 def _peers(message: Message) -> list[Peer]:
-    found = []
+    peers = []
     for value in message.get("peers") or []:
         try:
-            found.append(Peer.from_json(value))
+            peers.append(Peer.from_json(value))
         except (
             ValueError
         ):  # from a head of a different version; a pair it gets no answer about is unknown to it
             continue
-    return found
+    return peers
 
 
 def _dial_reports(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
     """The results in a node's message, limited to its own connections."""
-    found = []
+    reports = []
     for value in message.get("reached") or []:
         try:
             one = DialReport.model_validate(value)
         except ValidationError:  # an unreadable result counts as untested: the pair is unknown
             continue
-        found += [one] if one.source == node_rank else []
-    return found
+        reports += [one] if one.source == node_rank else []
+    return reports
 
 
 DEADLINE_S = 15.0

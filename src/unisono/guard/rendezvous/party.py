@@ -167,10 +167,10 @@ class BackgroundWork(Generic[Result]):
 
     def shown(self) -> list[Message]:
         """The messages of the work since the last call."""
-        found = []
+        messages = []
         while not self._messages.empty():
-            found.append(self._messages.get())
-        return found
+            messages.append(self._messages.get())
+        return messages
 
     def result(self) -> Result:
         """The result of the work; raises what the work raised."""

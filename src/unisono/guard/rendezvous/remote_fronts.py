@@ -262,12 +262,12 @@ def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of this node that must be equal on all nodes and do not describe this node
     alone.
     """
-    found = {}
+    forwarded = {}
     for name, value in variables.items():
         known = find_variable(name)
         if known is not None and known.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
-            found[name] = value
-    return found
+            forwarded[name] = value
+    return forwarded
 
 
 def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: bytes, logs: Path) -> SshFront:
@@ -317,8 +317,8 @@ def placed_by_slurm(step: SlurmStep | None, network: NetworkProbe) -> Placed | N
         return None
     port = _PORTS[(int(step.job) * 7 + int(step.step)) % len(_PORTS)]
     host, origin = hosts[0], "the first of SLURM_STEP_NODELIST"
-    found = network.resolve(host)
-    if not found or all(is_loopback(address) for address in found):
+    addresses = network.resolve(host)
+    if not addresses or all(is_loopback(address) for address in addresses):
         address = _address_of(host)  # Slurm's node names may not resolve in the network
         if address and address != host:
             host, origin = address, f"NodeAddr of {hosts[0]}, {origin}"

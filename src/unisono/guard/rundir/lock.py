@@ -154,10 +154,10 @@ class RunLock:
         remount.
         """
         try:
-            found = _parse(self.path.read_bytes()[:4096])
+            holder = _parse(self.path.read_bytes()[:4096])
         except FileNotFoundError:
             return False
-        return found is not None and found == self._holder
+        return holder is not None and holder == self._holder
 
     def release(self) -> None:
         """Releases the lock and removes the file, unless the storage does not respond.

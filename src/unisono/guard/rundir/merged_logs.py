@@ -56,8 +56,8 @@ class LogLine:
     @property
     def signatures(self) -> list[str]:
         """Ids of the signatures that a printed line has, without those that only show progress."""
-        found = match_line(self.text) if self.source == "printed" else []
-        return [signature.id for signature in found if signature.kind not in _NOT_SIGNS]
+        matches = match_line(self.text) if self.source == "printed" else []
+        return [signature.id for signature in matches if signature.kind not in _NOT_SIGNS]
 
 
 def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
@@ -293,7 +293,7 @@ class _Verdicts:
         self._last_text = ""
 
     def more(self) -> Iterator[LogLine]:
-        found: list[LogLine] = []
+        lines: list[LogLine] = []
         for path in (*self._run.verdicts.glob("*.json"), self._run.verdict):
             body = read_object(path)
             at = 0.0
@@ -304,14 +304,14 @@ class _Verdicts:
                 if path == self._run.verdict and text == self._last_text:  # completed with more evidence
                     continue
                 self._last_text = text
-                found.append(LogLine(at, _NOBODY, len(found), "", "verdict", text))
-        self._last = max((line.time for line in found), default=self._last)
-        yield from sorted(found)
+                lines.append(LogLine(at, _NOBODY, len(lines), "", "verdict", text))
+        self._last = max((line.time for line in lines), default=self._last)
+        yield from sorted(lines)
 
 
 def _sizes(path: Path) -> list[tuple[float, int]]:
     """(time, bytes) as the front noted them; empty where there is no such file."""
-    found = []
+    sizes = []
     try:
         lines = read_text(path, errors="replace").splitlines()
     except OSError:
@@ -322,8 +322,8 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
         except (ValueError, TypeError):
             continue  # torn by a kill
         if is_time(when) and isinstance(size, int):
-            found.append((float(when), size))
-    return found
+            sizes.append((float(when), size))
+    return sizes
 
 
 def _as_text(message: dict[str, Any]) -> str:

@@ -135,10 +135,10 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
     Addresses like 127.0.0.2 are not in any list, and belong to the loopback interface.
     """
     known = list(interfaces)
-    found = next((one.name for one in known if address in one.addresses), None)
-    if found is None and is_loopback(address):
+    name = next((one.name for one in known if address in one.addresses), None)
+    if name is None and is_loopback(address):
         return next((one.name for one in known if one.loopback), None)
-    return found
+    return name
 
 
 _PIPE_BYTES = 1 << 20  # minutes of messages: a front that is stopped (Ctrl-Z) does not block its worker
@@ -322,8 +322,8 @@ class ChildProcess:
                 break
             data += chunk
         *lines, self._rest = (self._rest + data).split(b"\n")
-        found = (read_message(line.decode("utf-8", "replace")) for line in lines)
-        return [message for message in found if message is not None]
+        messages = (read_message(line.decode("utf-8", "replace")) for line in lines)
+        return [message for message in messages if message is not None]
 
     def _has_ended(self) -> bool:
         """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a

@@ -283,9 +283,9 @@ class Decider:
         return self._decision
 
     def _decide(self, now: float) -> Decision | None:
-        for found in (self.refusal, self.agreement):
-            if found is not None and not found.agreed:
-                return Decision(agreement=found)
+        for agreement in (self.refusal, self.agreement):
+            if agreement is not None and not agreement.agreed:
+                return Decision(agreement=agreement)
         if self.failures.first_at is None and self.error is not None:
             return Decision(error=self.error)
         if self.failures.first_at is None and self.verdict is not None:

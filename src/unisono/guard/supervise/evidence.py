@@ -55,10 +55,10 @@ class RawEvidence:
 
     def to_json(self) -> dict[str, str]:
         """As a message for the head, at most 1 MiB; what is still too large is cut again."""
-        found = self.bounded()
-        value = {"stacks": found.stacks, "flight": found.flight, "log": found.log}
+        bounded = self.bounded()
+        value = {"stacks": bounded.stacks, "flight": bounded.flight, "log": bounded.log}
         if len(json.dumps(value)) > MESSAGE_BYTES:  # each character of some scripts takes six bytes
-            value = {"stacks": found.stacks[: 64 << 10], "flight": "", "log": found.log}
+            value = {"stacks": bounded.stacks[: 64 << 10], "flight": "", "log": bounded.log}
         return value
 
     @classmethod

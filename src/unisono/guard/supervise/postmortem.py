@@ -71,9 +71,9 @@ def name_failure(
     """
     if decision.loss is not None:
         return name_loss(decision.loss, head=job.nodes[0].host, after_s=after_s or 0.0)
-    found = apart(seen, decision.culprit)
-    if found is not None:
-        return found.model_copy(update={"named_after_s": after_s})
+    divergence = apart(seen, decision.culprit)
+    if divergence is not None:
+        return divergence.model_copy(update={"named_after_s": after_s})
     if decision.culprit is None or decision.culprit.rank >= job.world_size:
         return None
     return name_death(decision.culprit, job, after_s=after_s, seen=seen)
@@ -168,7 +168,7 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
 
 def _printed(end: RankEnd, signature: str) -> bool:
     """Whether the end of a rank's output has a line with this signature of the catalogue."""
-    return any(found.id == signature for line in end.tail.splitlines() for found in match_line(line))
+    return any(match.id == signature for line in end.tail.splitlines() for match in match_line(line))
 
 
 def name_task_death(
@@ -346,13 +346,13 @@ def _tail(end: RankEnd, where: str) -> list[Evidence]:
 
 def verdicts_in(message: Message) -> list[Verdict]:
     """The verdicts of an `ended` message, without those that cannot be read."""
-    found = []
+    verdicts = []
     for value in message.get("verdicts") or []:
         try:
-            found.append(Verdict.from_json(value))
+            verdicts.append(Verdict.from_json(value))
         except (ValueError, TypeError):  # from a head of a different version; its other verdicts still count
             continue
-    return found
+    return verdicts
 
 
 def node_refused(node_rank: int, host: str, error: Message) -> Verdict:

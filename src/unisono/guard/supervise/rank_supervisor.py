@@ -136,8 +136,8 @@ class Attempt:
             case "checkpoint":
                 self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
             case "eval":
-                found = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
-                self.evals |= {name: value for name, value in found.items() if value is not None}
+                values = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
+                self.evals |= {name: value for name, value in values.items() if value is not None}
             case kind:
                 self.last = message if kind in FINAL_KINDS else self.last
 
@@ -333,11 +333,11 @@ class _RankSupervision:
         if verdict is not None:
             self.decider.judged(verdict)
         for observer in self._observers:
-            found = observer.look()
-            if isinstance(found, Verdict):
-                self.decider.judged(found)
-            elif found is not None:
-                self.decider.refused_by_us(found)
+            result = observer.look()
+            if isinstance(result, Verdict):
+                self.decider.judged(result)
+            elif result is not None:
+                self.decider.refused_by_us(result)
 
     def _take_report(self, report: RankReport) -> None:
         store = self.decider.rank_reported(report)

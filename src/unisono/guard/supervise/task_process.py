@@ -139,11 +139,11 @@ class TaskProcess:
         """
         last_message_at = time.monotonic()
         while not self._child.ended:
-            found = self._child.read()
-            last_message_at = time.monotonic() if found else last_message_at
+            batch = self._child.read()
+            last_message_at = time.monotonic() if batch else last_message_at
             if silence_s is not None and time.monotonic() - last_message_at > silence_s:
                 raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
-            for message in found:
+            for message in batch:
                 yield self._checked(message)
                 if message["kind"] == "result":
                     return
@@ -158,10 +158,10 @@ class TaskProcess:
             UnisonoError: what the task refused, in the class of its exit code.
             RankDied: if it crashed or was killed.
         """
-        found = [self._checked(message) for message in self._child.read(0)]
-        if not found and self._child.ended:
+        messages = [self._checked(message) for message in self._child.read(0)]
+        if not messages and self._child.ended:
             raise self._ended()
-        return found
+        return messages
 
     def _checked(self, message: Message) -> Message:
         if message["kind"] == "refused":

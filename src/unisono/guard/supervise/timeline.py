@@ -84,22 +84,22 @@ class RankTime:
             now: the time of the sample.
             at: the time of the heartbeat.
         """
-        found = []
+        entries = []
         if (glance.phase, glance.visit) != (self._phase, self._visit):
             if self._phase and at - self._began > LEAST_S:
-                found.append(self._entry(self._began, at - self._began))
+                entries.append(self._entry(self._began, at - self._began))
             self._phase, self._visit, self._began = glance.phase, glance.visit, at
         self._step = glance.step
         if now - self.summary_at >= SUMMARY_S:
-            found.append(self._summary(glance, now))
-        return found
+            entries.append(self._summary(glance, now))
+        return entries
 
     def end(self, glance: Glance | None, now: float) -> list[Entry]:
         """The current phase, which the end of the rank cuts, and a last summary."""
-        found = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
+        entries = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
         if self._phase and now - self._began > LEAST_S:
-            found.append(self._entry(self._began, now - self._began))
-        return found
+            entries.append(self._entry(self._began, now - self._began))
+        return entries
 
     def _entry(self, when: float, seconds: float) -> Entry:
         return {

@@ -54,10 +54,10 @@ def read_flight(text: str) -> Flight:
             Group.of(str(number), status).with_entries(entries)
             for number, status in dump["pg_status"].items()
         ]
-        found = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
-        if not found:
+        entered = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
+        if not entered:
             return Flight()
-        group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
+        group, entry = max(entered, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
         may_step, thread = dump.get("may_step"), dump.get("thread")
         return Flight(
             _collective(entry, group) if entry is not None else None,
@@ -190,8 +190,8 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
                 trained = threads[-1][1]
         elif line == _CUT_SHORT:
             is_cut = True
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1][1].append(_frame(found["file"], found["line"], found["function"]))
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1][1].append(_frame(match["file"], match["line"], match["function"]))
     if not threads:
         return ()
     if trained:

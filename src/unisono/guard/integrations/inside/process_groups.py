@@ -47,14 +47,14 @@ def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
     """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that
     exist.
     """
-    found = []
+    wrapped = []
     for kind, names in _NAMES.items():
         for name in names:
             function = getattr(module, name, None)
             if function is not None:
                 setattr(module, name, beating(function, KINDS.index(kind), process))
-                found.append(name)
-    return found
+                wrapped.append(name)
+    return wrapped
 
 
 def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) -> Callable[..., Any]:
@@ -77,9 +77,9 @@ def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) ->
             if process.step_starts.collective(kind, elements):
                 beats.take_batch()
             before = beats.wait_in(kind, elements)
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             beats.come_back(before)
-            return found
+            return result
         finally:
             process.inside = False
 

@@ -125,11 +125,11 @@ _MOST_BELOW = 256
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - of names alone
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+            children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return children
 
 
 def _io_bytes() -> int:

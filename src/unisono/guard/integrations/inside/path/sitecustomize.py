@@ -48,11 +48,11 @@ class _Finder:
         if name not in HOOKS:
             return None
         for finder in sys.meta_path:
-            found = None if finder is self else getattr(finder, "find_spec", _nothing)(name, path, target)
-            if found is not None:
-                if hasattr(found.loader, "exec_module"):
-                    found.loader = _Loader(found.loader)
-                return found
+            spec = None if finder is self else getattr(finder, "find_spec", _nothing)(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
         return None
 
 
