@@ -170,10 +170,10 @@ def error_number(error: BaseException) -> int | None:
 def storage_words(error: BaseException) -> str:
     """The system's message, e.g. "File too large"."""
     number = error_number(error)
-    own = error.strerror if isinstance(error, OSError) else None
-    if own and number is not None and "Detail: [errno" in own:  # pyarrow wraps the system's message
+    words = error.strerror if isinstance(error, OSError) else None
+    if words and number is not None and "Detail: [errno" in words:  # pyarrow wraps the system's message
         return os.strerror(number)
-    return own or (os.strerror(number) if number is not None else str(error))
+    return words or (os.strerror(number) if number is not None else str(error))
 
 
 def is_full(error: BaseException) -> bool:
@@ -313,16 +313,16 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
     if number in _DENIED and phase is not None:
         name = "storage_unfit"
-    known = find_cause(name) if name is not None else None
-    if known is None:
+    entry = find_cause(name) if name is not None else None
+    if entry is None:
         return None
     return Verdict(
-        cause=known.id,
+        cause=entry.id,
         when="during",
         summary=problem.what,
         phase=phase,
         evidence=(Evidence(where=problem.where, text=problem.why),),
-        fix=tuple(dict.fromkeys((problem.fix, *known.remedy))) if number in FULL else (problem.fix,),
+        fix=tuple(dict.fromkeys((problem.fix, *entry.remedy))) if number in FULL else (problem.fix,),
     )
 
 

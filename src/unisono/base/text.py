@@ -142,13 +142,13 @@ def library_words(error: BaseException, *, library: str = "transformers") -> str
     return f"{library} says: {one_line(text, limit=250) or type(error).__name__}"
 
 
-def nearest(word: str, known: list[str], *, alike: float = 0.6) -> str | None:
+def nearest(word: str, choices: list[str], *, alike: float = 0.6) -> str | None:
     """The closest match for `word` in `known`, or None if none is close: `alike` from 0 to 1, at
     which they are equal.
     """
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=alike)
     return close[0] if close else None
 
 
@@ -183,10 +183,10 @@ def validation_words(error: Any) -> str:
     value = one_line(repr(first["input"]), limit=60)
     if kind == "literal_error":
         return f"{key} is {value} and should be {context.get('expected')}"
-    wanted = _KINDS.get(kind.partition("_")[0])
+    expected = _KINDS.get(kind.partition("_")[0])
     return (
-        f"{key} is {value} and should be {wanted}"
-        if wanted
+        f"{key} is {value} and should be {expected}"
+        if expected
         else f"{key} is {value}, which is out of its range"
     )
 
@@ -358,9 +358,9 @@ def shown_places(places: Sequence[str], *, most: int = 6) -> str:
     A file is named once for all its places that follow one another.
     """
     parts: list[tuple[str, int, int]] = []  # file with its mark, first and last number
-    for place in places:
-        match = _PLACE.fullmatch(place)
-        file, number = (match[1] + match[2], int(match[3])) if match else (place, -1)
+    for entry in places:
+        match = _PLACE.fullmatch(entry)
+        file, number = (match[1] + match[2], int(match[3])) if match else (entry, -1)
         if parts and match and parts[-1][0] == file and parts[-1][2] == number - 1:
             parts[-1] = (file, parts[-1][1], number)
         else:
@@ -370,8 +370,8 @@ def shown_places(places: Sequence[str], *, most: int = 6) -> str:
         numbers = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
         texts.append(numbers if file == before and numbers else file + numbers)
         before = file
-    rest = sum(last - first + 1 for _, first, last in parts[most:])
-    return ", ".join(texts) + (f" and {rest:,} more" if rest else "")
+    omitted = sum(last - first + 1 for _, first, last in parts[most:])
+    return ", ".join(texts) + (f" and {omitted:,} more" if omitted else "")
 
 
 def show_seconds(seconds: float) -> str:
@@ -381,9 +381,9 @@ def show_seconds(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, remainder = divmod(whole, 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 

@@ -52,11 +52,11 @@ def gloo_states() -> list[str]:
     states = []
     for stat in Path("/proc/self/task").glob("*/stat"):  # empty except on Linux
         try:
-            name, _, rest = stat.read_text("utf-8", "replace").partition("(")[2].rpartition(")")
+            name, _, statistics = stat.read_text("utf-8", "replace").partition("(")[2].rpartition(")")
         except OSError:  # it has exited
             continue
         if name == _NAME:
-            states.append(rest.split()[0])
+            states.append(statistics.split()[0])
     return states
 
 

@@ -223,16 +223,16 @@ class Chinese:
     def _joined_values(self, text: str, depth: int) -> str | None:
         """Two values in a row: as one sentence, or the second one begins with a mark."""
         halves = [(text[: mark.start()], text[mark.start() :]) for mark in _MARK.finditer(text)][::-1]
-        for head, rest in halves:  # a sentence that begins with a mark
-            tail = self._entries.get(rest) or self._by_template(rest, depth, foreign=False)
+        for head, clause in halves:  # a sentence that begins with a mark
+            tail = self._entries.get(clause) or self._by_template(clause, depth, foreign=False)
             if tail and (first := self._value(head, depth)) is not None:
                 return first + tail
         if (whole := self.sentence(text, depth=depth)) is not None:
             return whole
-        for head, rest in halves:
-            inner = self.sentence(rest[1:], depth=depth) if rest[0] in ",;:" else None
+        for head, clause in halves:
+            inner = self.sentence(clause[1:], depth=depth) if clause[0] in ",;:" else None
             if inner and (first := self._value(head, depth)) is not None:
-                return first + "，；："[",;:".index(rest[0])] + inner
+                return first + "，；："[",;:".index(clause[0])] + inner
         return None if _PROSE.search(text) else text
 
     def _in_parts(self, text: str, depth: int) -> str | None:

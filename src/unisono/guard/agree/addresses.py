@@ -329,18 +329,18 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
-    known = {one.name: one for one in report.interfaces}
+    interfaces = {one.name: one for one in report.interfaces}
     words = [word.strip() for word in value.split(",") if word.strip()]
-    absent = [word for word in words if word not in known]
+    absent = [word for word in words if word not in interfaces]
     if absent:
-        close = nearest(absent[0], list(known))
+        close = nearest(absent[0], list(interfaces))
         text = f"interface {one_line(absent[0])} does not exist" + (
             f"; did you mean {close}?" if close else ""
         )
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
-    chosen = [known[word] for word in words]
+    chosen = [interfaces[word] for word in words]
     return _unusable(
         variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several
     )

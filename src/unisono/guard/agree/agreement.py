@@ -260,10 +260,10 @@ def evidence_of(groups: Sequence[Group[Value]], stage: Stage, text: Callable[[Va
         Evidence(where=stage.name(group.members), text=text(group.value))
         for group in groups[:_GROUPS_IN_EVIDENCE]
     ]
-    rest = groups[_GROUPS_IN_EVIDENCE:]
-    if rest:
-        where = stage.name(who for group in rest for who in group.members)
-        evidence.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
+    omitted = groups[_GROUPS_IN_EVIDENCE:]
+    if omitted:
+        where = stage.name(who for group in omitted for who in group.members)
+        evidence.append(Evidence(where=where, text=f"{count(len(omitted), 'other value')}"))
     return evidence
 
 
@@ -387,7 +387,7 @@ def _remedy(
         for line in lines
         if (value or "{value}" not in line) and (choices or "{choices}" not in line)
     ]
-    return [line.removeprefix("or ") if place == 0 else line for place, line in enumerate(filled)]
+    return [line.removeprefix("or ") if index == 0 else line for index, line in enumerate(filled)]
 
 
 def _choices(wording: Wording, key: str, groups: Sequence[Group[Hashable]]) -> str:

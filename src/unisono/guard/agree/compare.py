@@ -52,20 +52,20 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
     rule = NODE_RULES[rule_id]
     read = _READERS[rule_id]
     listed = [(who, report, read(report)) for who, report in members]
-    known = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
+    digests = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
     unknown = [(who, report.files_note) for who, report, files in listed if not _known(report, files)]
     missing = unknown_for(
         rule,
         [who for who, _ in unknown],
         one_line(next((note for _, note in unknown if note), "not digested")),
     )
-    if not known:
+    if not digests:
         return missing
-    number = len(known[0][1])
+    number = len(digests[0][1])
     good = f"{count(number, 'file')}, the same everywhere" if number else "none to compare"
-    if len(known) == 1 and len(members) > 1:
+    if len(digests) == 1 and len(members) > 1:
         return missing  # a single list cannot be compared
-    return judge_keys(rule, known, Wording(shown=_shown_content, good=good)).merged(missing)
+    return judge_keys(rule, digests, Wording(shown=_shown_content, good=good)).merged(missing)
 
 
 def _known(report: NodeReport, files: list[FileDigest]) -> bool:
@@ -160,19 +160,19 @@ def _judge_sharing(members: Members) -> Agreement:
     if len(members) == 1:
         return Agreement()
     seen = [(who, report.output.shared) for who, report in members if who.node_rank != 0]
-    known = [(who, shared) for who, shared in seen if shared is not None]
+    answers = [(who, shared) for who, shared in seen if shared is not None]
     missing = unknown_for(
         rule, [who for who, shared in seen if shared is None], "the head's marker could not be checked"
     )
-    groups = partition(known)
-    if not known or (len(groups) == 1 and groups[0].value):
-        text = f"shared by {count(len(known) + 1, 'node')}"
-        return (Agreement.noted(rule.id, "pass", text) if known else Agreement()).merged(missing)
+    groups = partition(answers)
+    if not answers or (len(groups) == 1 and groups[0].value):
+        text = f"shared by {count(len(answers) + 1, 'node')}"
+        return (Agreement.noted(rule.id, "pass", text) if answers else Agreement()).merged(missing)
     holder = next((who for who, _ in members if who.node_rank == 0), None)
     holds = name_all([holder]) if holder else "the head"
     apart = next(group.members for group in groups if not group.value)
     # If some nodes share it, the head is one of them.
-    odd = odd_out(partition([*known, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
+    odd = odd_out(partition([*answers, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
     summary = f"output_dir of {name_all(apart)} is not shared with {holds}"
     if len(groups) > 1:
         together = next(group.members for group in groups if group.value)

@@ -91,16 +91,16 @@ _CHECKED_NAMES = re.compile(r"^(NCCL|TORCH_NCCL|GLOO)_")
 
 def need_of(name: str) -> Need:
     """The requirement on the variable: equal, unique, valid or free."""
-    known = find_variable(name)
-    if known is not None:
-        return _NEED[known.group]
+    variable = find_variable(name)
+    if variable is not None:
+        return _NEED[variable.group]
     return "equal" if _EQUAL_FAMILY.match(name) or _CHECKED_NAMES.match(name) else "free"
 
 
 def compared(name: str) -> bool:
     """Whether a difference of the variable is an error or a warning."""
-    known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
-    return known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
+    is_known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
+    return is_known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
 
 
 def only_warns(name: str) -> bool:
@@ -118,9 +118,9 @@ def normalized(name: str, value: str) -> str | None:
 
 def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
     """Unknown names of NCCL, gloo or torch's NCCL, each with the closest known one."""
-    known = [variable.name for variable in VARIABLES]
+    all_names = [variable.name for variable in VARIABLES]
     return {
-        name: nearest(name, known)
+        name: nearest(name, all_names)
         for name in sorted(set(names) - KNOWN_TO_LIBRARIES)
         if _CHECKED_NAMES.match(name) and find_variable(name) is None
     }

@@ -325,7 +325,7 @@ def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
         {label for _, reported in values for label, value in reported.items() if value == ""}
     )
     silent = [who for who, reported in values if any(reported.get(label) == "" for label in missing_labels)]
-    known = [
+    compared_values = [
         (who, {label: value for label, value in reported.items() if label not in missing_labels})
         for who, reported in values
     ]
@@ -333,11 +333,14 @@ def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
     if missing_labels:
         text = f"{', '.join(missing_labels)}: no digest was made by {stage.name(silent)}"
         missing = Agreement.noted(rule.id, "unknown", text, where=stage.name(silent))
-    if not any(reported for _, reported in known):
+    if not any(reported for _, reported in compared_values):
         return missing
-    order = list(known[0][1]) + [label for _, reported in known for label in reported]
+    order = list(compared_values[0][1]) + [label for _, reported in compared_values for label in reported]
     agreement = judge_keys(
-        rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), stage=stage
+        rule,
+        compared_values,
+        Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good),
+        stage=stage,
     )
     return _with_details(agreement, members, stage).merged(missing)
 
@@ -374,15 +377,15 @@ def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
     if len(groups) < 2:
         return []
     lists = [group.value for group in groups]
-    place = next(
+    position = next(
         (i for i in range(min(map(len, lists))) if len({one[i] for one in lists}) > 1), min(map(len, lists))
     )
     return [
         Evidence(
             where=stage.name(group.members),
             text=(
-                f"from position {place}:"
-                f" {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}"
+                f"from position {position}:"
+                f" {', '.join(one_line(row, limit=40) for row in group.value[position : position + _SHOWN_ROWS]) or 'no more rows'}"
             ),
         )
         for group in groups[:4]

@@ -121,14 +121,14 @@ def judge_versions(members: Members) -> Agreement:
 
 
 def _smaller_differences(measured: Members, skipped: Collection[str]) -> Agreement:
-    rest = [
+    versions = [
         (who, {name: value for name, value in report.versions.items() if name not in skipped})
         for who, report in measured
     ]
-    if not differing(rest):
+    if not differing(versions):
         return Agreement()
     rule = replace(NODE_RULES["versions"], violated="warn", subject="versions that should be equal")
-    return judge_keys(rule, rest, Wording(shown=_version, remedies=BY_HAND))
+    return judge_keys(rule, versions, Wording(shown=_version, remedies=BY_HAND))
 
 
 def _version(_: str, value: Hashable) -> str:

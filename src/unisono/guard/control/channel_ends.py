@@ -386,8 +386,8 @@ class HeadServer:
         CHANNEL_THREAD.leave()
         self._inbox.close()
 
-    async def _start(self, **known: Any) -> tuple[Head, asyncio.Server]:
-        head = Head(inbox=self._inbox, **known)
+    async def _start(self, **settings: Any) -> tuple[Head, asyncio.Server]:
+        head = Head(inbox=self._inbox, **settings)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: IncomingConnection(head), sock=self._socket, backlog=_BACKLOG

@@ -324,8 +324,8 @@ def _opened(source: Source) -> Iterator[tuple[_OpenSource, int]]:
 
 def _error_text(problem: OSError | OfferRefused) -> str:
     if isinstance(problem, OSError):
-        place = f"{problem.filename}: " if problem.filename else ""
-        return f"{place}it cannot be read: {problem.strerror or problem}"
+        prefix = f"{problem.filename}: " if problem.filename else ""
+        return f"{prefix}it cannot be read: {problem.strerror or problem}"
     return str(problem)
 
 
@@ -411,10 +411,10 @@ class FileReceiver:
         """Ends all transfers. No partial file is left."""
         self._server.take_files(None)
         with self._lock:
-            threads, known = list(self._threads), list(self._known.values())
+            threads, transfers = list(self._threads), list(self._known.values())
             waiting = list(self._waiting)
             self._waiting.clear()
-        for incoming in known:
+        for incoming in transfers:
             incoming.items.put(_StopReason(why))
         for incoming in waiting:
             self._end(incoming, None, why)
@@ -497,11 +497,11 @@ class FileReceiver:
     def _keep(self, incoming: _Incoming) -> Path:
         """Writes the pieces; returns the path of the complete file."""
         offer = incoming.offer
-        place = self._places.get(offer.label["kind"])
-        if place is None:
+        destination = self._places.get(offer.label["kind"])
+        if destination is None:
             raise OfferRefused(f"the head does not accept files of kind {offer.label['kind']!r:.40}")
         try:
-            folder, name = place(offer)
+            folder, name = destination(offer)
             path = path_below(folder, name, parts=1)
         except (KeyError, TypeError) as error:
             raise OfferRefused("the head cannot read what kind of file it is") from error
@@ -615,9 +615,9 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
 
 
 def _no_room(path: Path, size: int, free: int) -> str:

@@ -109,8 +109,8 @@ class EchoSession:
             NotOurs: if it does not fit.
         """
         body = await self.reader.readexactly(length)
-        wanted = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
-        if not hmac.compare_digest(mac, wanted):
+        expected = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
+        if not hmac.compare_digest(mac, expected):
             raise ForeignPeer("a message with a wrong authentication code")
         self._received += 1
         return body
@@ -316,10 +316,12 @@ class Peer:
             ValueError: if it is invalid.
         """
         match value:
-            case [int(rank), str(host), str(address), [*ports], *rest] if len(rest) <= 1 and _are_ports(
-                ports
-            ):
-                return cls(rank, one_line(host, limit=255), address, tuple(ports), bool(rest and rest[0]))
+            case [int(rank), str(host), str(address), [*ports], *optional] if len(
+                optional
+            ) <= 1 and _are_ports(ports):
+                return cls(
+                    rank, one_line(host, limit=255), address, tuple(ports), bool(optional and optional[0])
+                )
         raise ValueError("no peer: [node_rank, host, address, ports, brief] is one")
 
 
@@ -376,10 +378,10 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
     others = [peer for peer in ordered if peer.node_rank != node_rank]
     if len(others) <= most:
         return others
-    own_place = next(place for place, peer in enumerate(ordered) if peer.node_rank == node_rank)
+    own_place = next(index for index, peer in enumerate(ordered) if peer.node_rank == node_rank)
     steps = [way * (1 << power) for power in range((most + 1) // 2) for way in (1, -1)][:most]
     places = dict.fromkeys((own_place + step) % len(ordered) for step in steps)
-    chosen = [ordered[place] for place in places if place != own_place]
+    chosen = [ordered[index] for index in places if index != own_place]
     head = ordered[0]
     if head.node_rank != node_rank and head not in chosen:
         chosen.append(Peer(head.node_rank, head.host, head.address, head.ports[:1], brief=True))

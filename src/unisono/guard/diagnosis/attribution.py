@@ -137,10 +137,10 @@ class Attribution:
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
             return who
         rows, reach = self._rows[log.name], _TABLE_BYTES if trace.tabled else _SNIPPET_BYTES
-        place = bisect_left(rows, trace.began, key=lambda event: event.order)
-        above = rows[place - 1] if place else None
-        wanted = "table_rank" if trace.tabled else "ray_snippet"
-        near = above is not None and above.signature == wanted and above.order > trace.began - reach
+        index = bisect_left(rows, trace.began, key=lambda event: event.order)
+        above = rows[index - 1] if index else None
+        signature = "table_rank" if trace.tabled else "ray_snippet"
+        near = above is not None and above.signature == signature and above.order > trace.began - reach
         return replace(who, rank=above.number("rank")) if above is not None and near else who
 
     def _trace(self, trace: Traceback, who: Origin) -> Traceback:
@@ -199,7 +199,7 @@ def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
         or any(log.who.rank is not None or log.who.local_rank is not None for log in logs)
     ):
         return {}
-    places = [place for place, values in enumerate(zip(*names.values(), strict=True)) if len(set(values)) > 1]
+    places = [index for index, values in enumerate(zip(*names.values(), strict=True)) if len(set(values)) > 1]
     if len(places) != 1:
         return {}
     ranks = {name: int(numbers[places[0]]) for name, numbers in names.items()}
@@ -339,9 +339,9 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
         return finding
     if any(event.signature in _OF_EITHER for event in finding.evidence[:1]):
         return finding
-    known = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
-    if known and known.host and known.host not in _NAMELESS:
-        return replace(finding, hosts=(known.host,))
+    rank = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
+    if rank and rank.host and rank.host not in _NAMELESS:
+        return replace(finding, hosts=(rank.host,))
     if (finding.ranks and finding.cause not in _MACHINES) or finding.cause in _NOBODYS:
         return finding
     cited = [event for event in finding.evidence if event.kind in ("error", "death", "fact")]

@@ -302,13 +302,13 @@ class _PickleReader:
     def since_mark(self) -> list[Any]:
         """The values above the last mark, which goes with them."""
         stack = self._stack
-        place = len(stack) - 1
-        while stack[place] is not _PICKLE_MARK:
-            place -= 1
-            if place < 0:
+        mark = len(stack) - 1
+        while stack[mark] is not _PICKLE_MARK:
+            mark -= 1
+            if mark < 0:
                 raise RefusedPickleError(f"byte {self.place - 1}: the pickle is broken")
-        values = stack[place + 1 :]
-        del stack[place:]
+        values = stack[mark + 1 :]
+        del stack[mark:]
         return values
 
     def pop(self) -> Any:
@@ -357,8 +357,8 @@ class _PickleReader:
         self.push(self.bytes(self.take(form)).decode("utf-8", "surrogatepass"))
 
     def _refusal(self, code: int) -> str:
-        known = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
-        asks = known.name if known else f"0x{code:02x}"
+        opcode = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
+        asks = opcode.name if opcode else f"0x{code:02x}"
         if asks in ("GLOBAL", "INST"):
             names = self._data[self.place : self.place + 200].split(b"\n")[:2]
             asks += " " + ".".join(name.decode("utf-8", "replace") for name in names)

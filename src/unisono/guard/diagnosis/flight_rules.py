@@ -67,15 +67,15 @@ class _Run:
     @cached_property
     def members(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each group, as recorded or by use; the default group has all."""
-        known: dict[str, set[int]] = defaultdict(set)
+        ranks_of: dict[str, set[int]] = defaultdict(set)
         for rank, recording in self.of_rank.items():
             for group in recording.groups:
-                known[group].add(rank)
-                known[group].update(recording.members.get(group, ()))
-        for group in known:
+                ranks_of[group].add(rank)
+                ranks_of[group].update(recording.members.get(group, ()))
+        for group in ranks_of:
             if "default_pg" in group:
-                known[group].update(self.of_rank)
-        return {group: tuple(sorted(ranks)) for group, ranks in known.items()}
+                ranks_of[group].update(self.of_rank)
+        return {group: tuple(sorted(ranks)) for group, ranks in ranks_of.items()}
 
     @cached_property
     def waits(self) -> dict[_Place, list[int]]:
@@ -176,11 +176,11 @@ class _Run:
         """The numbers that not all members have completed, in order."""
         places = []
         for group, ranks in self.members.items():
-            known = [
+            recorded = [
                 one.groups[group] for rank in ranks if (one := self.of_rank.get(rank)) and group in one.groups
             ]
-            first = min(((one.completed or 0) for one in known), default=0) + 1
-            last = max((one.enqueued for one in known), default=0)
+            first = min(((one.completed or 0) for one in recorded), default=0) + 1
+            last = max((one.enqueued for one in recorded), default=0)
             kept = {seq for one in self.of_rank.values() for name, seq in one.entries if name == group}
             places += [(group, seq) for seq in sorted(kept) if first <= seq <= last]
         return sorted(places, key=lambda place: (place[1], place[0]))

@@ -80,9 +80,9 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
     started = {event.number("local_rank") for event in events if event.signature == "spawned"}
     if nodes == 1 and len(started) > 1 and started == set(range(len(started))):
         return len(started)
-    own = {log.who.rank for log in logs if log.who.rank is not None}
-    if len(own) > 1 and own == set(range(len(own))):
-        return len(own)
+    ranks = {log.who.rank for log in logs if log.who.rank is not None}
+    if len(ranks) > 1 and ranks == set(range(len(ranks))):
+        return len(ranks)
     listed = {one.rank for one in exits if one.rank is not None and one.event.signature == "table_exit"}
     return len(listed) if len(listed) > 1 and listed == set(range(len(listed))) else None
 
@@ -145,19 +145,23 @@ def _ranks(
     for rank in [*(one.rank for one in exits), *seen]:
         if rank is not None and rank < _MOST_RANKS:
             by_rank.setdefault(rank, [])
-    own = {log.who.rank: log.name for log in logs if log.who.rank is not None}
-    for rank in own:
+    sources = {log.who.rank: log.name for log in logs if log.who.rank is not None}
+    for rank in sources:
         by_rank.setdefault(rank, [])
     failed = {trace.event.rank for trace in tracebacks if not trace.ignored}
     return {
         rank: _rank(
-            rank, rank_events, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed
+            rank,
+            rank_events,
+            sources.get(rank, ""),
+            [one for one in exits if one.rank == rank],
+            rank in failed,
         )
         for rank, rank_events in sorted(by_rank.items())
     }
 
 
-def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
+def _rank(rank: int, events: list[Event], source: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
     rank_events = [event for event in events if event.rank == rank]
     progress = [event for event in rank_events if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
@@ -187,7 +191,7 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
         ),
         local_rank=next((one.local_rank for one in exits if one.local_rank is not None), None),
         pids=tuple(dict.fromkeys(one.pid for one in exits if one.pid is not None)),
-        own_source=own,
+        own_source=source,
         first=rank_events[0] if rank_events else None,
         last=rank_events[-1] if rank_events else None,
         progress=progress[-1] if progress else None,
@@ -234,13 +238,13 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
             "enqueued": event.number("enqueued"),
             "completed": event.number("completed"),
         }
-        known = {
+        fields = {
             name: value
             for name, value in fresh.items()
             if value is not None and getattr(one, name) in (None, "")
         }
         key = near or (event.rank, group)
-        collectives[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
+        collectives[key] = replace(one, **fields, group=one.group or group)  # type: ignore[arg-type]
     return collectives.values()
 
 
@@ -316,15 +320,15 @@ def _beginnings(one: Scanned) -> list[Event]:
     """The events with which further runs begin."""
     beginnings: list[Event] = []
     begin, ended, restarts = 0, False, False
-    for place, event in enumerate(one.events):
+    for index, event in enumerate(one.events):
         if event.signature in _ENDS or _is_plain_end(event):
             ended, restarts = True, False
         elif event.signature == "worker_group_restarts":
             restarts = True
         elif event.signature in _BEGINS and ended and not restarts:
-            if not _same_run(one.events[begin:place], one.events[place:]):
+            if not _same_run(one.events[begin:index], one.events[index:]):
                 beginnings.append(event)
-                begin = place
+                begin = index
             ended = False
     return beginnings
 

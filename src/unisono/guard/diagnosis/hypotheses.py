@@ -342,8 +342,8 @@ def rank(
     supported = [cause for cause in order if any(used.weight(cause, name) > 0 for name in names)] or order[:1]
     chosen = [
         cause
-        for place, cause in enumerate(supported[:MOST])
-        if place < _LEAST or chances[cause] >= _LEAST_SCORE
+        for index, cause in enumerate(supported[:MOST])
+        if index < _LEAST or chances[cause] >= _LEAST_SCORE
     ]
     return Ranking(
         hypotheses=tuple(_ranked(cause, chances[cause], features, framework, used) for cause in chosen),
@@ -359,8 +359,8 @@ def _ranked(
     weighed = sorted(
         ((table.weight(cause, feature.id), feature) for feature in features), key=lambda pair: -abs(pair[0])
     )
-    known = CATALOGUE[cause].remedy
-    here = [str(line) for line in known if isinstance(line, OwnRunOnly)]
+    remedy = CATALOGUE[cause].remedy
+    here = [str(line) for line in remedy if isinstance(line, OwnRunOnly)]
     entry = table.entries[cause]
     return RankedCause(
         cause,
@@ -368,7 +368,7 @@ def _ranked(
         because=tuple(feature for weight, feature in weighed if weight > 0)[:_MOST_BECAUSE],
         against=tuple(feature for weight, feature in weighed if weight < 0)[:_MOST_BECAUSE],
         check=tuple(line.replace("{devices}", _devices(features)) for line in entry.check),
-        fix=remedy_for_foreign_program(known, framework),
+        fix=remedy_for_foreign_program(remedy, framework),
         fix_here=tuple(([entry.here] if entry.here else []) + here),
     )
 

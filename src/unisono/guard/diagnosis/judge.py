@@ -70,11 +70,20 @@ def judge(facts: RunFacts) -> list[Hypothesis]:
     named = sorted((finding for rule in _WORDS for finding in rule(view)), key=_specific)
     certain = [finding for finding in named if finding.confidence >= CERTAIN]
     vague = [finding for finding in named if finding.confidence < CERTAIN]
-    own = find_user_errors(view)
+    user_errors = find_user_errors(view)
     taken = find_preemption(view)
     structure = [finding for rule in _STRUCTURE for finding in rule(view)]
     resources = find_ray_resources(view)
-    ranked = [*find_stated(view), *certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
+    ranked = [
+        *find_stated(view),
+        *certain,
+        *nan,
+        *_unless_caught(user_errors),
+        *structure,
+        *resources,
+        *user_errors,
+        *vague,
+    ]
     ranked = _with_preemption(taken, ranked)
     return _distinct([*(ranked or find_cancelled(view)), *find_undetermined(view)])
 
@@ -83,9 +92,9 @@ def _specific(finding: Hypothesis) -> tuple[bool, float]:
     return finding.confidence < CERTAIN, judgement_of(finding.cause).specificity
 
 
-def _unless_caught(own: Sequence[Hypothesis]) -> list[Hypothesis]:
+def _unless_caught(user_errors: Sequence[Hypothesis]) -> list[Hypothesis]:
     """The program's exceptions that probably ended it."""
-    return [finding for finding in own if finding.confidence > 0.5]
+    return [finding for finding in user_errors if finding.confidence > 0.5]
 
 
 def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[Hypothesis]:
@@ -214,7 +223,7 @@ _MOST_RULED_OUT = 3
 
 def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
     """The frequent causes that complete logs would show, and these do not."""
-    heard = {rank for rank, known in facts.ranks.items() if known.last is not None}
+    heard = {rank for rank, rank_facts in facts.ranks.items() if rank_facts.last is not None}
     complete = facts.world_size and facts.world_size <= len(heard)
     if not complete or any(source.cut_head for source in facts.sources.values()):
         return ()

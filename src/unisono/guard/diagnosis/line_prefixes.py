@@ -102,23 +102,23 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
         piece: a line, or a part of one.
         style: of its log, from `find_style`.
     """
-    who, place = NO_ORIGIN, 0
+    who, start = NO_ORIGIN, 0
     if style:
         timed = _BEFORE.match(piece)
-        who, place = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
-        match = (_PDSH if style == "pdsh" else _SRUN).match(piece, place)
+        who, start = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
+        match = (_PDSH if style == "pdsh" else _SRUN).match(piece, start)
         if match:
-            place = match.end()
+            start = match.end()
             who = _styled(who, match, style)
     for _ in range(_MOST_PREFIXES):
-        if not _ANY_PREFIX.match(piece, place):
+        if not _ANY_PREFIX.match(piece, start):
             break
         for pattern in _PREFIXES:
-            match = pattern.match(piece, place)
+            match = pattern.match(piece, start)
             if match:
-                who, place = _merged(who, match.groupdict()) if pattern.groups else who, match.end()
+                who, start = _merged(who, match.groupdict()) if pattern.groups else who, match.end()
                 break
-    return who, piece[place:]
+    return who, piece[start:]
 
 
 def find_rank(text: str) -> int | None:
@@ -147,8 +147,8 @@ def _is_usual(has: list[bool]) -> bool:
     """Whether most lines from the first such one on are like it."""
     if has.count(True) < _FEWEST_STYLED:
         return False
-    rest = has[has.index(True) :]
-    return rest.count(True) >= _MOST_SRUN_SHARE * len(rest)
+    after_first = has[has.index(True) :]
+    return after_first.count(True) >= _MOST_SRUN_SHARE * len(after_first)
 
 
 def who_is_file(name: str) -> Origin:
@@ -180,11 +180,11 @@ def _are_nodes(lines: list[str]) -> bool:
     """Whether srun's numbers are those of launchers, with ranks of their own below them."""
     for line in lines:
         match = _SRUN.match(line)
-        rest = line[match.end() :] if match else ""
-        inner = _INNER.search(rest)
+        text = line[match.end() :] if match else ""
+        inner = _INNER.search(text)
         if match and inner and int(inner[1]) != int(match["number"]):
             return True
-        if match and ("distributed tasks at:" in rest or "torch/distributed/run.py" in rest):
+        if match and ("distributed tasks at:" in text or "torch/distributed/run.py" in text):
             return True
     return False
 
@@ -360,7 +360,7 @@ class CollectorPrefix:
         """Learns from the lines of a chunk whether there is a prefix."""
         if self._known:
             return
-        before = [text for place in _places(data) if (text := _before(data, place)) is not None]
+        before = [text for offset in _places(data) if (text := _before(data, offset)) is not None]
         if not before:
             return
         self._known = True
@@ -403,22 +403,24 @@ def _places(data: bytes) -> list[int]:
     """Positions of the first anchors of each kind."""
     places: list[int] = []
     for word in _ANCHORS:
-        place = data.find(word)
-        while place >= 0 and len(places) < _MOST_ANCHORS:
-            places.append(place)
-            place = (
-                data.find(word, data.find(b"\n", place)) if b"\n" in data[place : place + (1 << 16)] else -1
+        offset = data.find(word)
+        while offset >= 0 and len(places) < _MOST_ANCHORS:
+            places.append(offset)
+            offset = (
+                data.find(word, data.find(b"\n", offset))
+                if b"\n" in data[offset : offset + (1 << 16)]
+                else -1
             )
     return places
 
 
-def _before(data: bytes, place: int) -> str | None:
+def _before(data: bytes, offset: int) -> str | None:
     """The text before an anchor in its line; None: it is inside other text, e.g. a launcher's table
     or after a progress bar.
     """
-    least = max(0, place - 8 * _LONGEST)
-    start = max(data.rfind(b"\n", least, place), data.rfind(b"\r", least, place), least - 1) + 1
-    text = plain(data[start:place].decode("utf-8", "replace"))
+    least = max(0, offset - 8 * _LONGEST)
+    start = max(data.rfind(b"\n", least, offset), data.rfind(b"\r", least, offset), least - 1) + 1
+    text = plain(data[start:offset].decode("utf-8", "replace"))
     return None if text.rstrip().endswith(("traceback :", "]", "%")) and not text.endswith(" ") else text
 
 

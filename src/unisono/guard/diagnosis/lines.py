@@ -54,7 +54,7 @@ def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
 
     A corrupt stream (.gz) ends at the error.
     """
-    rest, offset, line = b"", 0, 1
+    partial, offset, line = b"", 0, 1
     block = _read(stream)
     while block and len(block) < _HEAD_BYTES and (more := _read(stream)):
         block += more  # the same head decides, whatever the sizes of the reads
@@ -64,13 +64,13 @@ def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
         over = not block
         if wide:
             block = block.replace(b"\x00", b"")  # UTF-16 of what is mostly ASCII: enough for words
-        data = rest + block
+        data = partial + block
         end = len(data) if over else _end(data)
         if end:
             yield Chunk(data[:end], offset, line)
             line += data.count(b"\n", 0, end)
             offset += end
-        rest = data[end:]
+        partial = data[end:]
         if over:
             return
         block = _read(stream)
@@ -180,15 +180,15 @@ class Prefilter:
         becomes frequent.
         """
         offsets: list[int] = []
-        place = 0
-        while place >= 0:
+        start = 0
+        while start >= 0:
             left = (self._strong - self._often.strong) | (self._weak - self._often.weak)
-            place = self._until_often(_finder(left), chunk, place, offsets) if left else -1
+            start = self._until_often(_finder(left), chunk, start, offsets) if left else -1
         return offsets
 
-    def _until_often(self, find: _Find, chunk: bytes, place: int, offsets: list[int]) -> int:
+    def _until_often(self, find: _Find, chunk: bytes, start_at: int, offsets: list[int]) -> int:
         seen, strong = self._seen, self._strong
-        for match in find(chunk, place, len(chunk)):
+        for match in find(chunk, start_at, len(chunk)):
             start = match.start()
             offsets.append(start)
             word = match[0]

@@ -87,8 +87,8 @@ def suspected(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 def _remedy(cause: str, facts: RunFacts) -> tuple[str, ...]:
     """The lines of the catalogue that fit the program."""
-    known = find_cause(cause)
-    lines = known.remedy if known is not None else ()
+    entry = find_cause(cause)
+    lines = entry.remedy if entry is not None else ()
     return tuple(line for line in lines if facts.framework == "unisono" or not isinstance(line, OwnRunOnly))
 
 

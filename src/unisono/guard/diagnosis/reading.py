@@ -278,20 +278,20 @@ class LimitedStream:
     def _unpacked(self, size: int) -> bytes:
         """Bytes up to the limit, or up to the corrupt part: GzipFile.read would discard them."""
         parts: list[bytes] = []
-        wanted = size
-        while wanted > 0 and not self.damage:
-            if self.given_bytes + size - wanted >= max(LEAST_UNPACKED_BYTES, MOST_RATIO * self.packed_bytes):
+        missing = size
+        while missing > 0 and not self.damage:
+            if self.given_bytes + size - missing >= max(LEAST_UNPACKED_BYTES, MOST_RATIO * self.packed_bytes):
                 self.cut = True
                 break
             try:
-                part = self.stream.read1(wanted)  # type: ignore[attr-defined]
+                part = self.stream.read1(missing)  # type: ignore[attr-defined]
             except (OSError, EOFError, zlib.error) as error:
                 self.damage = str(error)
                 break
             if not part:
                 break
             parts.append(part)
-            wanted -= len(part)
+            missing -= len(part)
         return b"".join(parts)
 
 

@@ -20,10 +20,10 @@ def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
     special = _SPECIAL.get(finding.cause)
     lines = special(finding, facts) if special else []
     cause = find_cause(finding.cause)
-    known = cause.remedy if cause else ()
+    advice = cause.remedy if cause else ()
     if facts.framework != "unisono":
-        known = remedy_for_foreign_program(known, facts.framework if finding.cause in _RESUMABLE else "")
-    lines += [line for line in known if line not in lines]
+        advice = remedy_for_foreign_program(advice, facts.framework if finding.cause in _RESUMABLE else "")
+    lines += [line for line in advice if line not in lines]
     if finding.missing:
         lines.append(f"Missing for a more precise answer: {'; '.join(finding.missing)}.")
     return [one_line(line) for line in lines]
@@ -269,8 +269,8 @@ _PACKAGES = {
 
 def _module(finding: Hypothesis) -> str:
     for event in finding.evidence:
-        _, _, rest = event.text.partition("No module named ")
-        name = rest.strip().strip("'\"").split("'")[0].split(".")[0].strip("`;, ")
+        _, _, tail = event.text.partition("No module named ")
+        name = tail.strip().strip("'\"").split("'")[0].split(".")[0].strip("`;, ")
         if name:
             return _PACKAGES.get(name, name)
     return ""

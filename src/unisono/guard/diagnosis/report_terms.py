@@ -129,7 +129,7 @@ def pattern_of(phrase: str) -> str:
     flat = re.sub(r" ?\.\. ?", "..", phrase.strip().lower())
     parts = _PART.findall(flat)
     last_group = flat.rfind("[") if flat.endswith("]") else len(flat)
-    pieces, before_groups, before, place = list[str](), list[str](), " ", 0
+    pieces, before_groups, before, index = list[str](), list[str](), " ", 0
     for part, after in zip(parts, [*parts[1:], ""], strict=True):
         if part == "[":
             before_groups.append(before)
@@ -142,11 +142,11 @@ def pattern_of(phrase: str) -> str:
         if _is_word(part) and before in _BOUNDARIES:
             pieces.append(r"(?<![a-z0-9])")
         pieces.append(_piece(part, before, gap_over_commas=phrase.isascii()))
-        if _is_word(part) and (not after or (after in "|]" and place > last_group)):
+        if _is_word(part) and (not after or (after in "|]" and index > last_group)):
             pieces.append(r"(?![a-z0-9])")
         if part not in "[|":
             before = " " if part == ".." or not part.isascii() else part
-        place += len(part)
+        index += len(part)
     if before_groups or flat.count("[") != flat.count("]"):
         raise ValueError(f"the brackets of {phrase!r} do not match")
     return "".join(pieces)

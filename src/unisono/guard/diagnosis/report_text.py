@@ -495,14 +495,14 @@ def _is_report(name: str, passages: list[Passage]) -> bool:
     prose = [passage for passage in passages if passage.kind == "prose"]
     if name.lower().endswith(_PROSE_NAMES):
         return bool(prose)
-    wanted = 2 if _LOG_NAME.search(name) or len(passages) > _LONG else 1
+    least = 2 if _LOG_NAME.search(name) or len(passages) > _LONG else 1
     written = 0
     for passage in prose:
         written += bool(_ADDRESS.search(passage.text)) or len(_CJK.findall(passage.text)) >= _LEAST_CJK
-        if written >= wanted:
+        if written >= least:
             return True
     english = sum(1 for passage in prose if len(_FREQUENT_ENGLISH.findall(passage.text)) >= _LEAST_ENGLISH)
-    return wanted == 1 and english >= max(1, len(passages) / 4)
+    return least == 1 and english >= max(1, len(passages) / 4)
 
 
 _LEAST_ENGLISH = 2

@@ -117,8 +117,8 @@ def _others_write(view: View, named: set[int]) -> bool:
     """Whether every other rank has a log of its own with lines in it; none of them reports the
     cause.
     """
-    others = [known for rank, known in view.facts.ranks.items() if rank not in named]
-    logs = [view.facts.sources.get(known.own_source) for known in others]
+    others = [rank_facts for rank, rank_facts in view.facts.ranks.items() if rank not in named]
+    logs = [view.facts.sources.get(rank_facts.own_source) for rank_facts in others]
     return bool(logs) and all(log is not None and log.lines > 0 for log in logs)
 
 
@@ -171,9 +171,9 @@ _COLLECTIVES = frozenset({
 
 def find_user_errors(view: View) -> list[Hypothesis]:
     """One finding for the program's own exceptions, if there are any."""
-    own = [trace for trace in view.tracebacks if _is_own(view, trace)]
-    lone = [] if own else _without_header(view)
-    alive = [trace for trace in own if not view.survived(trace.event)]
+    traces = [trace for trace in view.tracebacks if _is_own(view, trace)]
+    lone = [] if traces else _without_header(view)
+    alive = [trace for trace in traces if not view.survived(trace.event)]
     late = [trace for trace in alive if _is_unknown_model(trace)]
     if late:
         return [_unknown_model(late)]
@@ -182,12 +182,12 @@ def find_user_errors(view: View) -> list[Hypothesis]:
         for trace in view.facts.tracebacks
         if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)
     ]
-    if not own and not lone and threads and (view.consequences or view.failing_exits):
+    if not traces and not lone and threads and (view.consequences or view.failing_exits):
         return [_of_thread(view, threads)]
     if not alive and not lone and (refused := _refused_start(view)):
         return refused
     if not alive and not lone:
-        return [_finding(view, own, 0.4)] if own and view.failing_exits else []
+        return [_finding(view, traces, 0.4)] if traces and view.failing_exits else []
     if not alive:
         return [_from_lines(view, lone)]
     meets = all(
@@ -423,8 +423,8 @@ def find_nan(view: View) -> list[Hypothesis]:
         return []
     evidence = (*(words or rows_nan)[:3], *(rows_nan[:2] if words else ()))
     step = rows_nan[0] if rows_nan else words[0]
-    own = {event.number("rank") for event in view.facts.of("nan_of_rank")}
-    ranks = tuple(rank for rank in own if rank is not None) if len(own) == 1 else ()
+    nan_ranks = {event.number("rank") for event in view.facts.of("nan_of_rank")}
+    ranks = tuple(rank for rank in nan_ranks if rank is not None) if len(nan_ranks) == 1 else ()
     return [
         Hypothesis(
             "nan_loss",
@@ -462,9 +462,9 @@ def _done_lines(view: View) -> list[Event]:
 
 
 def _is_after(view: View, event: Event, end: Event) -> bool:
-    own = [one.order for one in view.finishes if one.source == event.source]
-    if own:
-        return event.order > max(own)
+    finishes = [one.order for one in view.finishes if one.source == event.source]
+    if finishes:
+        return event.order > max(finishes)
     if event.time is not None and end.time is not None:
         return event.time > end.time
     return True

@@ -217,8 +217,8 @@ def _is_final(view: View, names: list[Event]) -> bool:
 
 def _host_in(text: str) -> str:
     """The name in `(name, port) cannot be retrieved`."""
-    _, _, rest = text.partition("addresses of (")
-    return rest.split(",")[0] or "?"
+    _, _, hosts = text.partition("addresses of (")
+    return hosts.split(",")[0] or "?"
 
 
 def tally(events: list[Event]) -> dict[str, int]:

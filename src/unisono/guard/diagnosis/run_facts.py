@@ -416,8 +416,8 @@ class View:
             if event.signature not in ("torchrun_ended", "cancelled")
         }
         spoke |= {trace.event.rank for trace in self.tracebacks}
-        rest = set(self.facts.ranks) - spoke
-        return tuple(rest) if len(rest) == 1 and len(self.facts.ranks) > 2 else ()
+        quiet = set(self.facts.ranks) - spoke
+        return tuple(quiet) if len(quiet) == 1 and len(self.facts.ranks) > 2 else ()
 
     def near(self, trace: Traceback) -> list[Event]:
         """The events within a traceback, its chain, and the lines of its message."""

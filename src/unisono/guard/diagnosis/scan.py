@@ -320,8 +320,8 @@ class _Reader:
         events = []
         for raw in data.split(b"\n"):
             for piece, order in _pieces(raw, offset, self._wrapping):
-                who, rest = self._split(piece)
-                if rest.strip():
+                who, text = self._split(piece)
+                if text.strip():
                     events.append(self._event(piece, line, order, who, "line", "fact", year=self._year))
             line += 1
             offset += len(raw) + 1
@@ -350,14 +350,14 @@ class _Reader:
     ) -> None:
         if self._year is None:
             self._year = find_year(piece)
-        who, rest = self._split(piece)
-        if not rest.strip():
+        who, message = self._split(piece)
+        if not message.strip():
             return
         if of is not NO_ORIGIN:
             who = replace(who, rank=of.rank if who.rank is None else who.rank, host=who.host or of.host)
-        if who.rank is None and (named := find_rank(rest)) is not None and self._names_itself(rest):
+        if who.rank is None and (named := find_rank(message)) is not None and self._names_itself(message):
             who = replace(who, rank=named)
-        if " global rank " in rest and (section := _SECTION.search(rest)):
+        if " global rank " in message and (section := _SECTION.search(message)):
             self._section = int(section["rank"]) if section["edge"] == "Begin" else None
         if who.rank is None and self._section is not None:
             who = replace(who, rank=self._section)
@@ -368,9 +368,9 @@ class _Reader:
             self._event, text, line, order, who, year=self._year, around=around[:LOOK_CHARS]
         )
         key = f"{who.rank}/{who.local_rank}/{who.pid}/{who.host}"
-        self._tracebacks.feed(key, rest, order, make)
+        self._tracebacks.feed(key, message, order, make)
         rank = who.rank if who.rank is not None else who.local_rank
-        for match in _matches(rest[:LINE_LIMIT]):
+        for match in _matches(message[:LINE_LIMIT]):
             kept = self._kept.get((match[0], rank))
             if kept is None:
                 kept = self._kept[match[0], rank] = _Kept()
@@ -380,19 +380,19 @@ class _Reader:
         """Whom the prefixes of a line name, and the line without them and without what a collector
         put before it.
         """
-        who, rest = split_prefix(piece, style=self._style or "")
-        bare = self._wrapping.off(rest)
+        who, text = split_prefix(piece, style=self._style or "")
+        bare = self._wrapping.off(text)
         if bare is None:
-            return who, rest
-        inner, rest = split_prefix(bare, style=self._inner_style)
-        return _joined(inner, who), rest
+            return who, text
+        inner, text = split_prefix(bare, style=self._inner_style)
+        return _joined(inner, who), text
 
     @staticmethod
-    def _names_itself(rest: str) -> bool:
+    def _names_itself(text: str) -> bool:
         """Whether a rank in the words of a line is the one that speaks: torch's and trainers' own
         lines.
         """
-        return "[Rank " in rest or "Rank " in rest[:160] or "rank" in rest[:60]
+        return "[Rank " in text or "Rank " in text[:160] or "rank" in text[:60]
 
     def _event(
         self,
@@ -426,22 +426,22 @@ def _segments(
             for the first and the last in the chunk: others are left out, and the line before one of
             these tells whether Python only reports it.
     """
-    place = 0
-    while place < len(data):
+    begin = 0
+    while begin < len(data):
         if not tracebacks.waiting:
-            index = bisect_left(offsets, place)
+            index = bisect_left(offsets, begin)
             if index == len(offsets):
                 return
             start = _start(data, offsets[index])
             if are_often and data.find(_HEADER, start, _line_end(data, start)) >= 0:
                 start = _start(data, max(0, start - 1))
-            place = max(place, start)
-        end = _line_end(data, place)
-        if are_often and data.find(_HEADER, place, end) >= 0 and not _has_hit(offsets, place, end):
+            begin = max(begin, start)
+        end = _line_end(data, begin)
+        if are_often and data.find(_HEADER, begin, end) >= 0 and not _has_hit(offsets, begin, end):
             tracebacks.leave()
         else:
-            yield place, end
-        place = end + 1
+            yield begin, end
+        begin = end + 1
 
 
 _HEADER = b"Traceback (most recent call last)"
@@ -479,8 +479,8 @@ def _inner(piece: str) -> tuple[Origin, list[str]] | None:
     """
     if '{"' not in piece[:_OBJECT_CHARS]:
         return None
-    who, rest = (NO_ORIGIN, piece) if piece.startswith('{"') else split_prefix(piece)
-    unwrapped = unwrap_json(rest) if rest.startswith('{"') else None
+    who, text = (NO_ORIGIN, piece) if piece.startswith('{"') else split_prefix(piece)
+    unwrapped = unwrap_json(text) if text.startswith('{"') else None
     if unwrapped is None:
         return None
     inside = (
@@ -496,8 +496,8 @@ def _joined(inner: Origin, outer: Origin) -> Origin:
     """Whom both name; the inner one counts where they differ."""
     if inner == NO_ORIGIN:
         return outer
-    own = {name: value for name in _WHO if (value := getattr(inner, name)) is not None}
-    return replace(outer, **own)
+    given = {name: value for name in _WHO if (value := getattr(inner, name)) is not None}
+    return replace(outer, **given)
 
 
 _WHO = tuple(one.name for one in fields_of(Origin))

@@ -191,8 +191,8 @@ def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path
         named: NCCL_CONF_FILE, which replaces ~/.nccl.conf.
         home: the user's home; None: looked up.
     """
-    own = Path(named) if named else _home(home) / ".nccl.conf"
-    return _read_nccl_file(system) | _read_nccl_file(own)
+    user_file = Path(named) if named else _home(home) / ".nccl.conf"
+    return _read_nccl_file(system) | _read_nccl_file(user_file)
 
 
 def _home(given: Path | None) -> Path:
@@ -458,8 +458,8 @@ def probe_url(url: str, *, limit_s: float) -> str:
 
 
 def _without_credentials(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}".rstrip("/")
+    scheme, separator, location = url.partition("://")
+    return f"{scheme}{separator}{location.rpartition('@')[2]}".rstrip("/")
 
 
 def _token_place(cache: Path) -> str:

@@ -362,9 +362,9 @@ def retransmitting_connections(
     """Retransmitting connections of processes in one network namespace, most retransmissions first,
     at most 16.
     """
-    own = list(pids)
-    sockets = {inode for pid in own for inode in _socket_inodes(proc / str(pid) / "fd")}
-    for pid in own:
+    processes = list(pids)
+    sockets = {inode for pid in processes for inode in _socket_inodes(proc / str(pid) / "fd")}
+    for pid in processes:
         tables = [_rows(proc / str(pid) / "net" / name) for name in ("tcp", "tcp6")]
         if any(tables):  # else the process has ended meanwhile
             connections = [
@@ -445,9 +445,9 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
     inodes = _listening_inodes(port, proc)
     if not inodes:
         return None
-    wanted = {f"socket:[{inode}]" for inode in inodes}
+    targets = {f"socket:[{inode}]" for inode in inodes}
     for folder in proc.iterdir():
-        if folder.name.isdigit() and _holds(folder / "fd", wanted):
+        if folder.name.isdigit() and _holds(folder / "fd", targets):
             return Listener(int(folder.name), _command(folder))
     return None
 
@@ -524,9 +524,9 @@ def _listening_inodes(port: int, proc: Path) -> set[str]:
     return inodes
 
 
-def _holds(folder: Path, wanted: set[str]) -> bool:
+def _holds(folder: Path, targets: set[str]) -> bool:
     try:
-        return any(_target(entry) in wanted for entry in folder.iterdir())
+        return any(_target(entry) in targets for entry in folder.iterdir())
     except OSError:
         return False  # it has ended meanwhile, or belongs to somebody else
 
@@ -585,12 +585,12 @@ def _nft() -> Firewall | None:
     except ValueError:
         return None
     chains = [part["chain"] for part in parts if part.get("chain", {}).get("hook") == "input"]
-    own = [chain for chain in chains if chain.get("table") != "filter"]
-    names = {(chain["family"], chain["table"], chain["name"]) for chain in own}
+    others = [chain for chain in chains if chain.get("table") != "filter"]
+    names = {(chain["family"], chain["table"], chain["name"]) for chain in others}
     refusals = [
         _rule_text(part["rule"]) for part in parts if "rule" in part and _refuses(part["rule"], names)
     ]
-    return Firewall(any(chain.get("policy") == "drop" for chain in own), tuple(refusals))
+    return Firewall(any(chain.get("policy") == "drop" for chain in others), tuple(refusals))
 
 
 def _refuses(rule: dict[str, Any], chains: set[tuple[str, str, str]]) -> bool:

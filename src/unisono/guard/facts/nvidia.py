@@ -103,20 +103,20 @@ def _redirects(config: Path) -> bool | None:
     if len(registers) <= _EXTENDED_CAPABILITIES:
         return None
     return any(
-        int.from_bytes(registers[place + _CONTROL : place + _CONTROL + 2], "little") & _REQUEST_REDIRECT
-        for place, kind in _capabilities(registers)
+        int.from_bytes(registers[offset + _CONTROL : offset + _CONTROL + 2], "little") & _REQUEST_REDIRECT
+        for offset, kind in _capabilities(registers)
         if kind == _ACS
     )
 
 
 def _capabilities(registers: bytes) -> Iterator[tuple[int, int]]:
     """Place and kind of each extended capability; a list that leads back ends there."""
-    place, seen = _EXTENDED_CAPABILITIES, set[int]()
-    while _EXTENDED_CAPABILITIES <= place <= len(registers) - 4 and place not in seen:
-        seen.add(place)
-        header = int.from_bytes(registers[place : place + 4], "little")
-        yield place, header & 0xFFFF
-        place = header >> 20
+    offset, seen = _EXTENDED_CAPABILITIES, set[int]()
+    while _EXTENDED_CAPABILITIES <= offset <= len(registers) - 4 and offset not in seen:
+        seen.add(offset)
+        header = int.from_bytes(registers[offset : offset + 4], "little")
+        yield offset, header & 0xFFFF
+        offset = header >> 20
 
 
 _MAX_LOG_BYTES = 8 << 20

@@ -137,7 +137,7 @@ def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) ->
 
     Touches no storage.
     """
-    wanted = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
+    target = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
     best, kind = "", ""
     try:
         lines = table.read_text(errors="replace").splitlines()
@@ -145,13 +145,13 @@ def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) ->
         return ""
     for line in lines:
         before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if len(fields) < 5 or not rest:
+        fields, type_fields = before.split(), after.split()
+        if len(fields) < 5 or not type_fields:
             continue
         point = _unescaped(fields[4])
-        inside = point == "/" or wanted == point or wanted.startswith(point + "/")
+        inside = point == "/" or target == point or target.startswith(point + "/")
         if inside and len(point) >= len(best):  # of several on one point the last one counts
-            best, kind = point, rest[0]
+            best, kind = point, type_fields[0]
     return kind
 
 

@@ -99,7 +99,7 @@ def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
     """The cgroup that froze the process, which receives no signal until it is thawed; None: not
     frozen.
     """
-    for folder in cgroup_folders("freezer", root=root, own=Path(f"/proc/{pid}/cgroup")):
+    for folder in cgroup_folders("freezer", root=root, cgroup_file=Path(f"/proc/{pid}/cgroup")):
         if _line(folder / "cgroup.freeze") == "1" or _line(folder / "freezer.state").startswith("FR"):
             return folder
     return None
@@ -173,11 +173,11 @@ def read_thread(pid: int, number: int) -> ThreadState | None:
     """A thread of a process; None if it has ended or is not readable."""
     base = Path(f"/proc/{pid}/task/{number}")
     try:
-        name, _, rest = (base / "stat").read_text().partition("(")[2].rpartition(")")
+        name, _, statistics = (base / "stat").read_text().partition("(")[2].rpartition(")")
         status = (base / "status").read_text()
     except OSError:
         return None
-    fields = rest.split()
+    fields = statistics.split()
     switches = sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
     return ThreadState(
         number,
@@ -229,11 +229,11 @@ def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
     """Some initial environment variables of a process; empty if it has ended or belongs to a
     different user.
     """
-    wanted = {name.encode() for name in names}
+    encoded = {name.encode() for name in names}
     variables = {}
     for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
         name, equals, value = item.partition(b"=")
-        if equals and name in wanted:
+        if equals and name in encoded:
             variables[name.decode()] = value.decode("utf-8", "replace")
     return variables
 
@@ -341,10 +341,10 @@ def _program(words: list[str]) -> str:
     program = Path(words[0]).name
     if not _INTERPRETER.fullmatch(program) or "-c" in words:  # after -c stands code, which may hold anything
         return program
-    rest = words[1:]
-    while rest and rest[0] in _PYTHON_FLAGS:
-        rest = rest[1:]
-    script = rest[0] if rest and not rest[0].startswith("-") else ""
+    arguments = words[1:]
+    while arguments and arguments[0] in _PYTHON_FLAGS:
+        arguments = arguments[1:]
+    script = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     return f"{program} {Path(script).name}" if script else program
 
 
@@ -459,10 +459,10 @@ def _same_pid_namespace(folder: Path) -> bool:
 
 def _front_of(words: list[str]) -> tuple[int, Path] | None:
     """Front pid and plan from a rank's command line; None for other processes."""
-    for place, word in enumerate(words[:-1]):
-        if word == "unisono.worker" and words[place - 1] == "-m" and "--front-pid" in words[:-1]:
+    for index, word in enumerate(words[:-1]):
+        if word == "unisono.worker" and words[index - 1] == "-m" and "--front-pid" in words[:-1]:
             number = words[words.index("--front-pid") + 1]
-            return (int(number), Path(words[place + 1])) if number.isdecimal() else None
+            return (int(number), Path(words[index + 1])) if number.isdecimal() else None
     return None
 
 

@@ -102,8 +102,8 @@ def _expand_brackets(word: str) -> list[str]:
         if high < low or high - low > _MAX_NODES:
             return []
         middle += [f"{number:0{len(span[1])}d}" for number in range(low, high + 1)]
-    rest = _expand_brackets(after) if after else [""]
-    return [before + number + end for number in middle for end in rest]
+    endings = _expand_brackets(after) if after else [""]
+    return [before + number + end for number in middle for end in endings]
 
 
 def _natural_number(text: str) -> int | None:

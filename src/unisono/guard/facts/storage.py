@@ -111,8 +111,8 @@ def sees_nonce(folder: Path, name: str, *, limit_s: float = 5.0) -> bool | None:
 
 def is_nonce(name: str) -> bool:
     """Whether a name can be one that `leave_nonce` gave."""
-    rest = name.removeprefix(_PREFIX)
-    return rest != name and len(rest) == 16 and set(rest) <= set("0123456789abcdef")
+    digits = name.removeprefix(_PREFIX)
+    return digits != name and len(digits) == 16 and set(digits) <= set("0123456789abcdef")
 
 
 def remove_nonce(folder: Path, name: str) -> None:

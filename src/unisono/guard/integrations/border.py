@@ -395,8 +395,8 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
         except ValueError as error:  # a record that is too short yet
             raise OSError(f"the record of process {pid} cannot be read: {error}") from error
         stack.pop_all()
-    known = _made(Registration, read_whole(folder / f"rank-{pid}.json") or {})
-    memory.stacks_signal = known.stacks_signal if known is not None else 0
+    registration = _made(Registration, read_whole(folder / f"rank-{pid}.json") or {})
+    memory.stacks_signal = registration.stacks_signal if registration is not None else 0
     return memory
 
 

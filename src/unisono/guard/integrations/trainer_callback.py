@@ -273,9 +273,9 @@ def read_dataset(dataset: Any) -> DataFacts:
         chosen = array("q", (int(index) for index in dataset.indices))
         return DataFacts(rows, _digest(source, chosen.tobytes()), source, kind)
     if isinstance(dataset, list | tuple):
-        return DataFacts(rows, _digest(*(dataset[place] for place in _places(rows))), "", kind)
+        return DataFacts(rows, _digest(*(dataset[position] for position in _places(rows))), "", kind)
     if hasattr(dataset, "tensors") and isinstance(dataset.tensors, tuple):
-        picked = [tensor[place] for tensor in dataset.tensors for place in _places(rows)]
+        picked = [tensor[position] for tensor in dataset.tensors for position in _places(rows)]
         return DataFacts(rows, _digest(*picked), "", kind)
     if hasattr(dataset, "with_format") and hasattr(dataset, "data") and rows:
         return _read_table(dataset, rows, kind)
@@ -288,12 +288,12 @@ def _read_table(dataset: Any, rows: int, kind: str) -> DataFacts:
     """
     picked = dataset.with_format("arrow")[_places(rows)].to_pylist()
     splits = getattr(getattr(dataset, "info", None), "splits", None) or {}
-    known = sorted(
+    sizes = sorted(
         (str(name), getattr(split, "num_examples", 0), getattr(split, "num_bytes", 0))
         for name, split in splits.items()
     )
     below = getattr(dataset.data, "num_rows", rows)
-    source = _digest("splits", known) if known else _digest("table", below) if below != rows else ""
+    source = _digest("splits", sizes) if sizes else _digest("table", below) if below != rows else ""
     return DataFacts(rows, _digest(*picked), source, kind)
 
 

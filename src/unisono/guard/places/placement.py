@@ -161,13 +161,13 @@ def _named(gpus: list[Gpu], everything: list[Gpu], word: str, visible: str | Non
     gpu = _match(gpus, word)
     if gpu is not None:
         return gpu
-    known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+    choices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
     hidden = _match(everything, word) is not None
     raise UsageError.of(
         f"there is no device {word} for this run",
         where="command line, --devices",
         why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "",
-        fix=f"one of {known}",
+        fix=f"one of {choices}",
     )
 
 

@@ -183,7 +183,7 @@ class Job:
 def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     """The job that a command describes."""
     reader = _READERS.get(command.kind)
-    own = reader(command) if reader else Job()
+    job = reader(command) if reader else Job()
     torch = command.kind in ("torchrun", "python", "other", "llamafactory")
     pet = dict(_from(variables, "PET_" if torch else ""))
     plain = dict(_from(variables, ""))
@@ -197,15 +197,15 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
 
     endpoint = pet.get("RDZV_ENDPOINT") if torch else None
     host, port = _split(endpoint)
-    backend = own.backend or (pet.get("RDZV_BACKEND") if torch else None)
+    backend = job.backend or (pet.get("RDZV_BACKEND") if torch else None)
     return Job(
-        nodes=first(own.nodes, "NNODES"),
-        node_rank=first(own.node_rank, "NODE_RANK"),
-        nproc=first(own.nproc, "NPROC_PER_NODE"),
-        host=own.host or host or first(None, "MASTER_ADDR"),
-        port=own.port or port or first(None, "MASTER_PORT"),
+        nodes=first(job.nodes, "NNODES"),
+        node_rank=first(job.node_rank, "NODE_RANK"),
+        nproc=first(job.nproc, "NPROC_PER_NODE"),
+        host=job.host or host or first(None, "MASTER_ADDR"),
+        port=job.port or port or first(None, "MASTER_PORT"),
         backend=None if backend is not None and backend.text in ("", "unisono") else backend,
-        restarts=first(own.restarts, "MAX_RESTARTS"),
+        restarts=first(job.restarts, "MAX_RESTARTS"),
     )
 
 
@@ -371,12 +371,12 @@ class Waiting:
     @property
     def verdict(self) -> Verdict:
         """The verdict after the wait has timed out."""
-        known = find_cause("node_missing")
+        entry = find_cause("node_missing")
         return Verdict(
             cause="node_missing",
             when="before",
             hosts=self.hosts,
-            fix=known.remedy if known else (),
+            fix=entry.remedy if entry else (),
             summary=(
                 f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the other"
                 " nodes wait for it"

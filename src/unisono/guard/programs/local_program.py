@@ -180,18 +180,18 @@ class Program:
             time.sleep(0.01)
 
     def _take_line(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
+        word, _, argument = line.partition(" ")
         match word:
             case "started":
-                self.pid = int(rest)
+                self.pid = int(argument)
             case "gone":
-                self.program_exit = int(rest)
+                self.program_exit = int(argument)
             case "left":
-                self.left = int(rest)
+                self.left = int(argument)
             case "ended":
-                self.returncode = int(rest)
+                self.returncode = int(argument)
             case "failed":
-                self._failed = rest.partition(" ")[2]
+                self._failed = argument.partition(" ")[2]
                 self.returncode = 127
             case _:
                 pass
@@ -309,8 +309,8 @@ class LocalProgram:
         """News of this node, after waiting for the first, or for one of `also` to become
         readable.
         """
-        own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
-        select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
+        fds = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
+        select.select([*fds, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
         messages += self._orphaned()
         messages += self.ranks.new_messages()

@@ -140,7 +140,7 @@ def read_shape(
     job = read_job(command, variables)
     _refuse_contradictions(request, job, variables)
     _refuse_elastic(request, job)
-    own = (
+    starts_ranks = (
         command.kind in ("accelerate", "deepspeed")
         or job.backend is not None
         or "standalone" in command.options
@@ -170,8 +170,8 @@ def read_shape(
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
         nproc_declared=topology.nproc_declared and not _is_automatic(job, request),
     )
-    topology, notes = _ports(request, job, topology, own=own)
-    return RunShape(topology, command, job, own, notes)
+    topology, notes = _ports(request, job, topology, starts_ranks=starts_ranks)
+    return RunShape(topology, command, job, starts_ranks, notes)
 
 
 def _origin_shown(origin: str, origins: Mapping[str, str]) -> str:
@@ -224,17 +224,17 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
         ("--head", host, job.host),
     ]
     problems = []
-    for option, own, program_value in pairs:
+    for option, value, program_value in pairs:
         if (
-            own is None
+            value is None
             or program_value is None
             or program_value.origin in variables
-            or _is_same(str(own), program_value.text)
+            or _is_same(str(value), program_value.text)
         ):
             continue
         problems.append(
             Problem(
-                f"{option} {own} and {program_value.origin} {program_value.text} contradict each other",
+                f"{option} {value} and {program_value.origin} {program_value.text} contradict each other",
                 where="command line",
                 why="the program would follow its own argument",
                 fix=f"pass one of them, or the same value in both: {option} {program_value.text}",
@@ -280,12 +280,12 @@ def _refuse_other_hosts(
         )
 
 
-def _is_same(own: str, program_value: str) -> bool:
+def _is_same(value: str, program_value: str) -> bool:
     if not program_value[:1].isdigit() and program_value in ("auto", "gpu", "cpu", "xpu"):
         return True  # not a number
-    spans = {own, f"{own}:{own}"}
+    spans = {value, f"{value}:{value}"}
     return program_value in spans or (
-        program_value.isdigit() and own.isdigit() and int(program_value) == int(own)
+        program_value.isdigit() and value.isdigit() and int(program_value) == int(value)
     )
 
 
@@ -306,12 +306,12 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
 
 
 def _ports(
-    request: RunRequest, job: Job, topology: Topology, *, own: bool
+    request: RunRequest, job: Job, topology: Topology, *, starts_ranks: bool
 ) -> tuple[Topology, tuple[str, ...]]:
     """Chooses the port of the control channel: the head's, or the next one if the program listens
     there.
     """
-    if topology.nodes == 1 or not own:
+    if topology.nodes == 1 or not starts_ranks:
         return topology, ()
     program_value = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
     if program_value is None or topology.head_port != program_value:
@@ -383,8 +383,8 @@ def build_environment(
     if topology.nodes == 1 or store is None:
         return ProgramEnvironment(variables, tuple(notes))
     host, port = store
-    place = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
-    variables |= place | {"PET_NNODES": str(topology.nodes)}
+    node_variables = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
+    variables |= node_variables | {"PET_NNODES": str(topology.nodes)}
     if shape.own_rendezvous:
         variables["PET_NODE_RANK"] = str(
             topology.node_rank

@@ -204,8 +204,8 @@ class ProgramSupervisor:
 
     def _take_observation(self, node_rank: int, message: Message) -> None:
         if message["kind"] == "timeline":
-            own = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
-            self.local.keep_time(node_rank, message, own)
+            ranks = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
+            self.local.keep_time(node_rank, message, ranks)
         elif self._stall_monitor is not None:
             self._stall_monitor.on_message(node_rank, message)
 

@@ -194,13 +194,13 @@ class Subreaper:
     def run(self) -> None:
         """Runs until the program and its descendants have ended."""
         pidfd = os.pidfd_open(self._program.pid)
-        rest = b""
+        partial = b""
         ending_now = False
         while not ending_now:
             ready, _, _ = select.select([0, pidfd], [], [])
             if 0 in ready:
                 data = os.read(0, _CHUNK_BYTES)
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, partial = (partial + data).split(b"\n")
                 ending_now = not data or sum(self._obey(line) for line in lines) > 0
             if pidfd in ready:
                 break

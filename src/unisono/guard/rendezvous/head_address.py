@@ -136,7 +136,7 @@ def _is_literal(host: str) -> bool:
 
 
 def _refused(cause: str, summary: str, party: Party, addresses: Sequence[str], fix: str) -> Disagreed:
-    known = find_cause(cause)
+    entry = find_cause(cause)
     text = f"{party.topology.head_host} resolves to {', '.join(addresses) or 'nothing'}"
     return disagreement(
         [
@@ -147,7 +147,7 @@ def _refused(cause: str, summary: str, party: Party, addresses: Sequence[str], f
                 hosts=(party.host,),
                 phase="agree.call",
                 evidence=(Evidence(where=party.label, text=text),),
-                fix=(fix, *(known.remedy if known else ())[1:2]),
+                fix=(fix, *(entry.remedy if entry else ())[1:2]),
             )
         ]
     )

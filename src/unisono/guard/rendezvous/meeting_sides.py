@@ -153,14 +153,14 @@ def _wait_for_nodes(
         Disagreed: if nodes are missing, one refuses, or one has a different token.
     """
     channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
-    own = BackgroundWork(lambda show: make_report(channel, show))
+    work = BackgroundWork(lambda show: make_report(channel, show))
     roll = meeting.roll
     next_line = meeting.began + _FIRST_LINE_S
     while not roll.complete:
         meeting.listen(_POLL_S if 0 in roll.reports else _BUSY_POLL_S)
-        meeting.show_output(own)
-        if own.done and 0 not in roll.reports:
-            roll.reports[0] = own.result()
+        meeting.show_output(work)
+        if work.done and 0 not in roll.reports:
+            roll.reports[0] = work.result()
         now = time.monotonic()
         if now >= next_line and not roll.complete:
             meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
@@ -226,12 +226,12 @@ def rejoin_at_head(
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
         meeting.broadcast({"kind": "again", "round": round_, "question": question})
         channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
-        own = meeting.run_in_background(lambda _show: make_report(channel, question))
+        report = meeting.run_in_background(lambda _show: make_report(channel, question))
         answers = meeting.gather(
             restart_report_kind(round_), timeout_s=_ANSWER_S, what="its report before the restart"
         )
         meeting.forget("reached")  # of an earlier round
-        meeting.roll.reports = {0: own}
+        meeting.roll.reports = {0: report}
         for node_rank, message in sorted(answers.items()):
             verdict = meeting.roll.record_report(node_rank, message.get("report"))
             if verdict is not None:
@@ -386,8 +386,8 @@ class MemberSide:
             self._over = True
             self.head_left = event
             if event.gave_up:  # this process was suspended: the same verdict as the head's
-                own = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
-                raise meeting_rules.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
+                loss = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
+                raise meeting_rules.disagreement([loss.model_copy(update={"named_after_s": event.silent_s})])
             lost = meeting_rules.head_lost(self.party.label, self.party.head, event.why)
             raise meeting_rules.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
         message = event.message
@@ -473,7 +473,7 @@ def try_network_as_member(
         Disagreed: with the head's verdict.
     """
     request = member_side.wait_for("dial")
-    present = nodes_present(request, own=member_side.party.topology.node_rank)
+    present = nodes_present(request, node_rank=member_side.party.topology.node_rank)
     if not tries_collective:
         node_dials(member_side, request)
         return

@@ -215,15 +215,15 @@ def start_others(
         UsageError: if no ssh client is installed.
     """
     folder = tempfile.TemporaryDirectory(prefix="unisono-ssh-") if logs is None else None
-    place = Path(folder.name) if folder else logs
-    assert place is not None
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    started = SshFronts([], place, folder)
+    log_folder = Path(folder.name) if folder else logs
+    assert log_folder is not None
+    log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    started = SshFronts([], log_folder, folder)
     carried = forwarded_variables(variables or {})
     try:
         for node_rank, host in enumerate(topology.hosts, start=1):
             command = remote_command(remote, topology, node_rank, head, variables=carried)
-            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, place))
+            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, log_folder))
     except BaseException:  # a partial start leaves no front behind; raised again
         started.close()
         raise
@@ -242,13 +242,13 @@ def remote_command(
     without the token.
     """
     host, port = head
-    place = {
+    placement = {
         "--nodes": topology.nodes,
         "--node-rank": node_rank,
         "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--token-file": "-",
     }
-    options = option_args({**place, **remote.options})
+    options = option_args({**placement, **remote.options})
     words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
     setting = (
         ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]
@@ -264,8 +264,8 @@ def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """
     forwarded = {}
     for name, value in variables.items():
-        known = find_variable(name)
-        if known is not None and known.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
+        variable = find_variable(name)
+        if variable is not None and variable.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
             forwarded[name] = value
     return forwarded
 

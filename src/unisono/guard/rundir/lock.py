@@ -312,12 +312,12 @@ def watched_holder(path: Path) -> Holder | None:
 
 def _is_locked(seen: os.stat_result) -> bool:
     """Whether the kernel lists an exclusive flock of a file."""
-    place = f"{os.major(seen.st_dev):02x}:{os.minor(seen.st_dev):02x}:{seen.st_ino}"
+    inode = f"{os.major(seen.st_dev):02x}:{os.minor(seen.st_dev):02x}:{seen.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return False
-    return any(words[1:2] == ["FLOCK"] and place in words for words in map(str.split, lines))
+    return any(words[1:2] == ["FLOCK"] and inode in words for words in map(str.split, lines))
 
 
 def recorded_holder(path: Path) -> Holder | None:

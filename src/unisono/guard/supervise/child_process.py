@@ -134,10 +134,10 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
 
     Addresses like 127.0.0.2 are not in any list, and belong to the loopback interface.
     """
-    known = list(interfaces)
-    name = next((one.name for one in known if address in one.addresses), None)
+    all_interfaces = list(interfaces)
+    name = next((one.name for one in all_interfaces if address in one.addresses), None)
     if name is None and is_loopback(address):
-        return next((one.name for one in known if one.loopback), None)
+        return next((one.name for one in all_interfaces if one.loopback), None)
     return name
 
 

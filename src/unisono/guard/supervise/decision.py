@@ -90,9 +90,9 @@ def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
         ends: in the order in which they became known.
     """
     bad = [end for end in ends if not ended_well(end)]
-    own = [end for end in bad if not is_victim(end)]
-    if own:
-        return next((end for end in own if _was_killed(end)), own[0])
+    causes = [end for end in bad if not is_victim(end)]
+    if causes:
+        return next((end for end in causes if _was_killed(end)), causes[0])
     early = [end for end in ends if ended_well(end)]  # left with a result while others still counted on it
     return early[0] if early and bad else None
 

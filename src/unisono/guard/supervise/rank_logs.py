@@ -142,8 +142,8 @@ class LogMatch:
 
     def to_message(self) -> Message:
         """As a warning for the screen."""
-        known = find_signature(self.signature)
-        source = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
+        entry = find_signature(self.signature)
+        source = f" ({entry.source.partition(',')[0].partition(':')[0]})" if entry else ""
         return {
             "kind": "warning",
             "time": self.time,
@@ -168,14 +168,14 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that are complete now. A line that is too long is given once, cut."""
-        *whole, rest = data.replace(b"\r", b"\n").split(b"\n")
+        *whole, partial = data.replace(b"\r", b"\n").split(b"\n")
         lines = []
         for piece in whole:
             if not self._too_long:
                 lines.append((self._rest + piece)[: 4 * LINE_LIMIT])
             self._rest, self._too_long = b"", False
         if not self._too_long:
-            self._rest += rest
+            self._rest += partial
             if len(self._rest) > 4 * LINE_LIMIT:
                 lines.append(self._rest[: 4 * LINE_LIMIT])
                 self._rest, self._too_long = b"", True

@@ -391,23 +391,23 @@ class StallMonitor:
             KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different
                 node.
         """
-        own = {place.rank for place in self._plan.on_node(node_rank)}
+        node_ranks = {place.rank for place in self._plan.on_node(node_rank)}
         if message["kind"] == "beats":
             views = [RankView.from_json(value) for value in message["views"]]
-            if not own.issuperset(view.rank for view in views):
+            if not node_ranks.issuperset(view.rank for view in views):
                 raise ValueError("reports ranks that are not its own")
             self._views |= {view.rank: view for view in views}
             self._links[node_rank] = tuple(str(link) for link in message.get("links", ())[:16])
         else:
             looks = [Look.from_json(value) for value in message["looks"]]
-            if not own.issuperset(look.rank for look in looks):
+            if not node_ranks.issuperset(look.rank for look in looks):
                 raise ValueError("reports ranks that are not its own")
             raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
             if self._episode is not None:  # else the ranks move again, and the request is obsolete
                 self._looks |= {look.rank: look for look in looks}
                 self._raw |= {
                     rank: raw[rank]
-                    for rank in own & raw.keys()
+                    for rank in node_ranks & raw.keys()
                     if len(self._raw) < _MOST_RAW or rank in self._raw
                 }
 
@@ -484,7 +484,7 @@ class StallMonitor:
         self._request_stacks(
             [
                 rank
-                for rank in suspicion.wanted
+                for rank in suspicion.to_inspect
                 if now - self._requested_at.get(rank, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
             ],
             now,

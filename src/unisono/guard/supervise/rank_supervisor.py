@@ -369,20 +369,20 @@ class _RankSupervision:
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
     def _take_node_message(self, node_rank: int, message: Message) -> None:
-        own = {place.rank for place in self.job.on_node(node_rank)}
+        node_ranks = {place.rank for place in self.job.on_node(node_rank)}
         match message["kind"]:
             case "rank_report":
                 report = RankReport.model_validate(message["report"])
-                if report.rank in own:
+                if report.rank in node_ranks:
                     self._take_report(report)
-            case "rank_said" if int(message["rank"]) in own:
+            case "rank_said" if int(message["rank"]) in node_ranks:
                 self._take_message(int(message["rank"]), dict(message["message"]))
-            case "rank_ended" if int(message["end"]["rank"]) in own:
+            case "rank_ended" if int(message["end"]["rank"]) in node_ranks:
                 self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "beats" | "looked":
                 self.stall_monitor.on_message(node_rank, message)
             case "timeline":
-                self._timeline.take(node_rank, message, own)
+                self._timeline.take(node_rank, message, node_ranks)
             case "all_ended":
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there is nothing to wait for

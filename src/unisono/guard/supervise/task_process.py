@@ -283,9 +283,9 @@ def refusal(message: Message) -> UnisonoError:
 
 def cannot_start(name: str, error: OSError) -> RankDied:
     """The error for a task that the system cannot start."""
-    place = f"{error.filename}: " if error.filename else ""
+    prefix = f"{error.filename}: " if error.filename else ""
     return RankDied.of(
-        f"the task {name} cannot be started: {place}{error.strerror or error}",
+        f"the task {name} cannot be started: {prefix}{error.strerror or error}",
         fix=storage_remedy(error, else_="check the limits of memory and processes"),
     )
 

@@ -239,10 +239,10 @@ class Timeline:
             if glance is None:
                 continue
             at = now - (ns - glance.at_ns) / 1e9
-            known = self._ranks.get(rank)
-            if known is None:
-                known = self._ranks[rank] = RankTime(rank, min(at, now))
-            self._add(known.note(glance, now, at=at))
+            rank_time = self._ranks.get(rank)
+            if rank_time is None:
+                rank_time = self._ranks[rank] = RankTime(rank, min(at, now))
+            self._add(rank_time.note(glance, now, at=at))
 
     def _add(self, entries: Iterable[Entry]) -> None:
         lines = [_line(entry) for entry in entries]
@@ -269,10 +269,10 @@ class Timeline:
                 if time.monotonic() - self._written_at > _WRITE_S:
                     self._write()
             now, present = time.time(), dict(self._present())
-            for rank, known in self._ranks.items():
+            for rank, rank_time in self._ranks.items():
                 memory = present.get(rank)
                 glance = _glance_at(memory) if memory is not None else None
-                self._add(known.end(glance, now))
+                self._add(rank_time.end(glance, now))
             self._write()
 
     @contextlib.contextmanager

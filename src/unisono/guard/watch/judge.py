@@ -86,7 +86,7 @@ def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdic
     named = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
         return named
-    return Suspicion(named, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, wanted=tuple(ranks))
+    return Suspicion(named, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, to_inspect=tuple(ranks))
 
 
 def _is_stopped(view: RankView) -> bool:
@@ -114,8 +114,8 @@ def _participated(left: RankView, stuck: Sequence[RankView]) -> bool:
 
     Known only for our own ranks, whose collectives are all counted.
     """
-    known = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
-    return len(known) == 1 + len(stuck) and known[0].comm >= max(beat.comm for beat in known)
+    beats = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
+    return len(beats) == 1 + len(stuck) and beats[0].comm >= max(beat.comm for beat in beats)
 
 
 def _interpreter_stalled(
@@ -172,14 +172,14 @@ def _does_not_come(
     is_ours = view.beat is not None and not view.beat.is_foreign
     unseen = tuple(v.rank for v in late if not _is_seen(v, run_view))
     if not is_ours:
-        others = (run_view.views[rank] for rank in graded.wanted if rank != view.rank)
+        others = (run_view.views[rank] for rank in graded.to_inspect if rank != view.rank)
         unseen += tuple(other.rank for other in others if not _is_seen(other, run_view))
     if not unseen:
         return graded
     # Only stacks show which of several ranks waits for the others; a missing stack does not delay
     # the report forever.
     is_certain = (len(late) == 1 and is_ours) or graded.since_s > _limits(view, patience).name_s + _LOOK_S
-    return replace(graded, is_named=graded.is_named and is_certain, wanted=(*graded.wanted, *unseen))
+    return replace(graded, is_named=graded.is_named and is_certain, to_inspect=(*graded.to_inspect, *unseen))
 
 
 def _may_be_named(view: RankView, alive: Sequence[RankView], run_view: RunView) -> bool:
@@ -257,7 +257,7 @@ def _apart_in_collectives(
     name_s = limits.name_s
     if since_s >= name_s + (_LOOK_S if unseen else 0.0):
         return named
-    return Suspicion(named, since_s, is_named=not unseen, ends_in_s=name_s - since_s, wanted=unseen)
+    return Suspicion(named, since_s, is_named=not unseen, ends_in_s=name_s - since_s, to_inspect=unseen)
 
 
 def _network_has_problems(run_view: RunView) -> bool:
@@ -316,8 +316,8 @@ def _together_in_a_collective(
         )
         named = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
-    wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
-    return _by_time(named, since_s, name_s, limits.act_s, wanted=wanted)
+    to_inspect = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
+    return _by_time(named, since_s, name_s, limits.act_s, to_inspect=to_inspect)
 
 
 def _idle_everywhere(
@@ -344,7 +344,7 @@ def _idle_everywhere(
     if ends_in_s is not None and ends_in_s <= 0:
         return named
     is_named = since_s >= limit_s + _LOOK_S or all(_is_seen(view, run_view) for view in alive)
-    return Suspicion(named, since_s, is_named=is_named, ends_in_s=ends_in_s, wanted=tuple(ranks))
+    return Suspicion(named, since_s, is_named=is_named, ends_in_s=ends_in_s, to_inspect=tuple(ranks))
 
 
 def _idle_limit_s(beat: Beat) -> float:
@@ -394,16 +394,16 @@ def _graded(
         for v in run_view.views.values()
         if v.rank != view.rank and not v.has_ended and _waits(v, run_view)
     ]
-    return _by_time(named, since_s, limits.name_s, limits.act_s, wanted=[view.rank, *others[:1]])
+    return _by_time(named, since_s, limits.name_s, limits.act_s, to_inspect=[view.rank, *others[:1]])
 
 
 def _by_time(
-    named: Verdict, since_s: float, name_s: float, act_s: float, *, wanted: Sequence[int]
+    named: Verdict, since_s: float, name_s: float, act_s: float, *, to_inspect: Sequence[int]
 ) -> Suspicion | Verdict:
     if since_s >= act_s:
         return named
     return Suspicion(
-        named, since_s, is_named=since_s >= name_s, ends_in_s=act_s - since_s, wanted=tuple(wanted)
+        named, since_s, is_named=since_s >= name_s, ends_in_s=act_s - since_s, to_inspect=tuple(to_inspect)
     )
 
 

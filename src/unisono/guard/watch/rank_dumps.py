@@ -110,14 +110,14 @@ class Group:
 
     def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
         """The same, with completion read from its entries: all before the first incomplete one."""
-        own = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
-        if not own:
+        members = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
+        if not members:
             return self
-        done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in own}
+        done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in members}
         pending = [number for number, is_retired in done.items() if not is_retired]
         # The newest are missing if the recorder keeps few, or was read during a call.
-        known = self.completed or 0 if self.enqueued not in done else 0
-        completed = min(pending) - 1 if pending else max(*done, known)
+        before = self.completed or 0 if self.enqueued not in done else 0
+        completed = min(pending) - 1 if pending else max(*done, before)
         return replace(self, completed=completed or None)
 
     @property

@@ -141,10 +141,10 @@ class Pace:
 
 def _slowest(spans: Mapping[int, _Mark]) -> int | None:
     """The rank that is slower than the others by more than noise; None if there is none."""
-    own = {rank: _own_s(span) for rank, span in spans.items()}
-    middle = statistics.median_low(own.values())
-    rank = max(own, key=lambda r: own[r])
-    return rank if own[rank] >= _TIMES * middle and own[rank] - middle >= _AT_LEAST_S else None
+    seconds_of = {rank: _own_s(span) for rank, span in spans.items()}
+    middle = statistics.median_low(seconds_of.values())
+    rank = max(seconds_of, key=lambda r: seconds_of[r])
+    return rank if seconds_of[rank] >= _TIMES * middle and seconds_of[rank] - middle >= _AT_LEAST_S else None
 
 
 def _own_s(span: _Mark) -> float:
@@ -174,7 +174,7 @@ def _span(first: _Mark, last: _Mark) -> _Mark | None:
 
 
 def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int) -> Verdict:
-    own, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
+    step_s, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
     shares = {
         name: (
             getattr(spans[rank], name) - statistics.median_low(getattr(span, name) for span in spans.values())
@@ -184,7 +184,7 @@ def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int)
     phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
     place = run_view.places[rank]
     summary = (
-        f"{place.label} takes {own * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over"
+        f"{place.label} takes {step_s * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over"
         f" {spans[rank].step} steps; it loses the time in {phase}, and the others wait for it"
     )
     evidence = [
@@ -257,7 +257,7 @@ def verdict(
         severity: as in Verdict.
         hosts: culprits, if they are nodes and not ranks.
     """
-    known = find_cause(cause)
+    entry = find_cause(cause)
     views = [run_view.views[rank] for rank in ranks if rank in run_view.views]
     beats = [view.beat for view in views if view.beat is not None]
     look_evidence = [
@@ -276,7 +276,7 @@ def verdict(
             "phase": beats[0].phase if beats else None,
             "step": (beats[0].step or None) if beats else None,
             "evidence": tuple(look_evidence),
-            "fix": tuple(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ())),
+            "fix": tuple(_OWN_RUN_FIXES.get(cause) or (entry.remedy if entry else ())),
             "confidence": confidence,
             "named_after_s": since_s,
         }
@@ -338,8 +338,8 @@ def waiting_evidence(run_view: RunView, culprits: Sequence[int]) -> list[Evidenc
             )
         )
     more = len(evidence) - _MOST_WAITING
-    rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
-    return [*evidence[:_MOST_WAITING], *rest]
+    omitted = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
+    return [*evidence[:_MOST_WAITING], *omitted]
 
 
 def _inspection_evidence(look: Look, where: str) -> list[Evidence]:

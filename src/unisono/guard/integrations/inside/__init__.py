@@ -52,8 +52,8 @@ def why_unguardable(words: Sequence[str]) -> str | None:
     """
     if not PurePath(words[0]).name.startswith(("python", "pypy")):
         return None
-    rest = iter(words[1:])
-    for word in rest:
+    arguments = iter(words[1:])
+    for word in arguments:
         if not word.startswith("-") or word.startswith("--") or word == "-":
             return None
         for at, letter in enumerate(word[1:], 2):
@@ -63,7 +63,7 @@ def why_unguardable(words: Sequence[str]) -> str | None:
                 return None
             if letter in "WX":  # its value is the rest of the word, or the next one
                 if not word[at:]:
-                    next(rest, "")
+                    next(arguments, "")
                 break
     return None
 
@@ -126,7 +126,7 @@ def leads(code: CodeType, start: int, end: int) -> bool:
     """
     follow = _followers(code)
     offsets = sorted(follow)
-    first, last = (max((at for at in offsets if at <= place), default=0) for place in (start, end))
+    first, last = (max((at for at in offsets if at <= offset), default=0) for offset in (start, end))
     seen: set[int] = set()
     todo = list(follow.get(first, ()))
     while todo:

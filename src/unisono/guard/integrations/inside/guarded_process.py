@@ -101,9 +101,9 @@ class GuardedProcess:
                 return
             registration = replace(registration, stacks_signal=self._begin())
         else:
-            known = self.registration
+            previous = self.registration
             registration = replace(
-                registration, stacks_signal=known.stacks_signal, uuid=registration.uuid or known.uuid
+                registration, stacks_signal=previous.stacks_signal, uuid=registration.uuid or previous.uuid
             )
         if registration == self.registration:
             return

@@ -297,18 +297,20 @@ def _joining_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> R
     """The registration known before joining, so that a rank that waits for the others is already
     visible.
     """
-    known = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
-    settings = {name: str(value) for name, value in known.items() if value != -1}
+    numbers = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
+    settings = {name: str(value) for name, value in numbers.items() if value != -1}
     return own_registration({**environment, **settings})
 
 
 def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:
     """The registration of this rank, from torch."""
     rank, world_size = module.get_rank(), module.get_world_size()
-    known = at.registration or own_registration({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    if known is None:
+    registration = at.registration or own_registration({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    if registration is None:
         return None
-    return replace(known, rank=rank, world_size=world_size, grouped=True, sees=_SEES, uuid=device_uuid())
+    return replace(
+        registration, rank=rank, world_size=world_size, grouped=True, sees=_SEES, uuid=device_uuid()
+    )
 
 
 def _is_nccl(backend: Any) -> bool:

@@ -113,8 +113,8 @@ def _print_line(text: str) -> None:
 
 def _run_the_other() -> None:
     """Runs the sitecustomize that this one hides; Python reports its errors as usual."""
-    own = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
-    hidden = [(at, sys.path.pop(at)) for at in reversed(own)]
+    indices = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
+    hidden = [(at, sys.path.pop(at)) for at in reversed(indices)]
     this = sys.modules.pop(__name__, None)
     try:
         if PathFinder.find_spec("sitecustomize", sys.path) is not None:
