@@ -24,7 +24,7 @@ TEMPLATE_HAS_NO_END = signal.SIGVTALRM
 its front knows it by that.
 """
 TOKENIZER_HAS_NO_END = signal.SIGPROF
-"""The same for a tokenizer that exceeds its CPU time (data.text_encoder)."""
+"""The signal that ends a process whose tokenizer exceeds its CPU time (data.text_encoder)."""
 
 forked_by: int | None = None
 """The fork server (unisono.trainer.worker.fork_server) that this process was forked by; None in a process

@@ -409,8 +409,10 @@ _URL_WITH_SECRET = re.compile(
 # tokens that begin as only tokens do: Hugging Face, AWS, GitHub, GitLab, OpenAI and Anthropic,
 # Slack, Google, NVIDIA, PyPI, Docker, JWT
 _SHAPES = (
-    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"
-    r"|sk-(?:[A-Za-z0-9]{2,12}-)?[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}|ya29\.[A-Za-z0-9_-]{20,}|nvapi-[A-Za-z0-9_-]{20,}"
+    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"
+    r"|sk-(?:[A-Za-z0-9]{2,12}-)?[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}"
+    r"|ya29\.[A-Za-z0-9_-]{20,}|nvapi-[A-Za-z0-9_-]{20,}"
     r"|pypi-[A-Za-z0-9_-]{40,}|dckr_pat_[A-Za-z0-9_-]{16,}|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"
 )
 _TOKEN = re.compile(rf"^(?:{_SHAPES})$")
@@ -425,15 +427,20 @@ _SECRET_IN_TEXT = re.compile(
     rf"|(?<![A-Za-z0-9])(?:{_SHAPES})(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-_SHAPES = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
+_SHAPES = (
+    r"(?:token|secret|password|passwd|passphrase|credentials?"
+    r"|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
+)
 _VALUE = r"(?P<value>\"[^\"\n]{1,2000}|'[^'\n]{1,2000}|[^\s\"',;&)\]}]{4,4000})"
 _NAMED_SECRET = re.compile(  # HF_TOKEN=…, "api_key": "…", --token …, password: …
-    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SHAPES}(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
+    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SHAPES}"
+    rf"(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
     rf"{_VALUE}",
     re.IGNORECASE,
 )
 _HEADER = re.compile(  # Authorization: Bearer …, Cookie: …, wandb login …, sshpass -p …
-    r"((?:authorization|x-auth-token|x-api-key|private-token)[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:(?:bearer|basic|token|digest)\s{1,3})?|\bbearer\s{1,3}|\b(?:set-)?cookie:\s{0,3}"
+    r"((?:authorization|x-auth-token|x-api-key|private-token)[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:(?:bearer"
+    r"|basic|token|digest)\s{1,3})?|\bbearer\s{1,3}|\b(?:set-)?cookie:\s{0,3}"
     r"|\bwandb login (?:--[\w=-]{1,40} ){0,4}|\bsshpass -p ?)([^\s\"',`-][^\s\"',`]{7,4000})",
     re.IGNORECASE,
 )

@@ -16,14 +16,15 @@ from unisono.base.text import columns
 CATALOGUE = Path(__file__).parent / "zh" / "LC_MESSAGES" / "unisono.po"
 PLACEHOLDER = re.compile(r"\{[a-z_][a-z0-9_]*\}")
 LABELS = ("WHAT", "WHO", "DETECTED", "EVIDENCE", "FIX", "THEN", "EARLIER", "ASK")
-"""Of the lines of a verdict."""
+"""Labels of the lines of a verdict."""
 
 _ENTRY = re.compile(r'^msgid "(.+)"\nmsgstr "(.*)"$', re.MULTILINE)
 _DEEPEST = 8
 _HAN, _LATIN = re.compile("[\u3400-\u9fff]"), re.compile("[A-Za-z0-9]")
 _PROSE = re.compile(r"(?<![\w./=`-])[a-z]{2,} (?:[a-z]{1,} )?[a-z]{2,}(?![\w./=`-])")
 _WORD = re.compile(
-    rf"{_PROSE.pattern}|\b(?:the|is|are|was|were|of|and|to|in|an|not|no|for|with|on|at|by|from|it|its|has|have|be|this|that|what|you|free)\b"
+    rf"{_PROSE.pattern}|\b(?:the|is|are|was|were|of|and|to|in|an|not|no|for|with|on|at|by|from|it|its|has"
+    rf"|have|be|this|that|what|you|free)\b"
 )
 _HALF = re.compile("(?<![\\w`'])(?:is|are|was|were|has|have|of|waits),?[ ，]*[\u3400-\u9fff，、（]")
 """An English verb in front of Chinese: values were cut at the wrong place."""
@@ -32,7 +33,9 @@ _JOINT, _QUOTED = re.compile(r"[:;,] "), re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"
 _LIST = re.compile(r", (?![^(]*\))")
 _MARK = re.compile(r"[,;:]|(?: (?:\(|at |of |in |on ))")
 # fmt: off
-_NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "results", "device", "devices", "config", "system", "settings", "network", "ranks", "eval", "step", "plan", "cut", "split", "bad", "where", "why", "fix", "next", "result"})
+_NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "results", "device", "devices",
+                    "config", "system", "settings", "network", "ranks", "eval", "step", "plan", "cut",
+                    "split", "bad", "where", "why", "fix", "next", "result"})
 # fmt: on
 """Words that are labels of ours, and names of keys and arguments, too: as values they stay."""
 _LEAST, _WEAK, _STRONG = 3, 9, 12  # letters of a template: the fewer, the less English may be in its values

@@ -401,7 +401,7 @@ class RankReport(ReportPart):
     rows: int | None = None
     """Number of rows, before packing."""
     sequences: int
-    """Of one epoch."""
+    """The number in one epoch."""
     rows_digest: str
     """Digest of the row ids in table order."""
     order_digest: str
@@ -412,7 +412,7 @@ class RankReport(ReportPart):
     """Row ids of the first sequences in that order, shown if orders differ."""
     total_steps: int
     tokens: int
-    """Of one epoch."""
+    """The number in one epoch."""
     loss_tokens: int
     parameters_digest: str
     """Digest of names, shapes and dtypes of the trained parameters, in order."""

@@ -44,7 +44,7 @@ class PreparedFacts(ReportPart):
     """Digest of the rows as the model sees them, their order, and the tokenizer."""
     rows: int
     sequences: int
-    """Of one epoch."""
+    """The number in one epoch."""
     tokens: int
     loss_tokens: int
     eval_rows: int = 0
@@ -380,12 +380,13 @@ def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
     position = next(
         (i for i in range(min(map(len, lists))) if len({one[i] for one in lists}) > 1), min(map(len, lists))
     )
+    shown = slice(position, position + _SHOWN_ROWS)
     return [
         Evidence(
             where=stage.name(group.members),
             text=(
                 f"from position {position}:"
-                f" {', '.join(one_line(row, limit=40) for row in group.value[position : position + _SHOWN_ROWS]) or 'no more rows'}"
+                f" {', '.join(one_line(row, limit=40) for row in group.value[shown]) or 'no more rows'}"
             ),
         )
         for group in groups[:4]

@@ -244,13 +244,15 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "nccl", (2, 24), (2, 26, 5),
-        "cuMem host memory cannot be allocated in containers without NUMA permissions: out of memory or a CUDA error at the first collective",
+        "cuMem host memory cannot be allocated in containers without NUMA permissions: out of memory or a "
+        "CUDA error at the first collective",
         "2.26.5", "export NCCL_CUMEM_HOST_ENABLE=0 on all nodes, or docker run --cap-add SYS_NICE",
         "https://github.com/pytorch/pytorch/issues/152302", when=_cumem_host,
     ),
     KnownBad(
         "nccl", (2, 26, 5), (),
-        "CUDA error 217, `peer access is not supported`, on devices without peer access such as T4 and L4, with some drivers", "",
+        "CUDA error 217, `peer access is not supported`, on devices without peer access such as T4 and L4, "
+        "with some drivers", "",
         "export NCCL_CUMEM_HOST_ENABLE=0 on all nodes",
         "https://github.com/NVIDIA/nccl/issues/1838", when=_cumem_without_peers,
     ),
@@ -272,7 +274,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "ray", (1,), (2, 60),
-        "Ray Train destroys the process group without checking that it exists: a finished run ends in AssertionError", "2.60.0",
+        "Ray Train destroys the process group without checking that it exists: a finished run ends in "
+        "AssertionError", "2.60.0",
         "pip install 'ray[train]>=2.60'",
         "https://github.com/ray-project/ray/pull/61156", concerns="programs",
     ),

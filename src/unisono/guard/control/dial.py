@@ -45,7 +45,7 @@ _PAUSE_S = (0.2, 0.5)
 _STRANGE_ANSWERS = 2
 """Number of consecutive invalid answers that end the attempts."""
 _STRANGE_SILENCES = 3
-"""The same for silence, which an overloaded head shows, too."""
+"""Number of consecutive silences that end them; an overloaded head is silent, too."""
 _UNKNOWN_HOST_S = 5.0
 """Time for which an unknown host name is looked up again: in some clusters names appear with their
 nodes.

@@ -1,14 +1,21 @@
 """Transfers of files and buffers of a node to the head's disk, over the control channel: both
 ends.
 
-A node:                                                     The head:
+A node:
 
-    sender = FileSender(link)                               places = {"shard": place}   # Offer -> (directory, name)
-    sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
-    sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
-    select([..., sender.fileno()], ...)                             match event:
-    for outcome in sender.outcomes(): ...                               case FileReceived(label=...,
-    path=..., error=...): ...
+    sender = FileSender(link)
+    sender.send(path, {"kind": "shard", ...}, content)
+    sender.send(buffer, {"kind": "snapshot", ...})
+    select([..., sender.fileno()], ...)
+    for outcome in sender.outcomes(): ...
+
+The head:
+
+    places = {"shard": place}   # Offer -> (directory, name)
+    with FileReceiver(server, places):
+        for event in server.receive(...):
+            match event:
+                case FileReceived(label=..., path=..., error=...): ...
 
 `label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that
 rule. A file is at the head under its name only when it is there whole, synced, with the size and
@@ -18,11 +25,11 @@ the head's front by a FileReceived among its events, which comes before any mess
 sends after its Outcome.
 
     node → head   offer: id, size, digest, label
-    head → node   more: so many pieces may come                              no room, no such place: done, with the reason
+    head → node   more: so many pieces may come; done, with the reason, if there is no room or rule
     node → head   pieces, each of at most PIECE_BYTES
     head → node   more: 1, for each piece that is written
-    node → head   sent                                                       withdraw: it cannot be read after all
-    head → node   done, with the reason if it is not there                   at any time
+    node → head   sent; withdraw if it cannot be read after all
+    head → node   done, with the reason if it is not there; at any time
 
 So at most WINDOW pieces of a file are on their way, and what else the channel carries (beats, an
 abort, a verdict) waits for 4 MiB at the most. The head takes AT_ONCE files at the same time;

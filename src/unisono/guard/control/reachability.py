@@ -7,7 +7,8 @@ ones do not". The echo service has three ports on the chosen address, for the du
     dialler → listener   CALLS, nonce
     listener → dialler   ANSWERS, nonce, MAC by key over both nonces
     dialler → listener   MAC by key over both nonces
-    either way           length (4 bytes) | MAC by the session's key over direction, sequence, body | body
+    either way           length (4 bytes) | MAC | body
+                         MAC by the session's key over direction, sequence, body
 
 A peer that cannot prove the job's key receives 57 bytes at most, so this is not an open echo
 service.

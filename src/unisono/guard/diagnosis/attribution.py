@@ -314,8 +314,10 @@ def _is_cut(log: Scanned) -> bool:
 
 # fmt: off
 _NOBODYS = frozenset({
-    "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
-    "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable", "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
+    "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch",
+    "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
+    "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable",
+    "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
     "single_device_nccl", "ray_resources_unsatisfiable",
 })
 # fmt: on

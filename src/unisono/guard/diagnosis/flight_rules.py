@@ -14,7 +14,10 @@ from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Origin
 
 # fmt: off
 SIZES_MATCH = frozenset(
-    ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
+    ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast",
+     "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base",
+     "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter",
+     "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
 )
 # fmt: on
 """Collectives to which all ranks bring as many elements; gather, scatter, all_to_all and the *_v

@@ -10,7 +10,8 @@ from unisono.guard.diagnosis.run_facts import Collective, Ending, Event, Exit, R
 from unisono.guard.diagnosis.scan import Scanned
 
 # fmt: off
-_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started", "deepspeed_world")
+_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank",
+                 "ray_distributed", "ray_rank", "world_size", "lightning_started", "deepspeed_world")
 # fmt: on
 _OWN_STATEMENTS = ("process_rank", "rank_of_world", "lightning_member")
 """A rank says its number, in the log of its host."""
@@ -258,7 +259,8 @@ def _group(text: str) -> str:
 
 # fmt: off
 BY_PRIORITY = (
-    "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray", "transformers", "deepspeed", "accelerate", "torchrun",
+    "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray",
+    "transformers", "deepspeed", "accelerate", "torchrun",
 )
 # fmt: on
 """Frameworks whose settings a user would change, those that wrap others first."""

@@ -70,17 +70,21 @@ _INSIDE = re.compile(
     r" =:]{1,2}(\d{1,6})(?:/\d{1,6})?[:,\] ]"
 )
 _FILE_RANK = re.compile(
-    r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.",
+    r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)"
+    r"|^std_log_process_(\d{1,5})\.",
     re.IGNORECASE,
 )
 _FILE_NODE = re.compile(
     r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE
 )
 _FILE_HOST = re.compile(
-    r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
+    r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version"
+    r"|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine"
+    r"|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
 )
 _FILE_SLURM = re.compile(
-    r"^(?:[A-Za-z]\w{0,40}[-_.])?\d{3,12}[-_.](?P<host>(?!(?:rank|task|proc|node|host|worker|machine|gpu|local|global)[-_.]?\d{1,6}\.)[A-Za-z][A-Za-z0-9-]{0,60}?)[-_.](?P<rank>\d{1,5})\.(?:log|out|err|txt)$"
+    r"^(?:[A-Za-z]\w{0,40}[-_.])?\d{3,12}[-_.](?P<host>(?!(?:rank|task|proc|node|host|worker|machine|gpu"
+    r"|local|global)[-_.]?\d{1,6}\.)[A-Za-z][A-Za-z0-9-]{0,60}?)[-_.](?P<rank>\d{1,5})\.(?:log|out|err|txt)$"
 )
 """A job, a node and a task, as Slurm's `%j-%N-%t` writes them."""
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
@@ -272,7 +276,8 @@ def find_year(text: str) -> int | None:
 
 
 # fmt: off
-_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception", "traceback", "stack", "stack_info", "stacktrace")
+_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception",
+          "traceback", "stack", "stack_info", "stacktrace")
 # fmt: on
 _RANKS = ("rank", "global_rank", "RANK")
 _HOSTS = ("host", "hostname", "node", "pod", "pod_name", "container_name")
@@ -340,7 +345,8 @@ _SHARE = 0.85
 _NUMBERED = re.compile(r"\d{1,5}: ?$")
 """srun's prefix, which is not part of a collector's."""
 _PARTS = re.compile(
-    r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info|warn|error)\b)"
+    r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info"
+    r"|warn|error)\b)"
     r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank>"
     r" +)|(?P<other>.)"
 )

@@ -134,7 +134,7 @@ def _is_bare(piece: str) -> bool:
 OFTEN = 400
 """Occurrences in a log up to which a string of low weight is matched everywhere."""
 OFTEN_STRONG = 10_000
-"""The same for strings of errors."""
+"""Occurrences up to which a string of errors is matched everywhere."""
 TAIL_BYTES = 1 << 13
 SAMPLES, SAMPLE_BYTES = 4, 512
 """Samples of a chunk in which frequent strings are still matched."""

@@ -83,7 +83,7 @@ def read_rank_events(run: RunDir) -> list[RankEvents]:
 
 
 def facts_of(run: RunDir, reports: list[RankEvents]) -> RunFacts:
-    """The same as RunFacts, for rules, judging and the timeline."""
+    """The run's records as RunFacts, for rules, judging and the timeline."""
     plan = read_object(run.plan)
     step = last_step(run)
     events = tuple(event for one in reports for event in one.events)
@@ -363,8 +363,8 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _ended_program(result: RunResult) -> Verdict | None:
-    """The same for a program of `unisono run`: result.json has neither its steps nor its
-    checkpoints, so its log may have the cause.
+    """The verdict on a program of `unisono run` that has ended: result.json has neither its steps
+    nor its checkpoints, so its log may have the cause.
     """
     if result.is_completed:
         return Verdict(

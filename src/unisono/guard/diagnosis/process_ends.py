@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from unisono.guard.diagnosis.run_facts import Event, Exit, Origin, Traceback
 
 MOST_LINES = 1500
-"""Of an open traceback: what is longer has lost its end."""
+"""Lines of an open traceback: a longer one has lost its end."""
 MESSAGE_LINES = 14
 _STRANGERS = 80
 """Unindented lines that are not an exception; they end an open traceback."""
@@ -25,7 +25,8 @@ _EXCEPTION = re.compile(
     r" (?P<message>.*))?)?$"
 )
 # fmt: off
-_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault", "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
+_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault",
+            "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
 # fmt: on
 _CAUSE = "The above exception was the direct cause"
 _HANDLING = "During handling of the above exception"
@@ -34,7 +35,8 @@ _IGNORED = ("Exception ignored in", _THREAD, "Error in atexit", "Exception ignor
 _IN_TABLE = re.compile(r"^\s{0,8}traceback\s{0,3}: ")
 _REMOTE = re.compile(r"\(pid=(?P<pid>\d{1,10}), ip=(?P<ip>[\w.:-]{3,60})")
 _PACKAGES = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
+    r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning"
+    r"|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
 )
 
 

@@ -40,7 +40,8 @@ MOST_FILES = 4096
 """Maximum number of files in a directory; more belong to a dataset, not a run."""
 # fmt: off
 _NOT_LOGS = frozenset(
-    [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz", ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
+    [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz",
+     ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
 )
 # fmt: on
 _GZIP_MAGIC = b"\x1f\x8b"

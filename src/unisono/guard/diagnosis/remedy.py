@@ -424,11 +424,17 @@ def _clear(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 # fmt: off
 _SPECIAL: dict[str, Callable[[Hypothesis, RunFacts], list[str]]] = {
-    "nproc_mismatch": _nproc, "device_unbound_barrier": _unbound, "unequal_steps": _unequal, "collective_mismatch": _mismatch, "rank_died_first": _died, "rank_stalled": _stalled,
-    "host_oom_killed": _oom_host, "cuda_oom": _oom_cuda, "disk_full": _disk, "user_code_error": _user, "port_in_use": _port, "rdzv_timeout": _rendezvous, "hostname_loopback": _loopback,
-    "dns_failure": _dns, "missing_dependency": _missing, "checkpoint_not_shared": _shared, "version_mismatch": _version, "model_path_missing": _path, "hub_unreachable": _hub,
-    "preempted_sigterm": _preempted, "ray_worker_died": _ray_died, "ray_resources_unsatisfiable": _ray_room, "cuda_arch_unsupported": _arch, "no_cuda_build": _no_cuda,
-    "unused_parameters_ddp": _unused, "nan_loss": _nan, "single_device_nccl": _single, "process_group_destroyed_twice": _twice, "tokenizer_mismatch": _tokens, "invalid_device_ordinal": _ordinal, "teardown_crash": _teardown, "gpu_fell_off": _gpu, "ecc_error": _gpu,
+    "nproc_mismatch": _nproc, "device_unbound_barrier": _unbound, "unequal_steps": _unequal,
+    "collective_mismatch": _mismatch, "rank_died_first": _died, "rank_stalled": _stalled,
+    "host_oom_killed": _oom_host, "cuda_oom": _oom_cuda, "disk_full": _disk, "user_code_error": _user,
+    "port_in_use": _port, "rdzv_timeout": _rendezvous, "hostname_loopback": _loopback,
+    "dns_failure": _dns, "missing_dependency": _missing, "checkpoint_not_shared": _shared,
+    "version_mismatch": _version, "model_path_missing": _path, "hub_unreachable": _hub,
+    "preempted_sigterm": _preempted, "ray_worker_died": _ray_died, "ray_resources_unsatisfiable": _ray_room,
+    "cuda_arch_unsupported": _arch, "no_cuda_build": _no_cuda,
+    "unused_parameters_ddp": _unused, "nan_loss": _nan, "single_device_nccl": _single,
+    "process_group_destroyed_twice": _twice, "tokenizer_mismatch": _tokens,
+    "invalid_device_ordinal": _ordinal, "teardown_crash": _teardown, "gpu_fell_off": _gpu, "ecc_error": _gpu,
     "undetermined": _clear,
 }
 # fmt: on

@@ -15,7 +15,8 @@ _MOST_LOCAL = 64
 """Ranks of one host."""
 _KILLED = re.compile(r"Killed process \d{1,10} \(([^)]{1,40})\)")
 _RUN_PROGRAMS = re.compile(
-    r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun|slurm|mpi|orted"
+    r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun"
+    r"|slurm|mpi|orted"
 )
 _SERVICES = re.compile(
     r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE

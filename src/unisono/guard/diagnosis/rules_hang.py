@@ -162,7 +162,7 @@ def _reported_lag(view: View, waiting: list[Collective]) -> list[Hypothesis]:
 
 
 def _different(view: View, waiting: list[Collective]) -> list[Hypothesis]:
-    """The same sequence number, and not the same collective."""
+    """Ranks wait in different collectives with one sequence number."""
     operations = {one.rank: (one.op, one.numel_in) for one in waiting if one.op and one.rank is not None}
     ops = Counter(op for op, _ in operations.values())
     seqs = [one.seq for one in waiting if one.seq is not None]

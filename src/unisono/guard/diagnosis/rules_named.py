@@ -156,14 +156,17 @@ Rule = Callable[[View], list[Hypothesis]]
 
 _NCCL = re.compile(
     r"NCCL error"
-    r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
+    r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::"
+    r"|torch\.distributed\.Dist\w+Error"
 )
 
 
 # fmt: off
 _COLLECTIVES = frozenset({
-    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
-    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait", "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
+    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait",
+    "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
 })
 # fmt: on
 """Functions in which ranks meet: what is raised in them is mostly another's fault."""

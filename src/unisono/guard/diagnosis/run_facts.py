@@ -67,7 +67,7 @@ class Event:
 
     @property
     def where(self) -> str:
-        """As `file:line`."""
+        """The position as `file:line`."""
         return f"{self.source}:{self.line}"
 
     def number(self, name: str) -> int | None:
@@ -290,9 +290,12 @@ _NEAR_LINES = 16
 
 # fmt: off
 WRAPPERS = frozenset({
-    "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError", "SystemExit", "ProcessRaisedException", "ProcessExitedException",
-    "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
-    "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError", "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
+    "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError",
+    "SystemExit", "ProcessRaisedException", "ProcessExitedException",
+    "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError",
+    "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
+    "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError",
+    "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
     "SIGTERMException", "CheckpointException",
 })
 # fmt: on
@@ -371,7 +374,7 @@ class View:
         return bool(_VICTIM.search(text[:3000]))
 
     def is_victims(self, event: Event) -> bool:
-        """The same for a line."""
+        """Whether a line only reports that another rank is gone or absent."""
         return event.kind == "consequence" or bool(_VICTIM.search(event.text))
 
     def is_quiet(self, event: Event) -> bool:

@@ -61,7 +61,7 @@ MARKS = tuple(Mark(**row) for row in read_table(Path(__file__).with_name("marks.
 
 
 FIRST_KEPT, LAST_KEPT = 60, 60
-"""Of the events of one signature and one rank in one log."""
+"""Events kept of one signature and one rank in one log."""
 EDGE_LINES = 40
 """Lines of the head and of the tail of a log that are kept."""
 _TAIL_BYTES = 1 << 16

@@ -31,7 +31,8 @@ _FAMILY = re.compile(
 )
 # Where a misspelt name would stand: also those that begin almost as the families do.
 _NEAR = re.compile(
-    r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
+    r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO"
+    r"|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
@@ -425,7 +426,7 @@ def _names_in(answer: Any) -> Iterator[object]:
 
 @cache
 def _probe_hub(endpoint: str) -> str:
-    """As `probe_url`, once per process."""
+    """Calls `probe_url` once per process."""
     return probe_url(endpoint, limit_s=_HUB_ANSWER_S)
 
 

@@ -506,7 +506,7 @@ def _taken(port: int) -> UsageError:
 
 
 def _listening_inodes(port: int, proc: Path) -> set[str]:
-    """Of the sockets that listen on it."""
+    """The inodes of the sockets that listen on the port."""
     inodes = set()
     for table in (proc / "net" / "tcp", proc / "net" / "tcp6"):
         try:
@@ -574,8 +574,8 @@ def _iptables() -> Firewall | None:
 
 
 def _nft() -> Firewall | None:
-    """Of chains that see what comes in. iptables-nft's tables are left to iptables, whose words
-    people know.
+    """Rules of nftables chains that see incoming packets. iptables-nft's tables are left to
+    iptables, whose words people know.
     """
     listed = _output_of("nft", "-j", "list", "ruleset")
     if listed is None:

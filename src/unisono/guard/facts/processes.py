@@ -296,7 +296,7 @@ def _by_proc(pid: int) -> int | None:
 
 
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""Of processes, since the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
+"""The first PID namespace, made at the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
 _INTERPRETER = re.compile(r"(python|pypy|bash|sh|dash|zsh|perl|ruby|node|java|Rscript)[\d.]*")
 """To these the first argument is a program; to others it may be a password."""
 _PYTHON_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
@@ -317,8 +317,8 @@ def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/
 
 
 def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
-    """The same for a pid from the NVIDIA driver, which is the host's and means a different process
-    inside a container.
+    """The holder with a pid from the NVIDIA driver, which is the host's and means a different
+    process inside a container.
     """
     try:
         is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - its text is not a path
@@ -467,7 +467,7 @@ def _front_of(words: list[str]) -> tuple[int, Path] | None:
 
 
 def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
-    """The same for a process under `unisono run`, from its environment."""
+    """The front and run directory of a process under `unisono run`, from its environment."""
     try:
         variables = (folder / "environ").read_bytes().split(b"\0")
     except OSError:

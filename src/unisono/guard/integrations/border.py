@@ -5,14 +5,19 @@ The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `gu
 and names that file to the program's processes by one variable, UNISONO_GUARD. Nothing else is
 passed, and nothing is secret but the folder: whoever can read it is the user.
 
-    held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
+    held                   locked by the front and its subreaper: a folder that no process holds is
+                           removed by the next front
     guard.json             the front: what every process may know (Guard)
-    rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is known
-    beat-<pid>             a rank: its heartbeat record (unisono.guard.watch), RECORD_BYTES; stays readable after its death
+    rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is
+                           known
+    beat-<pid>             a rank: its heartbeat record (unisono.guard.watch), RECORD_BYTES; stays
+                           readable after its death
     stacks-<pid>           faulthandler in the rank
-    answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the front through the record
-    events-<pid>.jsonl     a rank, or a launcher: messages as unisono.base.events has them, one a line
-    facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (Brought); then it waits for
+    answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the
+                           front through the record
+    events-<pid>.jsonl     a rank, or a launcher: messages of unisono.base.events, one a line
+    facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (ReportedFacts);
+                               then it waits for
     answer-<pid>-<name>.json   the front: the result (Answer)
 
 A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE

@@ -283,8 +283,8 @@ def read_dataset(dataset: Any) -> DataFacts:
 
 
 def _read_table(dataset: Any, rows: int, kind: str) -> DataFacts:
-    """Of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no transform of the
-    program's called.
+    """The facts of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no
+    transform of the program's called.
     """
     picked = dataset.with_format("arrow")[_places(rows)].to_pylist()
     splits = getattr(getattr(dataset, "info", None), "splits", None) or {}

@@ -27,7 +27,7 @@ def parse_head(text: str, source: str) -> tuple[str, int]:
 
 
 def _split_head(text: str, source: str) -> tuple[str, int | None]:
-    """As `parse_head`; the port is None where none is given."""
+    """The parts of a head's address; the port is None where none is given."""
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text)
     if bracketed:
         return bracketed[1], port(bracketed[2], source) if bracketed[2] else None
@@ -186,7 +186,8 @@ def with_torchrun_options(
             ("NPROC_PER_NODE", None if declared.lower() in ("", *_AUTOMATIC) else declared),
         )
         nproc = None if agreed in _AUTOMATIC else _ranks_of_a_node(agreed)
-    address = {"--master-addr": given.master_addr, "--master-port": given.master_port, "--rdzv-endpoint": given.rdzv_endpoint}  # fmt: skip
+    address = {"--master-addr": given.master_addr, "--master-port": given.master_port,
+               "--rdzv-endpoint": given.rdzv_endpoint}
     typed = [f"{name} {value}" for name, value in address.items() if value is not None]
     if typed and not (request.hosts or (nodes or variables.get("NNODES", "1")) != "1"):
         notes.append(f"{' '.join(typed)}: not used, since the ranks of one node need no address")

@@ -64,14 +64,17 @@ _TORCHRUN_FLAGS = frozenset(
 _ACCELERATE_FLAGS = frozenset(
     {
         "quiet", "q", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm", "same_network",
-        "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "fp8_use_autocast_during_eval", "debug", "h", "help",
+        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config",
+        "use_megatron_lm", "same_network",
+        "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
+        "fp8_use_autocast_during_eval", "debug", "h", "help",
         "use_xpu", "ipex", "use_mps_device",
     }
 )
 _DEEPSPEED_FLAGS = frozenset(
     {
-        "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help", "elastic_training",
+        "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help",
+        "elastic_training",
         "enable_each_rank_log", "save_pid", "bind_cores_to_rank",
     }
 )

@@ -115,7 +115,7 @@ def program_environment(request: RunRequest, variables: Mapping[str, str]) -> di
 
 
 def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
-    """The same `unisono run` on a different node, with the same output directory."""
+    """This `unisono run` for a different node, with the same output directory."""
     return RemoteCommand(
         ("run",),
         {

@@ -1,9 +1,9 @@
 """A small process between the front and the program: it starts the program, passes on its output,
 and leaves nothing of it behind.
 
-    python -I …/subreaper.py SETTINGS-FD     started by the front; the program is its child, and adopted processes become its children
+    python -I …/subreaper.py SETTINGS-FD
 
-It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL,
+The front starts it; the program is its child, and adopted processes become its children. It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL,
 then ends the program's process tree and removes the border's folder. It adopts processes that the
 program leaves behind. And it writes the log, so a disk that hangs blocks neither the front nor the
 program's output.
@@ -281,8 +281,8 @@ class Subreaper:
 
 
 def _hold(folder: str) -> int | None:
-    """Locks the border's folder, like unisono.guard.programs.program_start: until this process ends, no
-    other front removes it as unused.
+    """Locks the border's folder, like unisono.guard.programs.program_start: until this process
+    ends, no other front removes it as unused.
     """
     if not folder:
         return None

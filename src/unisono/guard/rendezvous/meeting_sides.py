@@ -195,13 +195,13 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 # ---- Before a restart: a short form of the agreement
 #
 #     head → member   again: round, question       (launch.node_report describes the question)
-#     member → head   here_again_ROUND: report     made again; file contents are not digested a second time
+#     member → head   here_again_ROUND: report     made again, without a second digest of files
 #     head → member   dial, as before the first start
 #     member → head   reached
 #     head → member   plan; or again, if a node was lost and enough are left; or ended
 #
-# A new round begins when the set of nodes changes. A member answers in order: after its report of a round, nothing of an
-# earlier round follows.
+# A new round begins when the set of nodes changes. A member answers in order: after its report of a
+# round, nothing of an earlier round follows.
 
 _ANSWER_S = 20.0
 """For a report. Most of it is the storage check, with 5 s of its own and 5 s for the caches of a
@@ -311,12 +311,12 @@ class MemberSide:
         self.link.send(message)
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
-        """As `link.receive`, preceded by messages that arrived earlier and were not read yet."""
+        """Messages that arrived earlier and were not read yet, then those of `link.receive`."""
         unread, self._unread = self._unread, []
         return [*unread, *self.link.receive(0 if unread else timeout_s)]
 
     def fileno(self) -> int:
-        """As `link.fileno`: readable while messages wait."""
+        """The descriptor of `link`, readable while messages wait."""
         return self.link.fileno()
 
     def wait_for(self, *kinds: str) -> Message:

@@ -86,7 +86,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
 
 
 def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
-    """The same, and then what comes, until the run has ended. Lines that come late are given late.
+    """The lines of merged_logs, then new ones until the run has ended. Late lines are given late.
 
     Raises:
         UsageError: if the directory is not a run, or has no logs.
@@ -178,8 +178,9 @@ class Clocks:
         self._host_of_rank = {str(place.get("rank")): str(place.get("host")) for place in places}
 
     def ahead_s(self, rank: int, host: str = "") -> float:
-        """Of the node on which a rank is; its log's name says the host. 0 where it was not
-        measured.
+        """How far the clock of a rank's node is ahead, in seconds; 0 where it was not measured.
+
+        The name of the rank's log says the host.
         """
         host = host or self._host_of_rank.get(str(rank), "")
         if host in self._of_host:

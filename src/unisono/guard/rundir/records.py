@@ -309,7 +309,7 @@ def best_key(metric: str) -> tuple[str, int]:
 
 
 def without_nan(value: Any) -> Any:
-    """The same JSON value with null for NaN and infinities, which JSON cannot represent."""
+    """A JSON value with null for NaN and infinities, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

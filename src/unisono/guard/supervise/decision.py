@@ -38,12 +38,12 @@ class NodeLoss:
 
     @classmethod
     def at_head(cls, left: Left) -> "NodeLoss":
-        """As the head sees the end of a connection."""
+        """The head's view of the end of a connection."""
         return cls(left.node_rank, left.host, left.why, left.silent_s, left.is_cut, lost_head=left.gave_up)
 
     @classmethod
     def at_node(cls, left: Left, *, node_rank: int, host: str) -> "NodeLoss":
-        """As that node sees the end of its connection to the head."""
+        """That node's view of the end of its connection to the head."""
         return cls(node_rank, host, left.why, left.silent_s, left.is_cut, lost_head=not left.gave_up)
 
 
@@ -233,7 +233,7 @@ class Decider:
 
     @property
     def ends(self) -> dict[int, RankEnd]:
-        """Of the ranks, by rank."""
+        """The ends of ranks, by rank."""
         return self.failures.ends
 
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:

@@ -44,7 +44,7 @@ class RawEvidence:
     log: str = ""
 
     def bounded(self) -> Self:
-        """The same in bounded sizes, without control characters and without anything that looks
+        """A copy in bounded sizes, without control characters and without anything that looks
         like a secret.
         """
         return type(self)(
@@ -54,7 +54,7 @@ class RawEvidence:
         )
 
     def to_json(self) -> dict[str, str]:
-        """As a message for the head, at most 1 MiB; what is still too large is cut again."""
+        """A message for the head, at most 1 MiB; what is still too large is cut again."""
         bounded = self.bounded()
         value = {"stacks": bounded.stacks, "flight": bounded.flight, "log": bounded.log}
         if len(json.dumps(value)) > MESSAGE_BYTES:  # each character of some scripts takes six bytes

@@ -212,7 +212,7 @@ class RankEnd:
     end_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As a message for the head."""
+        """A message for the head."""
         return dict(vars(self))
 
     @classmethod

@@ -141,7 +141,7 @@ class LogMatch:
     time: float
 
     def to_message(self) -> Message:
-        """As a warning for the screen."""
+        """A warning for the screen."""
         entry = find_signature(self.signature)
         source = f" ({entry.source.partition(',')[0].partition(':')[0]})" if entry else ""
         return {

@@ -185,7 +185,7 @@ class TaskProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process's id."""
         return self._child.pid
 
     @property

@@ -1,11 +1,11 @@
 """Where the ranks of a node spend their time: the front samples their heartbeats and appends
 events/timeline-NODE.jsonl.
 
-    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
-    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2,
-    "compute": 7.9, "comm": 1.7, "other": 0.2}}
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41,
+     "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall,
+The first kind is a phase that lasted more than 0.1 s; time: its start. A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall,
 which one without text ends. The second kind is a summary, at least one every 10 s and rank: the
 seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s,
 `since`, its start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for
@@ -49,7 +49,7 @@ _LINE_CHARS = 1_000
 _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
 _KEPT_SHARE = 0.25
-"""Of the phases in the older half, the longest ones."""
+"""Share of the phases in the older half that stay: the longest ones."""
 _MOST_WARNED = 64
 _SHARES = ("data", "compute", "comm", "other")
 _SHARE_OF = {phase.name: phase.share for phase in PHASES}

@@ -109,7 +109,7 @@ class Group:
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
 
     def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
-        """The same, with completion read from its entries: all before the first incomplete one."""
+        """A copy with completion read from its entries: all before the first incomplete one."""
         members = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
         if not members:
             return self
@@ -202,8 +202,8 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
 
 
 def main_thread_of_py_spy(text: str, *, pid: int) -> tuple[str, ...]:
-    """The same from the output of `py-spy dump --json`; a process's main thread has the process's
-    number.
+    """The main thread's frames from the output of `py-spy dump --json`; a process's main thread has
+    the process's number.
     """
     try:
         threads: Any = json.loads(text[text.index("[") :])

@@ -25,7 +25,8 @@ _NAMES = {
     "broadcast": ("broadcast", "broadcast_object_list"),
     "barrier": ("barrier", "monitored_barrier"),
     "all_gather": (
-        "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced", "all_gather_object",
+        "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base",
+        "all_gather_coalesced", "all_gather_object",
     ),
     "reduce_scatter": ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"),
     "reduce": ("reduce",),

@@ -98,7 +98,7 @@ def _change(module: ModuleType) -> None:
 
 
 def _print_line(text: str) -> None:
-    """The same as border.Presence.emit, which may be what cannot be imported."""
+    """Does what border.Presence.emit does, which may be what cannot be imported."""
     import json
     import time
 
