@@ -76,7 +76,8 @@ class UnisonoError(Exception):
     def __init__(self, *problems: Problem, verdict: Verdict | None = None) -> None:
         self.problems = problems
         self.verdict = verdict
-        super().__init__(plain("; ".join(problem.what for problem in problems)))  # Python shows it as it is
+        # Python shows the text as it is.
+        super().__init__(plain("; ".join(problem.what for problem in problems)))
 
     @classmethod
     def of(
@@ -171,7 +172,8 @@ def storage_words(error: BaseException) -> str:
     """The system's message, e.g. "File too large"."""
     number = error_number(error)
     words = error.strerror if isinstance(error, OSError) else None
-    if words and number is not None and "Detail: [errno" in words:  # pyarrow wraps the system's message
+    # pyarrow wraps the system's message.
+    if words and number is not None and "Detail: [errno" in words:
         return os.strerror(number)
     return words or (os.strerror(number) if number is not None else str(error))
 

@@ -3,7 +3,7 @@
 Kinds, and their fields besides `kind` and `time` (UTC, seconds):
 
     phase       phase, text; done, total (optional; units of work inside the phase)
-    ready       facts: known only to the worker before step 1 (parameters, attention, memory, resume)
+    ready       facts: known only to the worker before step 1 (parameters, attention, memory, …)
     reference   computed, reused: units whose log-probabilities under the reference were computed,
                 or read from the run's store; if computed also seconds and cpu_time_s
     step        one line of metrics.jsonl; ranks other than 0 send the step alone
@@ -159,9 +159,8 @@ class _EventsLog:
             )
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                data = (
-                    b"\n" + data
-                )  # an earlier start was killed in the middle of a line, which takes no other with it
+                # An earlier start was killed in the middle of a line: keep that line apart.
+                data = b"\n" + data
         _write_all(self._fd, data)
 
 

@@ -444,7 +444,8 @@ class BackgroundThread:
                 work, self._since = self._waiting.popleft(), time.monotonic()
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - the edge of the thread: reported, and the thread takes no more work
+            except Exception as error:  # noqa: BLE001
+                # At the edge of the thread the error is reported; the thread takes no more work.
                 self._give_up(error)
             finally:
                 with self._changed:

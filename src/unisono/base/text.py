@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 _MARKS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff"
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # a complete CSI sequence, not only its first byte
-    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC: titles, links, clipboard; one without an end takes nothing with it
+    # OSC sets titles, links and the clipboard; one without an end takes nothing with it.
+    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
     rf"|[{_MARKS}]"
 )
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -55,13 +56,13 @@ _LABEL = re.compile(
     r"(?:\s*\S+ {2,}|\s+\w+(?:: +|： *)|(?:error|warning): |(?:错误|警告)：|\s*- |\s*\d+\. )(?=\S)"
 )
 """`EVIDENCE  `, `  fix:   `, `  - `, `  1. `: the following lines start below what follows it."""
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")  # `3.1 s` stays on one line
+# `3.1 s` stays on one line.
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")
 _LEAST_TEXT = 24  # columns beside a label
 _ASCII_WORD = re.compile(r"(\s*)(\S+)")
 _WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"
-_WORD = re.compile(  # Chinese breaks between characters, except before closing and after opening punctuation
-    rf"(\s*)((?:[（「《“]?[{_WIDE}]|[^\s{_WIDE}“”]+)[，。；：、！？）」》”)\].,;:]*|[^\s])"
-)
+# Chinese breaks between characters, except before closing and after opening punctuation.
+_WORD = re.compile(rf"(\s*)((?:[（「《“]?[{_WIDE}]|[^\s{_WIDE}“”]+)[，。；：、！？）」》”)\].,;:]*|[^\s])")
 
 
 def wrapped(text: str, width: int, *, hanging: int = 2) -> str:
@@ -403,7 +404,8 @@ def show_count(n: float) -> str:
 _URL_WITH_SECRET = re.compile(
     r"^[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@"  # scheme://user:password@
     r"|^https?://[^/@\s]+@"  # https://token@
-    r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",  # …?sig=
+    # for example …?sig=…
+    r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",
     re.IGNORECASE,
 )
 # tokens that begin as only tokens do: Hugging Face, AWS, GitHub, GitLab, OpenAI and Anthropic,

@@ -38,7 +38,8 @@ _NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "resul
                     "split", "bad", "where", "why", "fix", "next", "result"})
 # fmt: on
 """Words that are labels of ours, and names of keys and arguments, too: as values they stay."""
-_LEAST, _WEAK, _STRONG = 3, 9, 12  # letters of a template: the fewer, the less English may be in its values
+# The fewer letters a template has, the less English may be in its values.
+_LEAST, _WEAK, _STRONG = 3, 9, 12
 _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
 _COLUMN = re.compile(r"(\S[\w-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)

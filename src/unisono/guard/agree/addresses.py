@@ -259,7 +259,8 @@ def judge_interfaces(members: Members) -> Agreement:
     rule = NODE_RULES["interfaces"]
     if sum(report.nproc for _, report in members) < 2:
         return Agreement()
-    together = all(is_loopback(report.address) for _, report in members)  # several "nodes" on one machine
+    # Several "nodes" may be on one machine.
+    together = all(is_loopback(report.address) for _, report in members)
     named = [
         (who, r) for who, r in members if any(settings_of(r).get(name) for name in (*LITERAL, *PATTERNS))
     ]

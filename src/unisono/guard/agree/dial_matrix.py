@@ -22,7 +22,8 @@ from unisono.guard.agree.rules import NETWORK_RULES
 
 _STAGE = Stage("agree.network")
 _SHOWN_LINKS = 10
-_UNCERTAIN = 0.8  # only one node reports that it cannot reach another: the fault may be on either side
+# If only one node reports that it cannot reach another, the fault may be on either side.
+_UNCERTAIN = 0.8
 
 _OUTCOMES: dict[str, str] = {
     "refused": "connection refused: nothing listens there, or a firewall rejects it",
@@ -297,7 +298,8 @@ def _judge_sizes(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agre
     stalled = [link for link in links if link.stalled]
     if not stalled:
         whole = [[dial.largest_bytes for dial in link.dials if dial.outcome == "ok"] for link in links]
-        largest = [max(sizes) for sizes in whole if sizes]  # the largest goes to one port of a peer only
+        # The largest goes to one port of a peer only.
+        largest = [max(sizes) for sizes in whole if sizes]
         return (
             Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} returned complete")
             if largest

@@ -405,7 +405,8 @@ class HeadServer:
         self._server.close()
         self._head.stop()
         while self._head.open:
-            await asyncio.sleep(0)  # asyncio reports the ends of aborted connections in its next rounds
+            # asyncio reports the ends of aborted connections in its next rounds.
+            await asyncio.sleep(0)
 
 
 _OTHER_FILES = 100
@@ -429,7 +430,8 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
+        # A port in TIME_WAIT is nobody's.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections have it from here, and callers are notified: where large packets are
         # lost, reports still arrive so that the dial matrix can detect it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)

@@ -136,7 +136,8 @@ def dial_head(
             if on_wait is not None:
                 on_wait(f"the head at {caller.address}: {error}", waited_s)
         left_s = began + timeout_s - time.monotonic()
-        time.sleep(max(0.0, min(random.uniform(*_PAUSE_S), left_s)))  # noqa: S311 - so that nodes do not call in step
+        # The pause is random, so that nodes do not call in step.
+        time.sleep(max(0.0, min(random.uniform(*_PAUSE_S), left_s)))  # noqa: S311
 
 
 def _timeout_error(caller: DialRequest, error: _NoAnswer, waited_s: float) -> Exception:

@@ -427,7 +427,8 @@ class FileReceiver:
             self._end(incoming, None, why)
         limit = time.monotonic() + _CLOSING_S
         for thread in threads:
-            thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
+            # A thread whose disk does not answer is left behind.
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def receive(self, caller: IncomingConnection, item: Body | Piece) -> None:
         """A frame of a file transfer. Runs in the channel's thread."""

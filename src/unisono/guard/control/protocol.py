@@ -3,7 +3,7 @@
 Each side begins with a preamble, then sends frames:
 
     frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body
-    MAC   = HMAC-SHA256(key, direction (1 byte) | sequence number in that direction (8 bytes) | body)
+    MAC   = HMAC-SHA256(key, direction (1 byte) | sequence number (8 bytes; by direction) | body)
     body  = a JSON object with a field `t`, its type; or, only from an authenticated node to the
             head, a piece of a file: 0 (1 byte) | transfer (4) | offset (8) | bytes
 

@@ -357,7 +357,8 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     shown = {
         event.who.host for event in (*cited, *alike)
     }  # evidence is limited: other hosts may have the same lines
-    reported = any(event.who.pid is not None for event in finding.evidence)  # Ray reports the process's host
+    # Ray reports the process's host.
+    reported = any(event.who.pid is not None for event in finding.evidence)
     several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or reported
     host = next(iter(shown)) if len(shown) == 1 and not shown & _NAMELESS else None
     return replace(finding, hosts=(host,)) if host and several else finding

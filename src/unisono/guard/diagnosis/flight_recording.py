@@ -144,7 +144,8 @@ def _recording(name: str, value: dict[str, Any]) -> Recording:
         labels[str(one["pg_id"])[:_NAME_CHARS]] = entry.group
         entries.setdefault((entry.group, entry.seq), entry)  # of coalesced ones the first
     groups = dict(_groups(value.get("pg_status") or {}, labels))
-    for (label, seq), entry in entries.items() if not groups else ():  # before torch 2.4 there is no status
+    # Before torch 2.4 there is no status.
+    for (label, seq), entry in entries.items() if not groups else ():
         old = groups.get(label, Group(label, 0, None))
         done = seq if entry.state == "completed" else 0
         groups[label] = Group(label, max(old.enqueued, seq), max(old.completed or 0, done) or None)

@@ -23,7 +23,8 @@ _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(pattern)
     for pattern in (
         r"\[rank(?P<rank>\d{1,6})\]:? ?",  # torch since 2.2
-        r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",  # torchrun --tee
+        # torchrun --tee writes this.
+        r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",
         # mpirun --tag-output; SageMaker
         r"\[\d{1,6},(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,63}))?\]<std(?:err|out)>:? ?",
         # Ray

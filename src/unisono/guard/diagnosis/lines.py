@@ -21,8 +21,10 @@ _HEAD_BYTES, _NULS = 256, 0.25
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _PIECES = re.compile(
     r"\r|\x1b\[[0-9;]{0,8}[A-HJKf]"  # the cursor moved: a new piece
-    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"  # a progress bar, followed by different output
-    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"  # two ranks wrote at the same time
+    # A progress bar may be followed by different output.
+    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"
+    # Two ranks may have written at the same time.
+    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"
 )
 
 _LONGEST_PREFIX = 400

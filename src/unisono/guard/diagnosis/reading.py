@@ -359,7 +359,8 @@ def diagnose_logs(
     names = frozenset(report.name for report in reports)
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
     features = {report.name: find_features(report.name, report.passages) for report in reports}
-    if not only_reports:  # a README beside logs says nothing of the run, and its log lines are examples
+    # A README beside logs says nothing of the run, and its log lines are examples.
+    if not only_reports:
         features = {name: of_report for name, of_report in features.items() if is_about_a_failure(of_report)}
     facts = gather([one for one in scanned if one.name in features or one.name not in names], excerpts=names)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
@@ -382,7 +383,8 @@ def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogCont
         read.reports.append(report)
         read.scanned.append(scan(source.name, io.BytesIO(report.log_text().encode())))
     else:
-        read.scanned.append(scan(source.name, _Rewound(head, watched)))  # type: ignore[arg-type]  # only read(n) is used
+        # `scan` uses only read(n).
+        read.scanned.append(scan(source.name, _Rewound(head, watched)))  # type: ignore[arg-type]
 
 
 _BLOCK = 1 << 16

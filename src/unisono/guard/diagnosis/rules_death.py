@@ -227,7 +227,8 @@ def _by_exit(view: View) -> list[Hypothesis]:
         for one in exits
         if one.code > 0 and one.rank is not None and one.rank not in explained | victims and not unlabelled
     ]
-    alone = len({one.rank for one in silent}) == 1  # if all ended the same way, the first has no significance
+    # If all ended the same way, the first one means nothing.
+    alone = len({one.rank for one in silent}) == 1
     return [_ended(view, silent, 0.7)] if alone and not watched else []
 
 

@@ -385,7 +385,8 @@ class View:
         """Whether the rank continued to train, or the launcher started again, after the line."""
         if event.order < self.attempt_began.get(event.source, -1):
             return True
-        if "slurmstepd" in event.text:  # the scheduler has the last word; lines still come for a while
+        # The scheduler has the last word; lines still come for a while.
+        if "slurmstepd" in event.text:
             return any(one.source == event.source and one.order > event.order for one in self.beginnings)
         later = [
             one

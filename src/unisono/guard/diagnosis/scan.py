@@ -251,7 +251,8 @@ class _Reader:
             who = replace(who, rank=self._section)
         bare = self._wrapping.off(split_prefix(piece, style=self._style or "")[1])
         around = around or (piece if bare is not None else "")
-        text = (piece if bare is None else bare)[: 4 * SHOWN_CHARS + 1]  # kept until the end of the log
+        # The text is kept until the end of the log.
+        text = (piece if bare is None else bare)[: 4 * SHOWN_CHARS + 1]
         make = functools.partial(
             self._event, text, line, order, who, year=self._year, around=around[:LOOK_CHARS]
         )

@@ -93,7 +93,8 @@ _WITHOUT_PROC = 8 * 10**9
 class SystemLimits:
     """Resources of a process. None: could not be read, or (for ulimits) unlimited."""
 
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - as part of a node's report
+    # It is part of a node's report.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     cores: int
     memory_bytes: int
@@ -105,7 +106,8 @@ class SystemLimits:
     processes: int | None
 
 
-def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 - it is looked at, nothing is written
+# Nothing is written to /dev/shm.
+def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108
     """Reads the current values."""
     size, free = _space(shm)
     return SystemLimits(

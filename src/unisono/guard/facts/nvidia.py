@@ -178,9 +178,9 @@ def _lines(records: list[str]) -> list[KernelLine]:
 
 
 INSTALL = "pip install nvidia-ml-py"
-_LIMIT_S = (
-    30.0  # without its persistence daemon the driver initializes each device again, some seconds for each
-)
+# Without its persistence daemon the driver initializes each device again, some seconds for
+# each.
+_LIMIT_S = 30.0
 NO_ANSWER = "the driver did not answer for"
 _LEVELS: dict[int, Level] = {
     0: "internal",

@@ -127,7 +127,8 @@ def wait_for_file(folder: Path, name: str, *, patience_s: float) -> bool:
 
 def _listed(folder: Path, name: str) -> bool:
     try:
-        return name in os.listdir(folder)  # noqa: PTH208 - reading the folder refreshes what was kept of it, asking for the file does not
+        # Reading the folder refreshes the cache of its entries; a stat of the file does not.
+        return name in os.listdir(folder)  # noqa: PTH208
     except OSError:
         return False
 

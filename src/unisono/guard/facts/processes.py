@@ -20,16 +20,16 @@ from unisono.base.files import parse_json, read_text
 from unisono.guard.facts.limits import CGROUP_ROOT, cgroup_folders
 from unisono.guard.facts.machine import Holder
 
-_UTIME, _STIME = 11, 12  # fields of stat after the name and its bracket; the first of them is the state
+# They count the fields of stat after the name and its bracket; the state is number 0.
+_UTIME, _STIME = 11, 12
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STAT_BYTES = 4096
 _MOST_CHILDREN = 64
 _START_FIELD = 19  # field of stat after the name and its bracket; the first of them is the state
 _MOST_BYTES = 64 << 20  # of a plan
 _POLL_S = 0.05
-_GUARD_VARIABLE = (
-    b"UNISONO_GUARD="  # unisono.guard.integrations.border: the path of guard.json, with run_id and front_pid
-)
+# It holds the path of guard.json, which has run_id and front_pid (guard.integrations.border).
+_GUARD_VARIABLE = b"UNISONO_GUARD="
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,8 @@ def exit_status(pidfd: int, pid: int) -> int | None:
         pidfd: of the process, which has ended.
     """
     status = _by_pidfd(pidfd)
-    if status is None:  # its parent has not taken it yet, or does just now: then the descriptor has it
+    # If its parent has not taken it yet, or does just now, the descriptor has it.
+    if status is None:
         status = _by_proc(pid)
     if status is None:
         status = _by_pidfd(pidfd)
@@ -321,7 +322,8 @@ def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
     process inside a container.
     """
     try:
-        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - its text is not a path
+        # The link's text is not a path.
+        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115
     except OSError:
         is_the_hosts = False
     return holder_of(pid, memory_bytes) if is_the_hosts else Holder(pid, memory_bytes)
@@ -339,7 +341,8 @@ def _program(words: list[str]) -> str:
     if not words or not words[0]:
         return ""
     program = Path(words[0]).name
-    if not _INTERPRETER.fullmatch(program) or "-c" in words:  # after -c stands code, which may hold anything
+    # After -c comes code, which may contain anything.
+    if not _INTERPRETER.fullmatch(program) or "-c" in words:
         return program
     arguments = words[1:]
     while arguments and arguments[0] in _PYTHON_FLAGS:
@@ -439,7 +442,8 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
     if front is None or began is None or stat is None or stat.state in "ZX":
         return None
     began_of_front = _start_ticks(proc, front)
-    if began_of_front is not None and began_of_front <= began:  # a later one only has the number of the front
+    # A later process only has got the number of the front.
+    if began_of_front is not None and began_of_front <= began:
         return None
     age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / _TICKS)
     run_id = str(_json_object(file).get("run_id") or "")

@@ -94,7 +94,8 @@ def leave_nonce(folder: Path) -> str:
     Raises:
         OSError: what the file system says.
     """
-    for old in folder.glob(f"{_PREFIX}*"):  # of a head that was killed; who calls this has the folder's lock
+    # A head that was killed left them; the caller has the folder's lock.
+    for old in folder.glob(f"{_PREFIX}*"):
         old.unlink(missing_ok=True)
     name = _PREFIX + secrets.token_hex(8)
     write_text(folder / name, "unisono's head created this file for the start; it can be deleted\n")

@@ -380,7 +380,8 @@ def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
             if world.rank == 0
             else _await_verdict(world, prefix, facts, notify)
         )
-    except RuntimeError as error:  # torch's DistError: the store, and so the rank that holds it, is gone
+    except RuntimeError as error:
+        # It is torch's DistError: the store, and so the rank that holds it, is gone.
         raise Disagreed.of(
             "another rank left while the ranks compared their data",
             why=str(error),

@@ -54,7 +54,8 @@ def _worker(pid: int) -> "Iterator[WorkerProcess]":
 
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):  # it has ended, or belongs to a different user
-        for name in sorted(os.listdir(folder), key=int)[:_MOST_FILES]:  # noqa: PTH208 - of names alone
+        # pathlib would make paths of what are names alone.
+        for name in sorted(os.listdir(folder), key=int)[:_MOST_FILES]:  # noqa: PTH208
             link = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - its text is not a path
             number = link.removeprefix(f"/memfd:{_NAME}").partition(" ")[0]
             if number != link and number.isdecimal():

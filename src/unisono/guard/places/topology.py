@@ -186,8 +186,11 @@ def with_torchrun_options(
             ("NPROC_PER_NODE", None if declared.lower() in ("", *_AUTOMATIC) else declared),
         )
         nproc = None if agreed in _AUTOMATIC else _ranks_of_a_node(agreed)
-    address = {"--master-addr": given.master_addr, "--master-port": given.master_port,
-               "--rdzv-endpoint": given.rdzv_endpoint}
+    address = {
+        "--master-addr": given.master_addr,
+        "--master-port": given.master_port,
+        "--rdzv-endpoint": given.rdzv_endpoint,
+    }
     typed = [f"{name} {value}" for name, value in address.items() if value is not None]
     if typed and not (request.hosts or (nodes or variables.get("NNODES", "1")) != "1"):
         notes.append(f"{' '.join(typed)}: not used, since the ranks of one node need no address")
@@ -421,7 +424,8 @@ class _Reader:
             self.origins["nodes"] = self.placed.origins["nodes"]
             return self.placed.nodes
         for option, value in (("--node-rank", self.request.node_rank), ("--head", self.request.head)):
-            if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
+            # Alone, node 0 would train by itself, and the others would wait for it.
+            if value is not None:
                 raise UsageError.of(
                     f"{option} {value} indicates several nodes, but not how many",
                     where="command line",

@@ -126,7 +126,8 @@ class Program:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._take_line(line.decode("utf-8", "replace"))
-            if not data and self.returncode is None:  # the subreaper was killed, and the program with it
+            # The subreaper was killed, and the program with it.
+            if not data and self.returncode is None:
                 self.returncode, self.is_subreaper_lost = _SIGKILL, True
         return self.returncode
 
@@ -153,7 +154,8 @@ class Program:
         try:
             self._subreaper.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._subreaper.kill()  # a process waits in the kernel, and ends as soon as its storage answers
+            # A process that waits in the kernel ends as soon as its storage answers.
+            self._subreaper.kill()
         if self.is_subreaper_lost:
             self._end_marked()
         if self._report >= 0:

@@ -173,7 +173,8 @@ class FolderWatch:
         self.is_lost = False
         self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
         self._root = identity_of(run.root)
-        self._thread = BackgroundThread("output_dir")  # the storage may hang, and the front must not
+        # The storage may hang, and the front must not.
+        self._thread = BackgroundThread("output_dir")
         self._next = 0.0
         self._gone_twice = [False, False]
 

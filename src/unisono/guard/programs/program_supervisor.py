@@ -59,7 +59,8 @@ _OTHER_NODES_S = 10.0  # for the program on other nodes, after it failed on one
 _ENDING_S = 30.0
 _LEFT_EARLY_S = 3.0
 _RESTART_S = 120.0  # for a launcher to restart its ranks; torchrun alone gives the old ones 30 s
-_UNSEEN_S = 60.0  # a rank registers after it has loaded torch, which is slow over a network file system
+# A rank registers after it has loaded torch, which is slow over a network file system.
+_UNSEEN_S = 60.0
 _UNKNOWN_DEVICE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
 NO_RANK_SEEN = f"no rank has registered within {_UNSEEN_S:.0f} s: until one does, only deaths are detected"
 
@@ -298,7 +299,8 @@ class ProgramSupervisor:
     # --- comparisons
 
     def _take_facts(self, node_rank: int, message: Message) -> None:
-        if message["name"] == LAUNCHER:  # a launcher that the program starts has its own --max-restarts
+        # A launcher that the program starts has its own --max-restarts.
+        if message["name"] == LAUNCHER:
             self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
         compared = self._facts.take(node_rank, message, now=time.monotonic())
         if compared is None:

@@ -3,8 +3,9 @@ and leaves nothing of it behind.
 
     python -I …/subreaper.py SETTINGS-FD
 
-The front starts it; the program is its child, and adopted processes become its children. It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL,
-then ends the program's process tree and removes the border's folder. It adopts processes that the
+The front starts it; the program is its child, and adopted processes become its children. It does
+three things that the front cannot do itself. It outlives a front that is killed by SIGKILL, then
+ends the program's process tree and removes the border's folder. It adopts processes that the
 program leaves behind. And it writes the log, so a disk that hangs blocks neither the front nor the
 program's output.
 
@@ -36,17 +37,15 @@ from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK_BYTES = 1 << 16
-_MOST_UNWRITTEN = (
-    1024  # chunks for the log; if the disk hangs, further output is left out of the log, with a note
-)
+# If the disk hangs, further output is left out of the log, with a note.
+_MOST_UNWRITTEN = 1024
 _LOOK_S = 1.0  # between checks that the log still exists
 _OUTPUT_S = 5.0  # after the program's end: for processes that still hold its output open
-_SEEN_S = (
-    1.0  # for the front to see which ranks ended before the program; the remaining ones end by our signals
-)
-_PATIENCE_S = (
-    3.0  # for processes that outlive a program which ended by itself, e.g. a tracker that still sends
-)
+# Meanwhile the front sees which ranks ended before the program; the remaining ones end by our
+# signals.
+_SEEN_S = 1.0
+# Processes may outlive a program that ended by itself, e.g. a tracker that still sends.
+_PATIENCE_S = 3.0
 _ENDING_S = 10.0
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # sent to the whole group
 
@@ -82,7 +81,8 @@ class _Log:
             fd = -1
         looked = time.monotonic()
         while (data := self._chunks.get()) is not None:
-            with contextlib.suppress(OSError):  # e.g. a full disk; the output itself is still passed on
+            # If e.g. the disk is full, the output itself is still passed on.
+            with contextlib.suppress(OSError):
                 while fd >= 0 and data:
                     data = data[os.write(fd, data) :]
             if fd >= 0 and time.monotonic() - looked > _LOOK_S:
@@ -336,7 +336,8 @@ def main() -> None:
         settings = json.load(file)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores, the program ignores too
+        # The program ignores what nohup ignores.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _ignore)  # not SIG_IGN, which the program would inherit
     subreaper = None
     try:

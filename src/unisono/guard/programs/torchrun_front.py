@@ -3,8 +3,8 @@ and exits.
 
     python -m unisono.guard.programs.torchrun_front
 
-integrations.torchrun_handler starts it, and sends a line of settings on stdin. It prints the path of the border's guard.json on stdout, and messages like those of `unisono run` on
-stderr.
+integrations.torchrun_handler starts it, and sends a line of settings on stdin. It prints the path
+of the border's guard.json on stdout, and messages like those of `unisono run` on stderr.
 """
 
 import json

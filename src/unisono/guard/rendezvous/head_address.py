@@ -180,7 +180,8 @@ def report_refusal(party: Party, error: UnisonoError) -> None:
 
     Never raises: the error itself matters more.
     """
-    if party.topology.nodes == 1 or party.topology.hosts:  # the fronts of --hosts are not started yet
+    # The fronts of --hosts are not started yet.
+    if party.topology.nodes == 1 or party.topology.hosts:
         return
     if isinstance(error, LockTaken) and _is_same_job(party, error.holder):
         return

@@ -89,7 +89,8 @@ def hold_meeting(
     """
     try:
         meeting = Meeting(party, welcome=welcome, record=record)
-    except Disagreed as error:  # the others connect to an address on which this machine can still answer
+    except Disagreed as error:
+        # The others connect to an address on which this machine can still answer.
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             report_refusal(party, error)
         raise

@@ -182,7 +182,8 @@ class BackgroundWork(Generic[Result]):
     def _run(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
         try:
             self._outcome.append(work(self._messages.put))
-        except BaseException as error:  # noqa: BLE001 - raised again by `result`, in the front's thread
+        except BaseException as error:  # noqa: BLE001
+            # `result` raises it again, in the front's thread.
             self._error.append(error)
 
 

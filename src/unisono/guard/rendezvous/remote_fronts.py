@@ -340,7 +340,8 @@ def token_of_step(environment: Environment) -> str | None:
         return None
     try:
         key = user_key(environment.settings_dir)
-    except UnfitError:  # the folder is not writable: a token is required, as on nodes without a scheduler
+    except UnfitError:
+        # The folder is not writable: a token is required, as on nodes without a scheduler.
         return None
     text = f"unisono, token of Slurm step {step.name}, restart {step.restart}"
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()

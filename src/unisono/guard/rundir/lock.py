@@ -134,7 +134,8 @@ class RunLock:
             fd = self._lock_file()
         except LockTaken as taken:
             if taken.holder is not None and taken.holder.nonce == self._holder.nonce:
-                return False  # the file system was remounted, and treats our lock as a different one
+                # The file system was remounted, and treats our lock as a different one.
+                return False
             raise
         _write(fd, self._holder)
         os.close(self._fd)

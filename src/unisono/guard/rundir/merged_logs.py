@@ -251,7 +251,8 @@ class _Printed(_OfRank):
         seen = next(sizes, None)
         for line in self._lines(whole=whole):
             content = line.strip(b"\r\n")
-            if content and content == bytes(len(content)):  # a crash or a full disk leaves a gigabyte of NULs
+            # A crash or a full disk leaves a gigabyte of NULs.
+            if content and content == bytes(len(content)):
                 self.skipped[_NULS] += 1
                 continue
             while seen is not None and seen[1] < self._place:
@@ -302,7 +303,8 @@ class _Verdicts:
                 at = path.stat().st_mtime
             if body.get("cause") and at > self._last:
                 text = one_line(f"verdict: {body.get('summary')} [{body['cause']}]")
-                if path == self._run.verdict and text == self._last_text:  # completed with more evidence
+                # The verdict was completed with more evidence.
+                if path == self._run.verdict and text == self._last_text:
                     continue
                 self._last_text = text
                 lines.append(LogLine(at, _NOBODY, len(lines), "", "verdict", text))

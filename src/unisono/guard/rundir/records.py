@@ -102,7 +102,8 @@ class MetricsWriter:
             if self._fd is None:
                 return None
             error = self._flush()
-            with contextlib.suppress(OSError):  # the directory was removed, and is not created again
+            # The directory was removed, and is not created again.
+            with contextlib.suppress(OSError):
                 self._follow_path()
             with contextlib.suppress(
                 OSError

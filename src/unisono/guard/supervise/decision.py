@@ -93,7 +93,8 @@ def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
     causes = [end for end in bad if not is_victim(end)]
     if causes:
         return next((end for end in causes if _was_killed(end)), causes[0])
-    early = [end for end in ends if ended_well(end)]  # left with a result while others still counted on it
+    # They left with a result while others still counted on them.
+    early = [end for end in ends if ended_well(end)]
     return early[0] if early and bad else None
 
 

@@ -131,7 +131,8 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
     within 5 s.
     """
     request = {"table": str(table), "sequences": list(sequences)}
-    with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are written in any case
+    # The sequences' numbers are written in any case.
+    with contextlib.suppress(UnisonoError, OSError):
         return [
             str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
         ]

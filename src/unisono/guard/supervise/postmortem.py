@@ -97,7 +97,8 @@ def name_death(
         cause=cause,
         when="during",
         summary=f"{where} {what.format(at=at)}{origin}",
-        ranks=() if cause == "collective_mismatch" else (place.rank,),  # which of both is wrong is not known
+        # It is not known which of both ranks is wrong.
+        ranks=() if cause == "collective_mismatch" else (place.rank,),
         hosts=(place.host,),
         phase=end.phase,
         step=end.step or None,
@@ -351,7 +352,8 @@ def verdicts_in(message: Message) -> list[Verdict]:
     for value in message.get("verdicts") or []:
         try:
             verdicts.append(Verdict.from_json(value))
-        except (ValueError, TypeError):  # from a head of a different version; its other verdicts still count
+        except (ValueError, TypeError):
+            # The head has a different version; its other verdicts still count.
             continue
     return verdicts
 

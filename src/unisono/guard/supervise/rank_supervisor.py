@@ -54,7 +54,8 @@ class RunObserver(Protocol):
 
 
 _POLL_S = 0.2
-_TEARDOWN_S = 20.0  # results are final before teardown, so a teardown that hangs is ended without loss
+# Results are final before teardown, so a teardown that hangs is ended without loss.
+_TEARDOWN_S = 20.0
 _GONE_S = 10.0  # for the other nodes to report that their ranks have ended
 _WAITING_EVERY_S = 10.0
 _SHARD_KINDS = ("shard_written", "shard_moves", "shards_over", "moved")
@@ -288,7 +289,8 @@ class _RankSupervision:
         if message["kind"] in _SHARD_KINDS:
             self._take_shard_message(rank, message)
             return
-        if message["kind"] == "asked":  # a signal to the rank itself, or the echo of one that was passed on
+        # It is a signal to the rank itself, or the echo of one that was passed on.
+        if message["kind"] == "asked":
             self._interrupts.request_stop(
                 signal.Signals[str(message["signal"])], where=self.job.ranks[rank].label
             )

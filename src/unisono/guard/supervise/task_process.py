@@ -104,7 +104,8 @@ class TaskProcess:
         """
         self.name = name
         self.crash: Message | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
+        # The folder has mode 0700: requests hold prompts.
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")
         path = Path(self._folder.name) / "request.json"
         text = json.dumps(request, ensure_ascii=False)
         self._trusts_code = '"trust_remote_code": true' in text

@@ -5,13 +5,14 @@ events/timeline-NODE.jsonl.
     {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41,
      "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-The first kind is a phase that lasted more than 0.1 s; time: its start. A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall,
-which one without text ends. The second kind is a summary, at least one every 10 s and rank: the
-seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s,
-`since`, its start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for
-each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a disk in
-the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head
-every 3 s, which keeps a copy of the file.
+The first kind is a phase that lasted more than 0.1 s; time: its start. A line with a text
+`warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall, which one without text
+ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last
+one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its start. Times are
+UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8:
+then its older half is thinned. Nothing here waits for a disk in the thread of the caller. A node
+whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of
+the file.
 """
 
 import contextlib
@@ -264,7 +265,8 @@ class Timeline:
     def _run(self) -> None:
         with contextlib.suppress(OSError), self._closing_files():
             make_private_dir(self._run_dir.timeline(self._node_rank).parent)
-            while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
+            # Steps of a fixed length must not fall into step with the samples.
+            while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
                     self._write()
@@ -334,7 +336,9 @@ class _File:
         try:
             fd = self._opened()
         except FileNotFoundError:
-            return  # the run's directory was removed or replaced; whoever makes it again makes this one, too
+            # The run's directory was removed or replaced; whoever makes it again makes this one,
+            # too.
+            return
         data, self.waiting = b"".join(self.waiting), []
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front

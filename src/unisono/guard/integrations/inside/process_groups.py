@@ -176,7 +176,9 @@ def _forgetting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return original(self)
         finally:
-            before.clear()  # not earlier: ranks on other nodes may use the old store until the rendezvous is complete
+            # This comes last: ranks on other nodes may use the old store until the rendezvous is
+            # complete.
+            before.clear()
 
     return next_rendezvous
 
@@ -279,7 +281,8 @@ def _is_gone(group: Any, module: ModuleType) -> bool:
     """Whether a group was destroyed, or never created. torch handles groups without this rank."""
     if group is None:
         return not module.is_initialized()
-    members = module._world.pg_map  # noqa: SLF001 - where torch itself looks; a test notices if it goes
+    # torch itself looks there; a test notices if it goes.
+    members = module._world.pg_map  # noqa: SLF001
     return group != module.GroupMember.NON_GROUP_MEMBER and members.get(group) is None
 
 

@@ -26,7 +26,8 @@ HOOKS = {
 }
 """The function of unisono.guard.integrations.inside that is given each module, once it is loaded."""
 
-_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes ten times as long as all of this
+# pathlib takes ten times as long as this whole file.
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 _HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # noqa: PTH100, PTH118
 # collectives that torch's flight recorder keeps; it reads this when it is loaded, and keeps one
 # without it
