@@ -157,7 +157,6 @@ def _split(report: RankReport) -> dict[str, Hashable]:
     }
 
 
-# fmt: off
 COMPARED: tuple[Compared, ...] = (
     Compared("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
     Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
@@ -167,7 +166,9 @@ COMPARED: tuple[Compared, ...] = (
         "strategy, dtype, seed and backend are the same",
     ),
     Compared("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
-    Compared("ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"),
+    Compared(
+        "ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"
+    ),
     Compared("ranks.split", _split, "the same rows, in the same order, in the same number of steps"),
     Compared(
         "ranks.trained",
@@ -178,7 +179,6 @@ COMPARED: tuple[Compared, ...] = (
     Compared("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
     Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
 )
-# fmt: on
 """In order: a different tokenizer gives different rows, a different plan a different order."""
 
 

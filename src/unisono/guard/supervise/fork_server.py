@@ -127,9 +127,13 @@ class ForkServer:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other_end:
             process = subprocess.Popen(
-                [sys.executable, "-m", _SERVER, str(os.getpid())], env=environment, stdin=other_end.fileno(),
-                stdout=self._printed, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", _SERVER, str(os.getpid())],
+                env=environment,
+                stdin=other_end.fileno(),
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return process, control
 
     def close(self) -> None:

@@ -127,10 +127,17 @@ def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tup
 
 
 _NO_TRACEBACK = "Read the end of its log: without a traceback, exit() or os._exit() in a library ended it."
-_OF_DEVICES = frozenset({
-    "cuda_oom", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported", "ecc_error", "gpu_fell_off",
-    "duplicate_gpu",
-})  # fmt: skip
+_OF_DEVICES = frozenset(
+    {
+        "cuda_oom",
+        "no_cuda_build",
+        "driver_too_old",
+        "cuda_arch_unsupported",
+        "ecc_error",
+        "gpu_fell_off",
+        "duplicate_gpu",
+    }
+)
 """Causes that the text of an exception tells, whatever code raised it."""
 
 

@@ -19,16 +19,24 @@ from unisono.guard.integrations.border import Registration, own_registration
 from unisono.guard.integrations.inside.guarded_process import GuardedProcess, this_process
 from unisono.guard.watch import KINDS
 
-# fmt: off
 _NAMES = {
     "all_reduce": ("all_reduce", "all_reduce_coalesced"),
     "broadcast": ("broadcast", "broadcast_object_list"),
     "barrier": ("barrier", "monitored_barrier"),
     "all_gather": (
-        "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base",
-        "all_gather_coalesced", "all_gather_object",
+        "all_gather",
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "_all_gather_base",
+        "all_gather_coalesced",
+        "all_gather_object",
     ),
-    "reduce_scatter": ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    "reduce_scatter": (
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+    ),
     "reduce": ("reduce",),
     "gather": ("gather", "gather_object"),
     "scatter": ("scatter", "scatter_object_list"),
@@ -37,7 +45,6 @@ _NAMES = {
     "recv": ("recv", "recv_object_list"),
     "other": ("new_group", "split_group"),
 }
-# fmt: on
 """Functions of torch.distributed.distributed_c10d by kind; those that a version of torch lacks are
 skipped.
 """
