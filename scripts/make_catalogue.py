@@ -22,6 +22,7 @@ from typing import Any
 from cause_pages import cause_pages
 from unisono.base.causes import CATALOGUE as CATALOGUE_OF_CAUSES
 from unisono.base.causes import Cause
+from unisono.base.causes.variables import ADVICE, VALUES, VARIABLES
 from unisono.base.locale import LABELS, PLACEHOLDER, escaped, read_entries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,7 @@ WORDS = (
     "File name too long", "Stale file handle", "Directory not empty", "Cannot allocate memory", "Name or service not known", "timed out",
 )  # fmt: skip
 """Labels, and texts of the parser of command lines and of the system."""
+_VARIABLES = "base/causes/variables.toml"
 SHORT_TEXTS = ("front/cli/terminal.py", "front/cli/screen.py", "front/checks/examination.py")
 """Files of which a text of one word counts, too."""
 
@@ -288,13 +290,16 @@ def _name(node: ast.expr) -> str:
 def texts_of_source() -> dict[str, dict[str, None]]:
     """The templates, by file."""
     found: dict[str, dict[str, None]] = {}
-    for path in sorted((*SOURCE.rglob("*.py"), *SOURCE.rglob("catalogue/*.toml"))):
+    for path in sorted((*SOURCE.rglob("*.py"), *SOURCE.rglob("catalogue/*.toml"), SOURCE / _VARIABLES)):
         name = path.relative_to(SOURCE).as_posix()
         if name.startswith(NOT_SHOWN):
             continue
         texts = Texts(least_words=1 if name in SHORT_TEXTS else 2)
         if path.suffix == ".toml":
-            for text in _texts_of_cause(CATALOGUE_OF_CAUSES[path.stem]):
+            is_cause = path.parent.name == "catalogue"
+            for text in (
+                _texts_of_cause(CATALOGUE_OF_CAUSES[path.stem]) if is_cause else _texts_of_variables()
+            ):
                 texts.take((text,))
         else:
             texts.visit(ast.parse(path.read_text("utf-8")))
@@ -306,6 +311,15 @@ def _texts_of_cause(cause: Cause) -> Iterator[str]:
     yield from (cause.title, cause.meaning, *cause.telltales)
     yield from (difference for _, difference in cause.neighbours)
     yield from cause.remedy
+
+
+def _texts_of_variables() -> Iterator[str]:
+    for variable in VARIABLES:
+        yield from (variable.meaning, variable.suspicious)
+    for values in VALUES.values():
+        yield from (values.text, values.otherwise)
+    for advice in ADVICE.values():
+        yield from (advice.costs, advice.right)
 
 
 def wanted() -> dict[str, str]:

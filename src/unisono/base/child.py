@@ -24,7 +24,7 @@ TEMPLATE_HAS_NO_END = signal.SIGVTALRM
 its front knows it by that.
 """
 TOKENIZER_HAS_NO_END = signal.SIGPROF
-"""The same for a tokenizer that exceeds its CPU time (data.text_encoder)."""
+"""The signal that ends a process whose tokenizer exceeds its CPU time (data.text_encoder)."""
 
 forked_by: int | None = None
 """The fork server (unisono.trainer.worker.fork_server) that this process was forked by; None in a process
@@ -121,7 +121,8 @@ def leave(code: int, *, orderly: bool = True) -> NoReturn:
     """
     if orderly:
         _keep_compile_times_to_themselves()
-        atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way to call them without the rest
+        # No public function calls them without the rest of the interpreter's end.
+        atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
@@ -143,7 +144,8 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is
     except UnisonoError as error:
         reporter.send("refused", **error.to_json())
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the edge of a process: recorded, and reported to the front
+    except Exception as error:  # noqa: BLE001
+        # This is the edge of a process: the error is recorded, and reported to the front.
         crash = describe_crash(error)
         # A task has its paths from a person; those of a rank were usable when its run began.
         failure = unusable_path(error, has_started=not is_task) or (

@@ -76,7 +76,8 @@ class UnisonoError(Exception):
     def __init__(self, *problems: Problem, verdict: Verdict | None = None) -> None:
         self.problems = problems
         self.verdict = verdict
-        super().__init__(plain("; ".join(problem.what for problem in problems)))  # Python shows it as it is
+        # Python shows the text as it is.
+        super().__init__(plain("; ".join(problem.what for problem in problems)))
 
     @classmethod
     def of(
@@ -163,17 +164,18 @@ def error_number(error: BaseException) -> int | None:
     """
     if isinstance(error, OSError):
         return error.errno if isinstance(error.errno, int) else None
-    found = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
-    return int(found[1]) if found else None
+    match = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(match[1]) if match else None
 
 
 def storage_words(error: BaseException) -> str:
     """The system's message, e.g. "File too large"."""
     number = error_number(error)
-    own = error.strerror if isinstance(error, OSError) else None
-    if own and number is not None and "Detail: [errno" in own:  # pyarrow wraps the system's message
+    words = error.strerror if isinstance(error, OSError) else None
+    # pyarrow wraps the system's message.
+    if words and number is not None and "Detail: [errno" in words:
         return os.strerror(number)
-    return own or (os.strerror(number) if number is not None else str(error))
+    return words or (os.strerror(number) if number is not None else str(error))
 
 
 def is_full(error: BaseException) -> bool:
@@ -313,16 +315,16 @@ def storage_verdict(error: BaseException, problem: Problem, *, phase: str | None
     name = "disk_full" if number in FULL else "ulimit" if is_limit else None
     if number in _DENIED and phase is not None:
         name = "storage_unfit"
-    known = find_cause(name) if name is not None else None
-    if known is None:
+    entry = find_cause(name) if name is not None else None
+    if entry is None:
         return None
     return Verdict(
-        cause=known.id,
+        cause=entry.id,
         when="during",
         summary=problem.what,
         phase=phase,
         evidence=(Evidence(where=problem.where, text=problem.why),),
-        fix=tuple(dict.fromkeys((problem.fix, *known.remedy))) if number in FULL else (problem.fix,),
+        fix=tuple(dict.fromkeys((problem.fix, *entry.remedy))) if number in FULL else (problem.fix,),
     )
 
 

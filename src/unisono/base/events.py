@@ -3,19 +3,21 @@
 Kinds, and their fields besides `kind` and `time` (UTC, seconds):
 
     phase       phase, text; done, total (optional; units of work inside the phase)
-    ready       facts: known only to the worker before step 1 (parameters, attention, memory, resume)
-    reference   computed, reused: units whose log-probabilities under the reference were computed, or read from the run's store;
-                if computed also seconds and cpu_time_s
+    ready       facts: known only to the worker before step 1 (parameters, attention, memory, …)
+    reference   computed, reused: units whose log-probabilities under the reference were computed,
+                or read from the run's store; if computed also seconds and cpu_time_s
     step        one line of metrics.jsonl; ranks other than 0 send the step alone
     eval        step, eval_loss, and more figures
     sample      step, prompt, text
     checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
-    shard_written  step, temporary, directory, files, error: this rank's part of a checkpoint is on its disk, or why not
+    shard_written  step, temporary, directory, files, error: this rank's part of a checkpoint is on
+                its disk, or why not
     shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated
-    until it arrives
+                until it arrives
     shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
     moved       path: rank 0 writes here from now on, since the run's directory is lost
-    digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its rounding
+    digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its
+                rounding
     asked       signal: its name; received by the rank from its front or from outside
     warning     code, text, fix
     token       text: a piece of an answer, streamed              (generate, chat)
@@ -27,11 +29,13 @@ Kinds, and their fields besides `kind` and `time` (UTC, seconds):
     pieces      pieces: [id, text] of each request that got text with the last token (serve)
     answered    id, tokens, ended: a complete answer  (serve)
     refused     exit_code, problems, verdict          from UnisonoError.to_json
-    crashed     exit_code, error, traceback, peer_lost    an unexpected exception; peer_lost: a consequence of the failure of a different rank
-    kept        cost_s, step_time_s, bytes, every     cost of the memory snapshots of an adapter: medians of the first steps, and the memory;
-                                                      from here on every n-th step is kept, null:
-                                                      none
-    rank_report report: RankReport.to_json()          facts of one of several ranks, which then waits for `go` on stdin
+    crashed     exit_code, error, traceback, peer_lost: an unexpected exception; peer_lost: it is a
+                consequence of the failure of a different rank
+    kept        cost_s, step_time_s, bytes, every: cost of the memory snapshots of an adapter, as
+                medians of the first steps, and the memory; from here on every n-th step is kept,
+                null: none
+    rank_report report: RankReport.to_json(), the facts of one of several ranks, which then waits
+                for `go` on stdin
     result      the result of the task or the run; the last message
 """
 
@@ -155,9 +159,8 @@ class _EventsLog:
             )
             size = os.fstat(self._fd).st_size
             if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                data = (
-                    b"\n" + data
-                )  # an earlier start was killed in the middle of a line, which takes no other with it
+                # An earlier start was killed in the middle of a line: keep that line apart.
+                data = b"\n" + data
         _write_all(self._fd, data)
 
 

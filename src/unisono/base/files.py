@@ -444,7 +444,8 @@ class BackgroundThread:
                 work, self._since = self._waiting.popleft(), time.monotonic()
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - the edge of the thread: reported, and the thread takes no more work
+            except Exception as error:  # noqa: BLE001
+                # At the edge of the thread the error is reported; the thread takes no more work.
                 self._give_up(error)
             finally:
                 with self._changed:
@@ -587,8 +588,8 @@ def guess_encoding(sample: bytes) -> str | None:
     whole = sum(1 for c in text if c > "\x7f") - broken
     if broken < _LEAST_CHARACTERS or whole > broken:
         return None
-    found = [name for name, letters in _FREQUENT.items() if _fits(sample, name, letters)]
-    return found[0] if len(found) == 1 else None
+    encodings = [name for name, letters in _FREQUENT.items() if _fits(sample, name, letters)]
+    return encodings[0] if len(encodings) == 1 else None
 
 
 def _fits(sample: bytes, encoding: str, letters: str) -> bool:

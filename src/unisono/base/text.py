@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 _MARKS = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ufeff"
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # a complete CSI sequence, not only its first byte
-    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC: titles, links, clipboard; one without an end takes nothing with it
+    # OSC sets titles, links and the clipboard; one without an end takes nothing with it.
+    r"|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)"
     rf"|[{_MARKS}]"
 )
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -55,13 +56,13 @@ _LABEL = re.compile(
     r"(?:\s*\S+ {2,}|\s+\w+(?:: +|： *)|(?:error|warning): |(?:错误|警告)：|\s*- |\s*\d+\. )(?=\S)"
 )
 """`EVIDENCE  `, `  fix:   `, `  - `, `  1. `: the following lines start below what follows it."""
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")  # `3.1 s` stays on one line
+# `3.1 s` stays on one line.
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[kMGTsh]|ms|min)\b)")
 _LEAST_TEXT = 24  # columns beside a label
 _ASCII_WORD = re.compile(r"(\s*)(\S+)")
 _WIDE = r"\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef"
-_WORD = re.compile(  # Chinese breaks between characters, except before closing and after opening punctuation
-    rf"(\s*)((?:[（「《“]?[{_WIDE}]|[^\s{_WIDE}“”]+)[，。；：、！？）」》”)\].,;:]*|[^\s])"
-)
+# Chinese breaks between characters, except before closing and after opening punctuation.
+_WORD = re.compile(rf"(\s*)((?:[（「《“]?[{_WIDE}]|[^\s{_WIDE}“”]+)[，。；：、！？）」》”)\].,;:]*|[^\s])")
 
 
 def wrapped(text: str, width: int, *, hanging: int = 2) -> str:
@@ -142,13 +143,13 @@ def library_words(error: BaseException, *, library: str = "transformers") -> str
     return f"{library} says: {one_line(text, limit=250) or type(error).__name__}"
 
 
-def nearest(word: str, known: list[str], *, alike: float = 0.6) -> str | None:
+def nearest(word: str, choices: list[str], *, alike: float = 0.6) -> str | None:
     """The closest match for `word` in `known`, or None if none is close: `alike` from 0 to 1, at
     which they are equal.
     """
     import difflib
 
-    close = difflib.get_close_matches(word, known, n=1, cutoff=alike)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=alike)
     return close[0] if close else None
 
 
@@ -183,10 +184,10 @@ def validation_words(error: Any) -> str:
     value = one_line(repr(first["input"]), limit=60)
     if kind == "literal_error":
         return f"{key} is {value} and should be {context.get('expected')}"
-    wanted = _KINDS.get(kind.partition("_")[0])
+    expected = _KINDS.get(kind.partition("_")[0])
     return (
-        f"{key} is {value} and should be {wanted}"
-        if wanted
+        f"{key} is {value} and should be {expected}"
+        if expected
         else f"{key} is {value}, which is out of its range"
     )
 
@@ -221,13 +222,13 @@ _UNITS: dict[str, Unit] = {
 
 def _split(text: str) -> tuple[float, str]:
     """The number in `text`, scaled by its k, M or G, and the unit."""
-    found = _NUMBER.match(text) if len(text) <= _LONGEST else None
-    if found is None:
+    match = _NUMBER.match(text) if len(text) <= _LONGEST else None
+    if match is None:
         raise ValueError(f"{text!r} is not an amount with a unit")
-    number = float(found[1].replace("_", "")) * _SCALE[found[2]]
+    number = float(match[1].replace("_", "")) * _SCALE[match[2]]
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is too large")
-    return number, found[3]
+    return number, match[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,10 +359,10 @@ def shown_places(places: Sequence[str], *, most: int = 6) -> str:
     A file is named once for all its places that follow one another.
     """
     parts: list[tuple[str, int, int]] = []  # file with its mark, first and last number
-    for place in places:
-        found = _PLACE.fullmatch(place)
-        file, number = (found[1] + found[2], int(found[3])) if found else (place, -1)
-        if parts and found and parts[-1][0] == file and parts[-1][2] == number - 1:
+    for entry in places:
+        match = _PLACE.fullmatch(entry)
+        file, number = (match[1] + match[2], int(match[3])) if match else (entry, -1)
+        if parts and match and parts[-1][0] == file and parts[-1][2] == number - 1:
             parts[-1] = (file, parts[-1][1], number)
         else:
             parts.append((file, number, number))
@@ -370,8 +371,8 @@ def shown_places(places: Sequence[str], *, most: int = 6) -> str:
         numbers = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
         texts.append(numbers if file == before and numbers else file + numbers)
         before = file
-    rest = sum(last - first + 1 for _, first, last in parts[most:])
-    return ", ".join(texts) + (f" and {rest:,} more" if rest else "")
+    omitted = sum(last - first + 1 for _, first, last in parts[most:])
+    return ", ".join(texts) + (f" and {omitted:,} more" if omitted else "")
 
 
 def show_seconds(seconds: float) -> str:
@@ -381,9 +382,9 @@ def show_seconds(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, remainder = divmod(whole, 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 
@@ -403,14 +404,17 @@ def show_count(n: float) -> str:
 _URL_WITH_SECRET = re.compile(
     r"^[a-z][a-z0-9+.-]*://[^/@\s]*:[^/@\s]+@"  # scheme://user:password@
     r"|^https?://[^/@\s]+@"  # https://token@
-    r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",  # …?sig=
+    # for example …?sig=…
+    r"|^[a-z][a-z0-9+.-]*://\S*[?&](?:\w*token|sig|x-amz-signature|password|api_?key|secret)=",
     re.IGNORECASE,
 )
 # tokens that begin as only tokens do: Hugging Face, AWS, GitHub, GitLab, OpenAI and Anthropic,
 # Slack, Google, NVIDIA, PyPI, Docker, JWT
 _SHAPES = (
-    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"
-    r"|sk-(?:[A-Za-z0-9]{2,12}-)?[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}|ya29\.[A-Za-z0-9_-]{20,}|nvapi-[A-Za-z0-9_-]{20,}"
+    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"
+    r"|sk-(?:[A-Za-z0-9]{2,12}-)?[A-Za-z0-9_-]{16,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}"
+    r"|ya29\.[A-Za-z0-9_-]{20,}|nvapi-[A-Za-z0-9_-]{20,}"
     r"|pypi-[A-Za-z0-9_-]{40,}|dckr_pat_[A-Za-z0-9_-]{16,}|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"
 )
 _TOKEN = re.compile(rf"^(?:{_SHAPES})$")
@@ -425,15 +429,20 @@ _SECRET_IN_TEXT = re.compile(
     rf"|(?<![A-Za-z0-9])(?:{_SHAPES})(?![A-Za-z0-9])",
     re.IGNORECASE,
 )
-_SHAPES = r"(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
+_SHAPES = (
+    r"(?:token|secret|password|passwd|passphrase|credentials?"
+    r"|(?:api|access|secret|private|account|signing|encryption|auth)[_-]?key|(?<=_)(?:pass|pwd))"
+)
 _VALUE = r"(?P<value>\"[^\"\n]{1,2000}|'[^'\n]{1,2000}|[^\s\"',;&)\]}]{4,4000})"
 _NAMED_SECRET = re.compile(  # HF_TOKEN=…, "api_key": "…", --token …, password: …
-    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SHAPES}(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
+    rf"(?P<before>(?:(?<![A-Za-z0-9_-])--?|(?<![A-Za-z0-9]))(?P<lead>[A-Za-z0-9_.-]{{0,30}}?){_SHAPES}"
+    rf"(?![A-Za-z0-9_])(?:[\"']?\]?\s{{0,3}}(?:=>|[=:])\s{{0,3}}|[\"']?,?\s{{1,3}}(?=\S)))"
     rf"{_VALUE}",
     re.IGNORECASE,
 )
 _HEADER = re.compile(  # Authorization: Bearer …, Cookie: …, wandb login …, sshpass -p …
-    r"((?:authorization|x-auth-token|x-api-key|private-token)[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:(?:bearer|basic|token|digest)\s{1,3})?|\bbearer\s{1,3}|\b(?:set-)?cookie:\s{0,3}"
+    r"((?:authorization|x-auth-token|x-api-key|private-token)[\"']?\s{0,3}[:=]\s{0,3}[\"']?(?:(?:bearer"
+    r"|basic|token|digest)\s{1,3})?|\bbearer\s{1,3}|\b(?:set-)?cookie:\s{0,3}"
     r"|\bwandb login (?:--[\w=-]{1,40} ){0,4}|\bsshpass -p ?)([^\s\"',`-][^\s\"',`]{7,4000})",
     re.IGNORECASE,
 )
@@ -466,7 +475,7 @@ def redact(text: str) -> str:
     """
     low = text.lower()
     if any(sign in low for sign in _HINTS_OF_TOKENS):
-        text = _SECRET_IN_TEXT.sub(lambda found: f"{found[1] or ''}…", text)
+        text = _SECRET_IN_TEXT.sub(lambda match: f"{match[1] or ''}…", text)
     if any(sign in low for sign in _HINTS_OF_HEADERS):
         text = _HEADER.sub(r"\1…", text)
     if any(sign in low for sign in _HINTS_OF_NAMES):
@@ -474,13 +483,13 @@ def redact(text: str) -> str:
     return text
 
 
-def _redacted_value(found: re.Match[str]) -> str:
-    lead, before, value = found["lead"].lower().strip("_.-"), found["before"], found["value"]
+def _redacted_value(match: re.Match[str]) -> str:
+    lead, before, value = match["lead"].lower().strip("_.-"), match["before"], match["value"]
     spaced = not before.rstrip().endswith(("=", ":", ">"))
     if spaced and not before.startswith("-"):  # "the token was", not "--token was"
-        return found[0]
+        return match[0]
     if lead.rpartition("_")[2] in _MODEL_TOKENS or lead in _MODEL_TOKENS or _PLACEHOLDER.match(value):
-        return found[0]
+        return match[0]
     return before + (value[0] if value[0] in "\"'" else "") + "…"
 
 

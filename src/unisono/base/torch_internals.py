@@ -49,15 +49,15 @@ def gloo_states() -> list[str]:
     """The state of each of gloo's threads from proc(5): S for sleeping, R for running or
     runnable.
     """
-    found = []
+    states = []
     for stat in Path("/proc/self/task").glob("*/stat"):  # empty except on Linux
         try:
-            name, _, rest = stat.read_text("utf-8", "replace").partition("(")[2].rpartition(")")
+            name, _, statistics = stat.read_text("utf-8", "replace").partition("(")[2].rpartition(")")
         except OSError:  # it has exited
             continue
         if name == _NAME:
-            found.append(rest.split()[0])
-    return found
+            states.append(statistics.split()[0])
+    return states
 
 
 _C10D = "torch._C._distributed_c10d"

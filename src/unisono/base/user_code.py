@@ -33,4 +33,6 @@ class OwnCode:
 def own_code(*, objective: str, optimizer: str) -> list[OwnCode]:
     """The user's own classes among two values of a config."""
     values = (("objective", "objective", objective), ("optim.kind", "optimizer", optimizer))
-    return [OwnCode(key, what, *own) for key, what, value in values if (own := own_class(value))]
+    return [
+        OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))
+    ]

@@ -1,1 +1,1 @@
-"""Nodes agree, ranks are watched, failures get their cause: for our training and for any program."""
+"""Nodes agree, ranks are watched, failures get their cause: in training and in any program."""

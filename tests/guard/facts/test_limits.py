@@ -52,9 +52,9 @@ def test_the_smallest_limit_of_all_groups_above_holds(tmp_path: Path) -> None:
     group(root, "job/step", memory__max="max", memory__current="5000", cpu__max="max 100000")
     group(root, "job", memory__max="1000000", memory__current="400000", cpu__max="100000 100000",
           memory__stat="anon 1\ninactive_file 100000\n")  # fmt: skip
-    assert available_memory(root=root, own=own, info=info) == 700_000
-    assert usable_cores(root=root, own=own) == 1
-    assert [folder.name for folder in cgroup_folders("memory", root=root, own=own)] == [
+    assert available_memory(root=root, cgroup_file=own, info=info) == 700_000
+    assert usable_cores(root=root, cgroup_file=own) == 1
+    assert [folder.name for folder in cgroup_folders("memory", root=root, cgroup_file=own)] == [
         "step",
         "job",
         "cgroup",
@@ -69,9 +69,9 @@ def test_version_1_is_read_too_and_its_no_limit_is_none(tmp_path: Path) -> None:
     group(root, "memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="77")
     group(root, "memory/job", memory__limit_in_bytes="500000", memory__usage_in_bytes="100000")
     group(root, "cpu/job", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
-    assert available_memory(root=root, own=own, info=info) == 400_000
-    assert usable_cores(root=root, own=own) == 1
+    assert available_memory(root=root, cgroup_file=own, info=info) == 400_000
+    assert usable_cores(root=root, cgroup_file=own) == 1
 
 
 def test_without_proc_a_guess_is_better_than_nothing(tmp_path: Path) -> None:
-    assert available_memory(root=tmp_path, own=tmp_path / "none", info=tmp_path / "none") == 8 * 10**9
+    assert available_memory(root=tmp_path, cgroup_file=tmp_path / "none", info=tmp_path / "none") == 8 * 10**9

@@ -101,7 +101,7 @@ def test_ranks_that_are_all_idle_are_named_with_their_lines_and_ended_at_the_lim
     unseen = judged(*views)
     assert isinstance(unseen, Suspicion)
     assert not unseen.is_named
-    assert unseen.wanted == (0, 1, 2)
+    assert unseen.to_inspect == (0, 1, 2)
     found = judged(*views, looks=looks)
     assert named(found) == ("user_code_stuck", (0, 1, 2))
     assert isinstance(found, Suspicion)
@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_while_others_wait_is_named_with_its_line_and_ended_wh
     first = judged(waiting, still)
     assert isinstance(first, Suspicion)
     assert not first.is_named, "it has not been looked at"
-    assert set(first.wanted) >= {0, 1}
+    assert set(first.to_inspect) >= {0, 1}
     mine = begun(1, "all_reduce", 8)
     assert named(judged(waiting, still, looks=[mine])) is None, "what the other waits for is looked up first"
     looked = judged(waiting, still, looks=[mine, begun(0, "all_reduce", 9)])
@@ -176,7 +176,7 @@ def test_ranks_that_nobody_has_looked_at_are_in_no_known_collective() -> None:
     found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm"))
     assert isinstance(found, Suspicion)
     assert not found.is_named
-    assert set(found.wanted) == {0, 1}
+    assert set(found.to_inspect) == {0, 1}
 
 
 def test_a_look_that_reported_nothing_is_not_a_look_and_is_requested_again() -> None:
@@ -185,11 +185,11 @@ def test_a_look_that_reported_nothing_is_not_a_look_and_is_requested_again() -> 
     found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm"), looks=blind)
     assert isinstance(found, Suspicion)
     assert not found.is_named
-    assert set(found.wanted) == {0, 1}
+    assert set(found.to_inspect) == {0, 1}
     still = judged(rank(0, pending=1), rank(1, still=4.0), looks=[Look(0), Look(1)])
     assert isinstance(still, Suspicion)
     assert not still.is_named
-    assert set(still.wanted) == {0, 1}
+    assert set(still.to_inspect) == {0, 1}
 
 
 def test_unequal_pieces_of_an_all_to_all_are_one_collective() -> None:

@@ -124,7 +124,7 @@ def test_sharded_ranks_that_wait_inside_of_forward_are_victims_by_their_stack() 
     unsure = judge(run_view(views), AUTO)
     assert isinstance(unsure, Suspicion)
     assert not unsure.is_named
-    assert set(unsure.wanted) == {0, 1, 2}
+    assert set(unsure.to_inspect) == {0, 1, 2}
     waits = "/lib/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:300 in foreach_all_gather"
     looks = [
         look(0, waits, name="all_gather", number=9, completed=8), look(1, "mine.py:3 in slow", name="all_gather", number=8, completed=8),
@@ -137,7 +137,7 @@ def test_a_different_collective_names_the_odd_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, kind="all_gather"), waiting(2, 5.0)]
     early = judge(run_view(views), AUTO)
     assert isinstance(early, Suspicion)
-    assert set(early.wanted) == {0, 1, 2}, "the flight recorder is asked first"
+    assert set(early.to_inspect) == {0, 1, 2}, "the flight recorder is asked first"
     verdict = judge(run_view([replace(v, idle_s=6.1) for v in views]), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))

@@ -78,8 +78,8 @@ def resume_hint(framework: str) -> tuple[str, ...]:
     Args:
         framework: llamafactory, axolotl, torchtune, lightning, trl, transformers.
     """
-    known = _RESUME_HINTS.get(framework)
-    return (f"To resume, if it had saved a checkpoint: {known}.",) if known else ()
+    hint = _RESUME_HINTS.get(framework)
+    return (f"To resume, if it had saved a checkpoint: {hint}.",) if hint else ()
 
 
 def remedy_for_foreign_program(fix: Sequence[str], framework: str) -> tuple[str, ...]:

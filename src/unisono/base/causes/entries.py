@@ -4,8 +4,10 @@ A file is read when its cause is needed. A string of several lines is one line: 
 indentation after it count as a space, and in a `pattern` as nothing.
 
     order                           its position in the list of `explain`
-    title, meaning, when, …         the fields of `Cause`; `{ train = "…" }` is a line of a remedy for `unisono train` alone
-    seen_with = ["ID", …]           log lines that are seen with it and do not prove it, since they have other causes, too
+    title, meaning, when, …         the fields of `Cause`; a line `{ train = "…" }` of a remedy is
+                                    for `unisono train` alone
+    seen_with = ["ID", …]           log lines that are seen with it and do not prove it, since they
+                                    have other causes, too
     [neighbours]                    similar causes: ID = "the difference"
     [judgement]                     how `diagnose` judges it: the fields of `Judgement`
     [signs]                         what in a report speaks for it: the fields of `Signs`
@@ -149,7 +151,7 @@ def read_entry(cause_id: str) -> Entry:
     """
     if cause_id not in cause_ids():
         raise KeyError(cause_id)
-    table = _read(_FOLDER / f"{cause_id}.toml")
+    table = read_table(_FOLDER / f"{cause_id}.toml")
     order, seen_with = table.pop("order"), table.pop("seen_with", ())
     judgement, signs = table.pop("judgement", {}), table.pop("signs", None)
     signatures = table.pop("signatures", ())
@@ -177,10 +179,11 @@ def judgement_of(cause_id: str) -> Judgement:
 
 def read_other_lines() -> list[Signature]:
     """The log lines that indicate no cause in particular."""
-    return [Signature(cause=None, **row) for row in _read(_OTHER_LINES)["signatures"]]
+    return [Signature(cause=None, **row) for row in read_table(_OTHER_LINES)["signatures"]]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
+    """The contents of a TOML file: lists as tuples, texts of several lines as one line."""
     import tomllib  # most processes read no entry
 
     table: dict[str, Any] = _value(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -132,8 +132,8 @@ class Verdict(BaseModel):
         """
         parts = [f"phase {self.phase}"] if self.phase else []
         parts += [f"step {self.step}"] if self.step is not None else []
-        place = ", ".join(parts)
+        position = ", ".join(parts)
         if self.named_after_s is None:
-            return place and f"{'in' if self.phase else 'at'} {place}"
+            return position and f"{'in' if self.phase else 'at'} {position}"
         after = f"after {self.named_after_s:.1f} s"
-        return f"{after} ({place})" if place else after
+        return f"{after} ({position})" if position else after

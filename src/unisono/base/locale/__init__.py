@@ -16,14 +16,15 @@ from unisono.base.text import columns
 CATALOGUE = Path(__file__).parent / "zh" / "LC_MESSAGES" / "unisono.po"
 PLACEHOLDER = re.compile(r"\{[a-z_][a-z0-9_]*\}")
 LABELS = ("WHAT", "WHO", "DETECTED", "EVIDENCE", "FIX", "THEN", "EARLIER", "ASK")
-"""Of the lines of a verdict."""
+"""Labels of the lines of a verdict."""
 
 _ENTRY = re.compile(r'^msgid "(.+)"\nmsgstr "(.*)"$', re.MULTILINE)
 _DEEPEST = 8
 _HAN, _LATIN = re.compile("[\u3400-\u9fff]"), re.compile("[A-Za-z0-9]")
 _PROSE = re.compile(r"(?<![\w./=`-])[a-z]{2,} (?:[a-z]{1,} )?[a-z]{2,}(?![\w./=`-])")
 _WORD = re.compile(
-    rf"{_PROSE.pattern}|\b(?:the|is|are|was|were|of|and|to|in|an|not|no|for|with|on|at|by|from|it|its|has|have|be|this|that|what|you|free)\b"
+    rf"{_PROSE.pattern}|\b(?:the|is|are|was|were|of|and|to|in|an|not|no|for|with|on|at|by|from|it|its|has"
+    rf"|have|be|this|that|what|you|free)\b"
 )
 _HALF = re.compile("(?<![\\w`'])(?:is|are|was|were|has|have|of|waits),?[ ，]*[\u3400-\u9fff，、（]")
 """An English verb in front of Chinese: values were cut at the wrong place."""
@@ -32,10 +33,13 @@ _JOINT, _QUOTED = re.compile(r"[:;,] "), re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"
 _LIST = re.compile(r", (?![^(]*\))")
 _MARK = re.compile(r"[,;:]|(?: (?:\(|at |of |in |on ))")
 # fmt: off
-_NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "results", "device", "devices", "config", "system", "settings", "network", "ranks", "eval", "step", "plan", "cut", "split", "bad", "where", "why", "fix", "next", "result"})
+_NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "results", "device", "devices",
+                    "config", "system", "settings", "network", "ranks", "eval", "step", "plan", "cut",
+                    "split", "bad", "where", "why", "fix", "next", "result"})
 # fmt: on
 """Words that are labels of ours, and names of keys and arguments, too: as values they stay."""
-_LEAST, _WEAK, _STRONG = 3, 9, 12  # letters of a template: the fewer, the less English may be in its values
+# The fewer letters a template has, the less English may be in its values.
+_LEAST, _WEAK, _STRONG = 3, 9, 12
 _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
 _COLUMN = re.compile(r"(\S[\w-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)
@@ -57,7 +61,7 @@ def escaped(text: str) -> str:
 
 def _unescaped(text: str) -> str:
     return (
-        re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], text) if "\\" in text else text
+        re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text) if "\\" in text else text
     )
 
 
@@ -65,8 +69,8 @@ def read_entries(path: Path = CATALOGUE) -> dict[str, str]:
     """The translations by the English text, without the empty ones; the catalogue has a line for
     each text.
     """
-    found = _ENTRY.findall(path.read_text("utf-8"))
-    return {_unescaped(english): _unescaped(chinese) for english, chinese in found if chinese}
+    pairs = _ENTRY.findall(path.read_text("utf-8"))
+    return {_unescaped(english): _unescaped(chinese) for english, chinese in pairs if chinese}
 
 
 def literals(template: str) -> list[str]:
@@ -91,13 +95,13 @@ class Chinese:
         first.
         """
         split = ((template, literals(template)) for template in self._entries if "{" in template)
-        found = [
+        templates = [
             (sum(map(len, pieces)), max(pieces, key=len), template)
             for template, pieces in split
             if len(pieces) > 1
         ]
-        found.sort(key=lambda one: -one[0])
-        return [(piece, template) for _, piece, template in found]
+        templates.sort(key=lambda one: -one[0])
+        return [(piece, template) for _, piece, template in templates]
 
     def __call__(self, text: str) -> str:
         """Printed lines in Chinese, each as far as the catalogue goes; without one it stays as it
@@ -125,13 +129,13 @@ class Chinese:
             return text
         if exact := self._entries.get(body):
             return indent + exact
-        if found := _STATUS.fullmatch(body):
-            return indent + found[1] + self._or_english(found[2])
-        if found := _LABELLED.fullmatch(body):
-            return indent + self._after_label(found[1], found[2])
-        if (found := _COLUMN.fullmatch(body)) and "  " not in found[3].partition("  [")[0]:
-            width = len(found[1]) + len(found[2])
-            return indent + _padded(self._entries.get(found[1], found[1]), width) + self._or_english(found[3])
+        if match := _STATUS.fullmatch(body):
+            return indent + match[1] + self._or_english(match[2])
+        if match := _LABELLED.fullmatch(body):
+            return indent + self._after_label(match[1], match[2])
+        if (match := _COLUMN.fullmatch(body)) and "  " not in match[3].partition("  [")[0]:
+            width = len(match[1]) + len(match[2])
+            return indent + _padded(self._entries.get(match[1], match[1]), width) + self._or_english(match[3])
         if "  " in body.partition("  [")[0]:  # a row of a table
             return text
         return indent + self._or_english(body)
@@ -149,8 +153,8 @@ class Chinese:
         return self._known(text.strip(), depth)
 
     def _or_english(self, text: str) -> str:
-        found = self.sentence(text)
-        return text if found is None else found
+        translated = self.sentence(text)
+        return text if translated is None else translated
 
     def _find(self, text: str, depth: int) -> str | None:
         if depth > _DEEPEST or not re.search(r"[A-Za-z]{2}|e\.g", text):
@@ -175,13 +179,13 @@ class Chinese:
         for piece, template in self._templates:
             if piece not in text or not (foreign or all(mark.strip() in template for mark in marks)):
                 continue
-            found = _pattern(template).fullmatch(text)
-            filled = None if found is None else self._filled(template, found, depth, foreign=foreign)
+            match = _pattern(template).fullmatch(text)
+            filled = None if match is None else self._filled(template, match, depth, foreign=foreign)
             if filled and not _HALF.search(filled):
                 return filled
         return None
 
-    def _filled(self, template: str, found: re.Match[str], depth: int, *, foreign: bool) -> str | None:
+    def _filled(self, template: str, match: re.Match[str], depth: int, *, foreign: bool) -> str | None:
         """The translation of a template with the values of a text; None if it has too little text
         of its own for a value in English.
         """
@@ -189,7 +193,7 @@ class Chinese:
         if foreign and weight < _STRONG:
             return None
         filled = self._entries[template]
-        for run, value in zip(_RUN.findall(template), found.groups(), strict=True):
+        for run, value in zip(_RUN.findall(template), match.groups(), strict=True):
             if f"`{run}`" in template:  # code
                 filled = _inserted(filled, run, value)
                 continue
@@ -213,9 +217,9 @@ class Chinese:
         """
         if value in _NAMES:
             return value if weight > _LEAST else None
-        found = self.sentence(value, depth=depth)
-        if found is not None:
-            return found
+        translated = self.sentence(value, depth=depth)
+        if translated is not None:
+            return translated
         if weight <= _LEAST and value.isalpha() and value.islower():
             return None
         return None if (_WORD if weight < _WEAK else _PROSE).search(_QUOTED.sub("", value)) else value
@@ -223,23 +227,23 @@ class Chinese:
     def _joined_values(self, text: str, depth: int) -> str | None:
         """Two values in a row: as one sentence, or the second one begins with a mark."""
         halves = [(text[: mark.start()], text[mark.start() :]) for mark in _MARK.finditer(text)][::-1]
-        for head, rest in halves:  # a sentence that begins with a mark
-            tail = self._entries.get(rest) or self._by_template(rest, depth, foreign=False)
+        for head, clause in halves:  # a sentence that begins with a mark
+            tail = self._entries.get(clause) or self._by_template(clause, depth, foreign=False)
             if tail and (first := self._value(head, depth)) is not None:
                 return first + tail
         if (whole := self.sentence(text, depth=depth)) is not None:
             return whole
-        for head, rest in halves:
-            inner = self.sentence(rest[1:], depth=depth) if rest[0] in ",;:" else None
+        for head, clause in halves:
+            inner = self.sentence(clause[1:], depth=depth) if clause[0] in ",;:" else None
             if inner and (first := self._value(head, depth)) is not None:
-                return first + "，；："[",;:".index(rest[0])] + inner
+                return first + "，；："[",;:".index(clause[0])] + inner
         return None if _PROSE.search(text) else text
 
     def _in_parts(self, text: str, depth: int) -> str | None:
         """A line that was joined from sentences: each translated, or none."""
-        if found := _CAUSE.fullmatch(text):
-            inner = self.sentence(found[1], depth=depth + 1)
-            return None if inner is None else inner + found[2]
+        if match := _CAUSE.fullmatch(text):
+            inner = self.sentence(match[1], depth=depth + 1)
+            return None if inner is None else inner + match[2]
         for separator, joint in ((" · ", " · "), ("; ", "；")):
             if separator in text and (joined := self._each(text.split(separator), joint, depth)):
                 return joined
@@ -247,13 +251,13 @@ class Chinese:
             return joined
         if len(parts := _LIST.split(text)) > 1 and (joined := self._each(parts, "，", depth, strict=True)):
             return joined
-        if (found := _BRACKETED.fullmatch(text)) and (
-            joined := self._each([found[1], found[2]], "\0", depth)
+        if (match := _BRACKETED.fullmatch(text)) and (
+            joined := self._each([match[1], match[2]], "\0", depth)
         ):
             return joined.replace("\0", "（") + "）"
-        if (found := _SOURCE.fullmatch(text)) and "://" not in found[1]:
-            inner = self.sentence(found[2], depth=depth + 1)
-            head = self._value(found[1], depth + 1)
+        if (match := _SOURCE.fullmatch(text)) and "://" not in match[1]:
+            inner = self.sentence(match[2], depth=depth + 1)
+            head = self._value(match[1], depth + 1)
             return None if inner is None or head is None else f"{head}：{inner}"
         return None
 
@@ -261,15 +265,15 @@ class Chinese:
         """The parts joined; None if one is an English sentence (strict: has an English word)
         without translation, or none has one.
         """
-        found = [
+        translated = [
             self.sentence(part, depth=depth + 1) if " " in part or not strict else None for part in parts
         ]
         english = _WORD if strict else _PROSE
-        if not any(found) or any(
-            one is None and english.search(part) for one, part in zip(found, parts, strict=True)
+        if not any(translated) or any(
+            one is None and english.search(part) for one, part in zip(translated, parts, strict=True)
         ):
             return None
-        return joint.join(part if one is None else one for one, part in zip(found, parts, strict=True))
+        return joint.join(part if one is None else one for one, part in zip(translated, parts, strict=True))
 
 
 def _inserted(text: str, run: str, value: str) -> str:

@@ -316,7 +316,7 @@ def _take_part(
     """This node's rank in one attempt."""
     settings = _allowed_settings(message.get("settings"))
     backend = "nccl" if message.get("backend") == "nccl" else "gloo"
-    present = nodes_present(message, own=report.node_rank)
+    present = nodes_present(message, node_rank=report.node_rank)
     folder = record.attempt(str(message.get("name"))) if record else None
     with _attempt_ranks(report, present, settings, backend, member_side.party.programs, folder) as ranks:
         _, problem = member_side.run_in_background(lambda _show: ranks.ready())

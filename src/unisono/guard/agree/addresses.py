@@ -200,7 +200,7 @@ def _own_names(members: Members) -> Agreement:
     rule = NODE_RULES["names"]
     inside = [who for who, report in members if _only_loopback(report.host_addresses)]
     without_addresses = [who for who, report in members if not report.host_addresses]
-    found = Agreement.noted(rule.id, "pass", "host names resolve to addresses that others can use")
+    agreement = Agreement.noted(rule.id, "pass", "host names resolve to addresses that others can use")
     if inside:
         reports = dict(members)
         summary = (
@@ -211,11 +211,13 @@ def _own_names(members: Members) -> Agreement:
             f"on {name_all(inside)}: fix the line of /etc/hosts; `getent hosts $(hostname)` must return a"
             " non-loopback address"
         ]
-        found = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
+        agreement = violation(replace(rule, violated="warn"), summary, people=inside, fix=fix)
     if without_addresses:
         text = f"the own name of {name_all(without_addresses)} does not resolve"
-        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(without_addresses)))
-    return found
+        agreement = agreement.merged(
+            Agreement.noted(rule.id, "unknown", text, where=name_all(without_addresses))
+        )
+    return agreement
 
 
 def judge_mtu(members: Members) -> Agreement:
@@ -223,14 +225,16 @@ def judge_mtu(members: Members) -> Agreement:
     rule = NODE_RULES["mtu"]
     if len(members) == 1:
         return Agreement()
-    found = [(who, one) for who, report in members if (one := interface_of(report)) and one.mtu is not None]
-    unknown = sorted({who for who, _ in members}.difference(who for who, _ in found))
+    interfaces = [
+        (who, one) for who, report in members if (one := interface_of(report)) and one.mtu is not None
+    ]
+    unknown = sorted({who for who, _ in members}.difference(who for who, _ in interfaces))
     missing = Agreement()
     if unknown:
         text = f"the interface with the address of {name_all(unknown)} was not found"
         missing = Agreement.noted(rule.id, "unknown", text, where=name_all(unknown))
-    outside = [(who, {"MTU": one.mtu}) for who, one in found if not one.loopback]
-    if len(found) < 2:
+    outside = [(who, {"MTU": one.mtu}) for who, one in interfaces if not one.loopback]
+    if len(interfaces) < 2:
         return missing
     return judge_keys(rule, outside, Wording(good="one MTU")).merged(missing)
 
@@ -255,7 +259,8 @@ def judge_interfaces(members: Members) -> Agreement:
     rule = NODE_RULES["interfaces"]
     if sum(report.nproc for _, report in members) < 2:
         return Agreement()
-    together = all(is_loopback(report.address) for _, report in members)  # several "nodes" on one machine
+    # Several "nodes" may be on one machine.
+    together = all(is_loopback(report.address) for _, report in members)
     named = [
         (who, r) for who, r in members if any(settings_of(r).get(name) for name in (*LITERAL, *PATTERNS))
     ]
@@ -266,16 +271,18 @@ def judge_interfaces(members: Members) -> Agreement:
         if report.interfaces
         for problem in _interface_problems(report, several=len(members) > 1 and not together)
     ]
-    found = Agreement()
+    agreement = Agreement()
     for group in sorted(partition(problems), key=lambda group: (not group.value.fatal, group.members)):
-        found = found.merged(_found_problem(group, members))
+        agreement = agreement.merged(_found_problem(group, members))
     if without_interfaces:
         text = f"the interfaces of {name_all(without_interfaces)} could not be listed"
-        found = found.merged(Agreement.noted(rule.id, "unknown", text, where=name_all(without_interfaces)))
+        agreement = agreement.merged(
+            Agreement.noted(rule.id, "unknown", text, where=name_all(without_interfaces))
+        )
     if not problems and not without_interfaces:
         names = f"those set on {name_all(who for who, _ in named)} exist" if named else "none is set"
         return Agreement.noted(rule.id, "pass", names)
-    return found
+    return agreement
 
 
 def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreement:
@@ -306,13 +313,13 @@ def _listed_interfaces(interfaces: Sequence[Interface]) -> str:
 
 def _interface_problems(report: NodeReport, *, several: bool) -> list[InterfaceProblem]:
     settings = settings_of(report)
-    found = [
+    problems = [
         _literal(name, settings[name], report, several=several) for name in LITERAL if settings.get(name)
     ]
-    found += [
+    problems += [
         _pattern(name, settings[name], report, several=several) for name in PATTERNS if settings.get(name)
     ]
-    return [problem for problem in found if problem is not None]
+    return [problem for problem in problems if problem is not None]
 
 
 def _literal(variable: str, value: str, report: NodeReport, *, several: bool) -> InterfaceProblem | None:
@@ -323,18 +330,18 @@ def _literal(variable: str, value: str, report: NodeReport, *, several: bool) ->
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
-    known = {one.name: one for one in report.interfaces}
+    interfaces = {one.name: one for one in report.interfaces}
     words = [word.strip() for word in value.split(",") if word.strip()]
-    absent = [word for word in words if word not in known]
+    absent = [word for word in words if word not in interfaces]
     if absent:
-        close = nearest(absent[0], list(known))
+        close = nearest(absent[0], list(interfaces))
         text = f"interface {one_line(absent[0])} does not exist" + (
             f"; did you mean {close}?" if close else ""
         )
         return InterfaceProblem(
             variable, setting, text, variable == "GLOO_SOCKET_IFNAME", _set_to(variable, report)
         )
-    chosen = [known[word] for word in words]
+    chosen = [interfaces[word] for word in words]
     return _unusable(
         variable, setting, chosen, report, fatal=variable == "GLOO_SOCKET_IFNAME", several=several
     )

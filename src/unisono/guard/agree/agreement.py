@@ -100,14 +100,14 @@ def differing(reported: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict
         examples.setdefault(content, mapping)
     if len(members) < 2:
         return {}
-    found: dict[str, list[Group[Hashable]]] = {}
+    groups: dict[str, list[Group[Hashable]]] = {}
     for key in sorted({key for mapping in examples.values() for key in mapping}):
         values = {content: mapping.get(key) for content, mapping in examples.items()}
         if len(set(values.values())) > 1:
-            found[key] = partition(
+            groups[key] = partition(
                 (who, values[content]) for content, group in members.items() for who in group
             )
-    return found
+    return groups
 
 
 @dataclass(frozen=True)
@@ -256,15 +256,15 @@ def describe_groups(groups: Sequence[Group[Value]], stage: Stage, shown: Callabl
 
 def evidence_of(groups: Sequence[Group[Value]], stage: Stage, text: Callable[[Value], str]) -> list[Evidence]:
     """One observation for each group, up to a limit."""
-    found = [
+    evidence = [
         Evidence(where=stage.name(group.members), text=text(group.value))
         for group in groups[:_GROUPS_IN_EVIDENCE]
     ]
-    rest = groups[_GROUPS_IN_EVIDENCE:]
-    if rest:
-        where = stage.name(who for group in rest for who in group.members)
-        found.append(Evidence(where=where, text=f"{count(len(rest), 'other value')}"))
-    return found
+    omitted = groups[_GROUPS_IN_EVIDENCE:]
+    if omitted:
+        where = stage.name(who for group in omitted for who in group.members)
+        evidence.append(Evidence(where=where, text=f"{count(len(omitted), 'other value')}"))
+    return evidence
 
 
 def remedy_for(rule: Rule, people: Sequence[Member]) -> list[str]:
@@ -317,32 +317,32 @@ def judge_keys(rule: Rule, reported: Keyed, wording: Wording, *, stage: Stage = 
     """The verdict on all keys that differ: the first is in the summary, the others in the
     evidence.
     """
-    found = differing(reported)
-    if not found:
+    differences = differing(reported)
+    if not differences:
         return Agreement.noted(rule.id, "pass", wording.good)
-    keys = sorted(found, key=wording.order) if wording.order else list(found)
-    odd = {key: odd_out(found[key]) for key in keys}
+    keys = sorted(differences, key=wording.order) if wording.order else list(differences)
+    odd = {key: odd_out(differences[key]) for key in keys}
     culprits = sorted({who for people in odd.values() for who in people})
     first = keys[0]
-    groups = odd_first(found[first], odd[first])
+    groups = odd_first(differences[first], odd[first])
     summary = (
         f"{wording.label(first)}: {describe_groups(groups, stage, lambda value: wording.shown(first, value))}"
     )
     if len(keys) > 1:
         summary += f"; and {count(len(keys) - 1, 'more difference')} ({rule.subject})"
-    fix = _remedy(rule, wording, first, found[first], odd[first], stage)
+    fix = _remedy(rule, wording, first, differences[first], odd[first], stage)
     return violation(
         rule,
         summary,
         stage=stage,
         people=culprits,
-        evidence=_evidence(found, keys, odd, wording, stage, rule),
+        evidence=_evidence(differences, keys, odd, wording, stage, rule),
         fix=fix,
     )
 
 
 def _evidence(
-    found: Mapping[str, Sequence[Group[Hashable]]],
+    differences: Mapping[str, Sequence[Group[Hashable]]],
     keys: Sequence[str],
     odd: Mapping[str, Sequence[Member]],
     wording: Wording,
@@ -351,8 +351,10 @@ def _evidence(
 ) -> list[Evidence]:
     evidence = []
     for key in keys[:_KEYS_IN_EVIDENCE]:
-        texts = {group.value: f"{one_line(key)}: {wording.shown(key, group.value)}" for group in found[key]}
-        evidence += evidence_of(odd_first(found[key], odd[key]), stage, texts.__getitem__)
+        texts = {
+            group.value: f"{one_line(key)}: {wording.shown(key, group.value)}" for group in differences[key]
+        }
+        evidence += evidence_of(odd_first(differences[key], odd[key]), stage, texts.__getitem__)
     if len(keys) > _KEYS_IN_EVIDENCE:
         names = enumerate_words([one_line(key) for key in keys[_KEYS_IN_EVIDENCE:]], at_most=_KEYS_NAMED)
         evidence.append(Evidence(where=rule.subject, text=f"also different: {names}"))
@@ -385,7 +387,7 @@ def _remedy(
         for line in lines
         if (value or "{value}" not in line) and (choices or "{choices}" not in line)
     ]
-    return [line.removeprefix("or ") if place == 0 else line for place, line in enumerate(filled)]
+    return [line.removeprefix("or ") if index == 0 else line for index, line in enumerate(filled)]
 
 
 def _choices(wording: Wording, key: str, groups: Sequence[Group[Hashable]]) -> str:

@@ -52,20 +52,20 @@ def judge_files(members: Members, rule_id: str) -> Agreement:
     rule = NODE_RULES[rule_id]
     read = _READERS[rule_id]
     listed = [(who, report, read(report)) for who, report in members]
-    known = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
+    digests = [(who, _by_label(files)) for who, report, files in listed if _known(report, files)]
     unknown = [(who, report.files_note) for who, report, files in listed if not _known(report, files)]
     missing = unknown_for(
         rule,
         [who for who, _ in unknown],
         one_line(next((note for _, note in unknown if note), "not digested")),
     )
-    if not known:
+    if not digests:
         return missing
-    number = len(known[0][1])
+    number = len(digests[0][1])
     good = f"{count(number, 'file')}, the same everywhere" if number else "none to compare"
-    if len(known) == 1 and len(members) > 1:
+    if len(digests) == 1 and len(members) > 1:
         return missing  # a single list cannot be compared
-    return judge_keys(rule, known, Wording(shown=_shown_content, good=good)).merged(missing)
+    return judge_keys(rule, digests, Wording(shown=_shown_content, good=good)).merged(missing)
 
 
 def _known(report: NodeReport, files: list[FileDigest]) -> bool:
@@ -76,10 +76,10 @@ def _known(report: NodeReport, files: list[FileDigest]) -> bool:
 
 
 def _by_label(files: Iterable[FileDigest]) -> dict[str, Hashable]:
-    found: dict[str, list[tuple[int, str]]] = {}
+    contents_of: dict[str, list[tuple[int, str]]] = {}
     for file in files:
-        found.setdefault(file.label, []).append((file.bytes, file.digest))
-    return {label: tuple(contents) for label, contents in found.items()}
+        contents_of.setdefault(file.label, []).append((file.bytes, file.digest))
+    return {label: tuple(contents) for label, contents in contents_of.items()}
 
 
 def _shown_content(_: str, value: Hashable) -> str:
@@ -160,19 +160,19 @@ def _judge_sharing(members: Members) -> Agreement:
     if len(members) == 1:
         return Agreement()
     seen = [(who, report.output.shared) for who, report in members if who.node_rank != 0]
-    known = [(who, shared) for who, shared in seen if shared is not None]
+    answers = [(who, shared) for who, shared in seen if shared is not None]
     missing = unknown_for(
         rule, [who for who, shared in seen if shared is None], "the head's marker could not be checked"
     )
-    groups = partition(known)
-    if not known or (len(groups) == 1 and groups[0].value):
-        text = f"shared by {count(len(known) + 1, 'node')}"
-        return (Agreement.noted(rule.id, "pass", text) if known else Agreement()).merged(missing)
+    groups = partition(answers)
+    if not answers or (len(groups) == 1 and groups[0].value):
+        text = f"shared by {count(len(answers) + 1, 'node')}"
+        return (Agreement.noted(rule.id, "pass", text) if answers else Agreement()).merged(missing)
     holder = next((who for who, _ in members if who.node_rank == 0), None)
     holds = name_all([holder]) if holder else "the head"
     apart = next(group.members for group in groups if not group.value)
     # If some nodes share it, the head is one of them.
-    odd = odd_out(partition([*known, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
+    odd = odd_out(partition([*answers, *([(holder, True)] if holder else [])])) if len(groups) > 1 else ()
     summary = f"output_dir of {name_all(apart)} is not shared with {holds}"
     if len(groups) > 1:
         together = next(group.members for group in groups if group.value)
@@ -315,11 +315,11 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
     ]
     if not members:
         return Agreement.noted("nodes", "unknown", "no node has reported")
-    found = [judge_identity(members), judge_nodes(members)]
+    agreements = [judge_identity(members), judge_nodes(members)]
     if not uneven:
-        found.append(_with_uneven(judge_nproc(members, may_differ=False)))
-    found += [judge_devices(members), _judge_command(members)]
-    found += [
+        agreements.append(_with_uneven(judge_nproc(members, may_differ=False)))
+    agreements += [judge_devices(members), _judge_command(members)]
+    agreements += [
         judge(members)
         for judge in (
             judge_environment,
@@ -335,33 +335,33 @@ def compare_programs(reports: Sequence[NodeReport], *, uneven: bool) -> Agreemen
             judge_clocks,
         )
     ]
-    return Agreement().merged(*found)
+    return Agreement().merged(*agreements)
 
 
 def keyed_arguments(words: Sequence[str]) -> dict[str, str]:
     """A command line as keys and values, so that a difference has a key: `--lr` → 1e-4, `word 2` →
     train.py.
     """
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     option = ""
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if word.startswith("-") and len(word) > 1:
             option = "" if equals else word
-            found[_free_key(found, name)] = value if equals else "given"
+            arguments[_free_key(arguments, name)] = value if equals else "given"
         elif option:
-            found[option] = word
+            arguments[option] = word
             option = ""
         else:
-            found[f"word {number + 1}"] = word
-    return found
+            arguments[f"word {number + 1}"] = word
+    return arguments
 
 
-def _free_key(found: Mapping[str, str], name: str) -> str:
+def _free_key(arguments: Mapping[str, str], name: str) -> str:
     """A key for an option that is repeated."""
     number = 2
     free = name
-    while free in found:
+    while free in arguments:
         free, number = f"{name} ({number})", number + 1
     return free
 

@@ -22,7 +22,8 @@ from unisono.guard.agree.rules import NETWORK_RULES
 
 _STAGE = Stage("agree.network")
 _SHOWN_LINKS = 10
-_UNCERTAIN = 0.8  # only one node reports that it cannot reach another: the fault may be on either side
+# If only one node reports that it cannot reach another, the fault may be on either side.
+_UNCERTAIN = 0.8
 
 _OUTCOMES: dict[str, str] = {
     "refused": "connection refused: nothing listens there, or a firewall rejects it",
@@ -80,9 +81,9 @@ def _links(reached: Iterable[DialReport]) -> list[Link]:
         Link(
             source,
             target,
-            tuple(sorted(found, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))),
+            tuple(sorted(reports, key=lambda dial: (dial.port, dial.outcome, dial.largest_bytes, dial.note))),
         )
-        for (source, target), found in sorted(dials.items())
+        for (source, target), reports in sorted(dials.items())
     ]
 
 
@@ -194,10 +195,10 @@ def _reaching_nobody(links: Sequence[Link]) -> set[int]:
 
 
 def _address(cut: Sequence[Link], targets: set[int]) -> str:
-    found = dict.fromkeys(
+    addresses = dict.fromkeys(
         one_line(dial.address) for link in cut for dial in link.bad if link.target in targets
     )
-    return enumerate_words(list(found), at_most=3)
+    return enumerate_words(list(addresses), at_most=3)
 
 
 def _endpoint(dial: DialReport) -> str:
@@ -217,7 +218,7 @@ def _ports(link: Link) -> str:
 
 
 def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> list[Evidence]:
-    found = [
+    evidence = [
         Evidence(
             where=f"{_name(link.source, nodes)} → {_name(link.target, nodes)}",
             text=(
@@ -228,16 +229,16 @@ def _evidence(cut: Sequence[Link], links: Sequence[Link], nodes: Mapping[int, No
         for link in cut[:_SHOWN_LINKS]
     ]
     if len(cut) > _SHOWN_LINKS:
-        found.append(
+        evidence.append(
             Evidence(where="the network", text=f"{len(cut) - _SHOWN_LINKS:,} more connections are blocked")
         )
-    found.append(
+    evidence.append(
         Evidence(
             where="the network",
             text=f"{len(links) - len(cut):,} of {count(len(links), 'connection')} are open",
         )
     )
-    return found
+    return evidence
 
 
 def _note(dial: DialReport) -> str:
@@ -297,7 +298,8 @@ def _judge_sizes(links: Sequence[Link], nodes: Mapping[int, NodeReport]) -> Agre
     stalled = [link for link in links if link.stalled]
     if not stalled:
         whole = [[dial.largest_bytes for dial in link.dials if dial.outcome == "ok"] for link in links]
-        largest = [max(sizes) for sizes in whole if sizes]  # the largest goes to one port of a peer only
+        # The largest goes to one port of a peer only.
+        largest = [max(sizes) for sizes in whole if sizes]
         return (
             Agreement.noted(rule.id, "pass", f"up to {show_bytes(min(largest))} returned complete")
             if largest

@@ -91,16 +91,16 @@ _CHECKED_NAMES = re.compile(r"^(NCCL|TORCH_NCCL|GLOO)_")
 
 def need_of(name: str) -> Need:
     """The requirement on the variable: equal, unique, valid or free."""
-    known = find_variable(name)
-    if known is not None:
-        return _NEED[known.group]
+    variable = find_variable(name)
+    if variable is not None:
+        return _NEED[variable.group]
     return "equal" if _EQUAL_FAMILY.match(name) or _CHECKED_NAMES.match(name) else "free"
 
 
 def compared(name: str) -> bool:
     """Whether a difference of the variable is an error or a warning."""
-    known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
-    return known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
+    is_known = find_variable(name) is not None or bool(_EQUAL_FAMILY.match(name))
+    return is_known and name not in LAUNCH and (need_of(name) == "equal" or name in ONLY_WARN)
 
 
 def only_warns(name: str) -> bool:
@@ -118,9 +118,9 @@ def normalized(name: str, value: str) -> str | None:
 
 def unknown_names(names: Iterable[str]) -> dict[str, str | None]:
     """Unknown names of NCCL, gloo or torch's NCCL, each with the closest known one."""
-    known = [variable.name for variable in VARIABLES]
+    all_names = [variable.name for variable in VARIABLES]
     return {
-        name: nearest(name, known)
+        name: nearest(name, all_names)
         for name in sorted(set(names) - KNOWN_TO_LIBRARIES)
         if _CHECKED_NAMES.match(name) and find_variable(name) is None
     }
@@ -140,12 +140,12 @@ def judge_environment(members: Members) -> Agreement:
         f"{len(fatal)} that must be equal are equal" if fatal else "none of those that must be equal is set"
     )
     wording = Wording(shown=_shown(settings), typed=_typed(settings), remedies=_filed(members), good=good)
-    found = judge_keys(rule, _effects(settings, fatal), wording)
+    agreement = judge_keys(rule, _effects(settings, fatal), wording)
     if not nonfatal:
-        return found
+        return agreement
     rule = replace(rule, violated="warn", subject="environment variables that should be equal")
     wording = replace(wording, label=_with_reason, good=f"{len(nonfatal)} that should be equal are equal")
-    return found.merged(judge_keys(rule, _effects(settings, nonfatal), wording))
+    return agreement.merged(judge_keys(rule, _effects(settings, nonfatal), wording))
 
 
 def _effects(settings: NodeSettings, names: Sequence[str]) -> Keyed:
@@ -325,41 +325,57 @@ _OLD = "deprecated: newer NCCL versions may ignore it"
 LINTS: tuple[Lint, ...] = (
     Lint("CUDA_VISIBLE_DEVICES", _beyond, "no device has this index, and CUDA ignores all devices after it",
          "`nvidia-smi -L` lists the devices; indices start at 0", "invalid_device_ordinal"),
-    Lint("CUDA_VISIBLE_DEVICES", _has_duplicates, "a device is listed twice, so CUDA shows fewer devices, or none", "list each device once",
+    Lint("CUDA_VISIBLE_DEVICES", _has_duplicates,
+         "a device is listed twice, so CUDA shows fewer devices, or none", "list each device once",
          "duplicate_gpu"),
-    Lint("CUDA_VISIBLE_DEVICES", _mixed, "indices and UUIDs are mixed, which CUDA does not support", "use indices, or use UUIDs"),
+    Lint("CUDA_VISIBLE_DEVICES", _mixed, "indices and UUIDs are mixed, which CUDA does not support",
+         "use indices, or use UUIDs"),
     Lint("CUDA_VISIBLE_DEVICES", _hides_all, "hides all devices", "unset it, or set `device: cpu` in the config"),
-    Lint("MASTER_ADDR", _is_loopback_address, "a loopback address in a job of several nodes", "use the head's address, or --head HOST:PORT"),
-    Lint("MASTER_PORT", _is_invalid_port, "not a valid port for a user's program", "choose one from 1024 to 32767, for example 29500"),
+    Lint("MASTER_ADDR", _is_loopback_address, "a loopback address in a job of several nodes",
+         "use the head's address, or --head HOST:PORT"),
+    Lint("MASTER_PORT", _is_invalid_port, "not a valid port for a user's program",
+         "choose one from 1024 to 32767, for example 29500"),
     Lint("MASTER_PORT", _random_port, "in the system's ephemeral port range: it may be in use",
          "choose one from 1024 to 32767, for example 29500"),
-    Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "failed collectives hang forever", "unset it: the default, 3, kills the process"),
+    Lint("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off, "failed collectives hang forever",
+         "unset it: the default, 3, kills the process"),
     Lint("TORCH_NCCL_ENABLE_MONITORING", _off, "disables the monitor that detects a stuck watchdog", "unset it"),
-    Lint("TORCH_NCCL_BLOCKING_WAIT", _two_ways_to_wait, "conflicts with asynchronous error handling, and is slow", "unset it"),
+    Lint("TORCH_NCCL_BLOCKING_WAIT", _two_ways_to_wait,
+         "conflicts with asynchronous error handling, and is slow", "unset it"),
     Lint("NCCL_ASYNC_ERROR_HANDLING", _always, "deprecated name", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     Lint("NCCL_BLOCKING_WAIT", _always, "deprecated name", "TORCH_NCCL_BLOCKING_WAIT"),
-    Lint("NCCL_TIMEOUT", _always, "not an NCCL variable: it has no effect", "unset it; stalls are detected without a timeout"),
-    Lint("TORCH_NCCL_DUMP_ON_TIMEOUT", _empty_dump, "the flight recorder's buffer has size 0: the dump is empty", "TORCH_FR_BUFFER_SIZE=2000"),
+    Lint("NCCL_TIMEOUT", _always, "not an NCCL variable: it has no effect",
+         "unset it; stalls are detected without a timeout"),
+    Lint("TORCH_NCCL_DUMP_ON_TIMEOUT", _empty_dump,
+         "the flight recorder's buffer has size 0: the dump is empty", "TORCH_FR_BUFFER_SIZE=2000"),
     Lint("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", _short_heartbeat,
-         "shorter than a slow first step, a compilation or a save: healthy ranks are killed", "unset it, or set it to 480 or more"),
-    Lint("NCCL_IB_DISABLE", _infiniband_off, "InfiniBand is up but disabled: probably a leftover workaround that costs most of the bandwidth",
+         "shorter than a slow first step, a compilation or a save: healthy ranks are killed",
+         "unset it, or set it to 480 or more"),
+    Lint("NCCL_IB_DISABLE", _infiniband_off,
+         "InfiniBand is up but disabled: probably a leftover workaround that costs most of the bandwidth",
          "unset it on all nodes"),
-    Lint("NCCL_P2P_DISABLE", _peer_to_peer_off, "devices of one machine communicate through host memory: slow if they have NVLink",
+    Lint("NCCL_P2P_DISABLE", _peer_to_peer_off,
+         "devices of one machine communicate through host memory: slow if they have NVLink",
          "unset it on all nodes, unless it fixes a hang"),
     Lint("NCCL_SHM_DISABLE", _peer_to_peer_off, "traffic inside the machine goes through the network: slow",
          "unset it on all nodes; start a container with --shm-size=8g"),
     Lint("NCCL_ALGO", _no_ring, "without ring: since NCCL 2.24 collectives that support only ring have no fallback",
          "add ring, or unset it on all nodes"),
-    Lint("NCCL_DEBUG", _is_verbose, "excessive output in a long run", "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
-    Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long", "unset it on all nodes after debugging"),
+    Lint("NCCL_DEBUG", _is_verbose, "excessive output in a long run",
+         "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=/tmp/nccl.%h.%p"),
+    Lint("TORCH_DISTRIBUTED_DEBUG", _detail, "small collectives take about twice as long",
+         "unset it on all nodes after debugging"),
     Lint("CUDA_LAUNCH_BLOCKING", _on_cuda, _DEBUGGING, "unset it on all nodes"),
     Lint("NCCL_CHECK_POINTERS", _on_cuda, _DEBUGGING, "unset it on all nodes"),
-    Lint("TORCH_NCCL_NAN_CHECK", _on_cuda, _DEBUGGING, "unset it on all nodes; the loss is checked in every step anyway"),
-    Lint("PYTORCH_CUDA_ALLOC_CONF", _two_allocators, "PYTORCH_ALLOC_CONF, its newer name, has a different value", "keep PYTORCH_ALLOC_CONF"),
+    Lint("TORCH_NCCL_NAN_CHECK", _on_cuda, _DEBUGGING,
+         "unset it on all nodes; the loss is checked in every step anyway"),
+    Lint("PYTORCH_CUDA_ALLOC_CONF", _two_allocators,
+         "PYTORCH_ALLOC_CONF, its newer name, has a different value", "keep PYTORCH_ALLOC_CONF"),
     Lint("LD_PRELOAD", _foreign_nccl, "a different NCCL from the one included in torch", "unset it on all nodes"),
     *(
         Lint(name, _always, _OLD, f"unset {name} on all nodes")
-        for name in ("NCCL_LAUNCH_MODE", "NCCL_NTHREADS", "NCCL_LL_THRESHOLD", "NCCL_TREE_THRESHOLD", "NCCL_SINGLE_RING_THRESHOLD",
+        for name in ("NCCL_LAUNCH_MODE", "NCCL_NTHREADS", "NCCL_LL_THRESHOLD", "NCCL_TREE_THRESHOLD",
+                     "NCCL_SINGLE_RING_THRESHOLD",
                      "NCCL_IB_CUDA_SUPPORT", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS")
     ),
 )
@@ -369,7 +385,7 @@ LINTS: tuple[Lint, ...] = (
 def judge_settings(members: Members) -> Agreement:
     """Each suspicious setting once, with the nodes that have it."""
     rule = NODE_RULES["settings"]
-    found = Agreement()
+    agreement = Agreement()
     for lint in LINTS:
         hits = partition(
             (who, settings[lint.name])
@@ -378,12 +394,12 @@ def judge_settings(members: Members) -> Agreement:
             and lint.when(settings[lint.name], settings, report)
         )
         for group in hits[:4]:
-            found = found.merged(_suspicious(lint, group.value, members, set(group.members)))
-    found = found.merged(_unknown(members), _same_machine_names(members))
-    if not found.checks:
+            agreement = agreement.merged(_suspicious(lint, group.value, members, set(group.members)))
+    agreement = agreement.merged(_unknown(members), _same_machine_names(members))
+    if not agreement.checks:
         number = len({name for _, report in members for name in settings_of(report)})
         return Agreement.noted(rule.id, "pass", f"{count(number, 'variable')} checked, none is suspicious")
-    return found
+    return agreement
 
 
 def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -> Agreement:
@@ -404,7 +420,7 @@ def _suspicious(lint: Lint, value: str, members: Members, people: set[Member]) -
 
 def _unknown(members: Members) -> Agreement:
     """Unknown names with the prefix of NCCL, gloo or torch."""
-    found = Agreement()
+    agreement = Agreement()
     names = unknown_names(name for _, report in members for name in settings_of(report))
     for name, close in names.items():
         people = [who for who, report in members if name in settings_of(report)]
@@ -412,8 +428,8 @@ def _unknown(members: Members) -> Agreement:
         fix = [f"`unisono explain {close}`"] if close else []
         fix.append(f"`unset {show(name)}` on {name_all(people)}, unless it is needed")
         summary = f"{show(name)} on {name_all(people)}: unknown variable; {normalized}"
-        found = found.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
-    return found
+        agreement = agreement.merged(violation(NODE_RULES["settings"], summary, people=people, fix=fix))
+    return agreement
 
 
 def _same_machine_names(members: Members) -> Agreement:

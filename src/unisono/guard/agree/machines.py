@@ -283,10 +283,10 @@ def _too_few_files(report: NodeReport, world: int) -> str:
         return ""
     if files < _FEWEST_FILES:
         return f"!only {count(files, 'open file')} per process (ulimit -n)"
-    wanted = _FEW_FILES_MANY_RANKS if world >= _MANY_RANKS else _FEW_FILES
+    recommended = _FEW_FILES_MANY_RANKS if world >= _MANY_RANKS else _FEW_FILES
     return (
-        f"{count(files, 'open file')} per process (ulimit -n), {wanted:,} are recommended"
-        if files < wanted
+        f"{count(files, 'open file')} per process (ulimit -n), {recommended:,} are recommended"
+        if files < recommended
         else ""
     )
 
@@ -299,7 +299,7 @@ def _many_files(members: Members) -> str:
 def _judge_rest(members: Members) -> Agreement:
     """Limits that only warn."""
     rule = NODE_RULES["limits"]
-    found = Agreement()
+    agreement = Agreement()
     for look, fix in (
         (_few_processes, "`ulimit -u`; in Kubernetes, the pod's PID limit"),
         (_little_locked_memory, "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`"),
@@ -308,7 +308,7 @@ def _judge_rest(members: Members) -> Agreement:
         groups = [group for group in partition((who, look(report)) for who, report in members) if group.value]
         for group in groups[:3]:
             where = name_all(group.members)
-            found = found.merged(
+            agreement = agreement.merged(
                 violation(
                     replace(rule, violated="warn"),
                     f"{where}: {group.value}",
@@ -316,7 +316,7 @@ def _judge_rest(members: Members) -> Agreement:
                     fix=[f"on {where}: {fix}"],
                 )
             )
-    return found
+    return agreement
 
 
 def _few_processes(report: NodeReport) -> str:
@@ -355,12 +355,12 @@ def _endless_stack(report: NodeReport) -> str:
 def _judge_shm(members: Members) -> Agreement:
     rule = NODE_RULES["shm"]
     unknown = [who for who, report in members if report.limits.shm_bytes is None]
-    known = [(who, report) for who, report in members if report.limits.shm_bytes is not None]
+    reported = [(who, report) for who, report in members if report.limits.shm_bytes is not None]
     missing = unknown_for(rule, unknown, "/dev/shm could not be read")
-    if not known:
+    if not reported:
         return missing
-    least = min(report.limits.shm_bytes or 0 for _, report in known)
-    return _judge(rule, known, _small_shm, f"at least {show_bytes(least)}", fatal=True).merged(missing)
+    least = min(report.limits.shm_bytes or 0 for _, report in reported)
+    return _judge(rule, reported, _small_shm, f"at least {show_bytes(least)}", fatal=True).merged(missing)
 
 
 def _small_shm(report: NodeReport) -> str:
@@ -425,26 +425,29 @@ def judge_clocks(members: Members) -> Agreement:
     """
     rule = NODE_RULES["clock"]
     offsets = {who: _offset(report.clock_offset_s, who) for who, report in members}
-    known = {who: offset for who, offset in offsets.items() if offset is not None}
-    unknown = unknown_for(rule, [who for who in offsets if who not in known], "not measured")
-    if len(known) < 2:
+    measured = {who: offset for who, offset in offsets.items() if offset is not None}
+    unknown = unknown_for(rule, [who for who in offsets if who not in measured], "not measured")
+    if len(measured) < 2:
         return Agreement.noted(rule.id, "pass", "one clock") if len(members) == 1 else unknown
-    apart = max(known.values()) - min(known.values())
+    apart = max(measured.values()) - min(measured.values())
     if apart <= _TOO_FAR_S:
         return Agreement.noted(rule.id, "pass", f"within {apart:.1f} s").merged(unknown)
-    odd = _far_off(known)
-    first, last = min(known, key=lambda who: (known[who], who)), max(known, key=lambda who: (known[who], who))
+    odd = _far_off(measured)
+    first, last = (
+        min(measured, key=lambda who: (measured[who], who)),
+        max(measured, key=lambda who: (measured[who], who)),
+    )
     if odd:
-        base = median(known.values())
-        who = max(odd, key=lambda who: (abs(known[who] - base), who))
-        ahead = "ahead of" if known[who] > base else "behind"
-        summary = f"the clock of {name_all([who])} is {abs(known[who] - base):.1f} s {ahead} the others"
+        base = median(measured.values())
+        who = max(odd, key=lambda who: (abs(measured[who] - base), who))
+        ahead = "ahead of" if measured[who] > base else "behind"
+        summary = f"the clock of {name_all([who])} is {abs(measured[who] - base):.1f} s {ahead} the others"
         summary += f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""
     else:
         summary = f"the clocks of {name_all([first])} and {name_all([last])} are {apart:.1f} s apart"
     evidence = [
-        Evidence(where=name_all([who]), text=f"{known[who]:+.1f} s relative to the head")
-        for who in sorted(known, key=lambda who: (who not in odd, who))[:_SHOWN]
+        Evidence(where=name_all([who]), text=f"{measured[who]:+.1f} s relative to the head")
+        for who in sorted(measured, key=lambda who: (who not in odd, who))[:_SHOWN]
     ]
     fix = remedy_for(rule, sorted(odd))
     return violation(rule, summary, people=odd, evidence=evidence, fix=fix).merged(unknown)
@@ -455,8 +458,8 @@ def _offset(measured: float | None, who: Member) -> float | None:
     return 0.0 if measured is None and who.node_rank == 0 else measured
 
 
-def _far_off(known: dict[Member, float]) -> set[Member]:
+def _far_off(offsets: dict[Member, float]) -> set[Member]:
     """The members far from the median, if most are near it; else none."""
-    middle = median(known.values())
-    far = {who for who, offset in known.items() if abs(offset - middle) > _TOO_FAR_S}
-    return far if 2 * len(far) < len(known) else set()
+    middle = median(offsets.values())
+    far = {who for who, offset in offsets.items() if abs(offset - middle) > _TOO_FAR_S}
+    return far if 2 * len(far) < len(offsets) else set()

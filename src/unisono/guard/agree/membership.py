@@ -70,25 +70,25 @@ def _duplicate(text: str, same: Sequence[Member], members: Members) -> Agreement
 def judge_nodes(members: Members) -> Agreement:
     """All nodes expect the same number of nodes, and every node rank from 0 is present."""
     rule = NODE_RULES["nodes"]
-    found = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
-    if not found.agreed:
-        return found
-    wanted = members[0][1].nodes
+    agreement = judge_keys(rule, [(who, {"--nodes": report.nodes}) for who, report in members], Wording())
+    if not agreement.agreed:
+        return agreement
+    nodes = members[0][1].nodes
     present = {who.node_rank for who, _ in members}
-    outside = [who for who, _ in members if not 0 <= who.node_rank < wanted]
+    outside = [who for who, _ in members if not 0 <= who.node_rank < nodes]
     if outside:
-        free = [str(number) for number in range(min(wanted, 8)) if number not in present]
-        summary = f"{name_all(outside)} in a job of {count(wanted, 'node')}: node ranks start at 0"
+        free = [str(number) for number in range(min(nodes, 8)) if number not in present]
+        summary = f"{name_all(outside)} in a job of {count(nodes, 'node')}: node ranks start at 0"
         fix = [
             f"on {name_all(outside)}: pass --node-rank {' or '.join(free) or 'N'}; or on every node --nodes"
             f" {max(present) + 1}"
         ]
         return violation(rule, summary, people=outside, fix=fix)
-    if len(present) < wanted:
-        missing = (number for number in range(min(wanted, max(present) + 1000)) if number not in present)
-        text = f"{len(present):,} of {count(wanted, 'node')} compared; {number_list('node', missing)} absent"
+    if len(present) < nodes:
+        missing = (number for number in range(min(nodes, max(present) + 1000)) if number not in present)
+        text = f"{len(present):,} of {count(nodes, 'node')} compared; {number_list('node', missing)} absent"
         return Agreement.noted(rule.id, "unknown", text)
-    return Agreement.noted(rule.id, "pass", f"all {wanted:,} here" if wanted > 1 else "one node")
+    return Agreement.noted(rule.id, "pass", f"all {nodes:,} here" if nodes > 1 else "one node")
 
 
 def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
@@ -166,11 +166,11 @@ def _remedies(
     members: Members, groups: Sequence[Group[int]], odd: Sequence[Member], inferring: set[Member]
 ) -> list[str]:
     most = majority(groups)
-    wanted = most.value if most else None
-    if wanted is None and odd:
-        rest = [group for group in groups if not set(group.members) <= set(odd)]
-        wanted = rest[0].value if len(rest) == 1 else None
-    numbers = enumerate_words([f"--nproc {group.value}" for group in groups if wanted in (None, group.value)])
+    nproc = most.value if most else None
+    if nproc is None and odd:
+        others = [group for group in groups if not set(group.members) <= set(odd)]
+        nproc = others[0].value if len(others) == 1 else None
+    numbers = enumerate_words([f"--nproc {group.value}" for group in groups if nproc in (None, group.value)])
     declare = f"pass {numbers.replace(' and ', ' or ')} on every node"
     if not odd and 0 < len(inferring) < len(members):
         return [f"{declare}; or pass --nproc on {name_all(inferring)} too, if different numbers are intended"]
@@ -365,5 +365,5 @@ def refused_node(
 
 
 def _remedy(cause: str) -> tuple[str, ...]:
-    known = find_cause(cause)
-    return known.remedy if known else ()
+    entry = find_cause(cause)
+    return entry.remedy if entry else ()

@@ -85,15 +85,15 @@ def number_list(noun: str, numbers: Iterable[int]) -> str:
 
 
 def _ranges(ordered: Sequence[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in ordered:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((number, number))
+            ranges.append((number, number))
     return [
         part
-        for first, last in found
+        for first, last in ranges
         for part in ([(first, last)] if last != first + 1 else [(first, first), (last, last)])
     ]
 
@@ -401,7 +401,7 @@ class RankReport(ReportPart):
     rows: int | None = None
     """Number of rows, before packing."""
     sequences: int
-    """Of one epoch."""
+    """The number in one epoch."""
     rows_digest: str
     """Digest of the row ids in table order."""
     order_digest: str
@@ -412,7 +412,7 @@ class RankReport(ReportPart):
     """Row ids of the first sequences in that order, shown if orders differ."""
     total_steps: int
     tokens: int
-    """Of one epoch."""
+    """The number in one epoch."""
     loss_tokens: int
     parameters_digest: str
     """Digest of names, shapes and dtypes of the trained parameters, in order."""

@@ -44,7 +44,7 @@ class PreparedFacts(ReportPart):
     """Digest of the rows as the model sees them, their order, and the tokenizer."""
     rows: int
     sequences: int
-    """Of one epoch."""
+    """The number in one epoch."""
     tokens: int
     loss_tokens: int
     eval_rows: int = 0
@@ -67,16 +67,16 @@ def compare_prepared(prepared: Mapping[int, PreparedFacts], reports: Sequence[No
     hosts = {report.node_rank: report.host for report in reports}
     reported = [(Member(rank, -1, hosts.get(rank, "?")), prepared[rank]) for rank in sorted(prepared)]
     absent = [Member(rank, -1, host) for rank, host in sorted(hosts.items()) if rank not in prepared]
-    found = Agreement()
+    agreement = Agreement()
     if reported:
-        found = _judge_prepared(PREPARED_RULES["prepared.model"], reported, _model).merged(
+        agreement = _judge_prepared(PREPARED_RULES["prepared.model"], reported, _model).merged(
             _judge_rows(reported)
         )
     if absent:
         where = name_all(absent)
         text = f"{where} did not prepare"
-        found = found.merged(Agreement.noted("prepared.rows", "unknown", text, where=where))
-    return found
+        agreement = agreement.merged(Agreement.noted("prepared.rows", "unknown", text, where=where))
+    return agreement
 
 
 def _judge_prepared(
@@ -93,15 +93,15 @@ def _judge_rows(reported: Prepared) -> Agreement:
     """
     same_rows = len({(facts.rows, tuple(sorted(facts.ledger.items()))) for _, facts in reported}) == 1
     rule = PREPARED_RULES["prepared.tokens" if same_rows else "prepared.rows"]
-    found = _judge_prepared(rule, reported, _rows)
-    if not found.fatal:
-        return found
-    verdict = found.fatal[0]
+    agreement = _judge_prepared(rule, reported, _rows)
+    if not agreement.fatal:
+        return agreement
+    verdict = agreement.fatal[0]
     reasons = partition((who, (*facts.formats, facts.template)) for who, facts in reported)
     if len(reasons) > 1:
         more = evidence_of(reasons, _STAGE, lambda words: one_line("; ".join(words), limit=200))
         verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *more)})
-    return Agreement.found(rule.id, verdict, where=found.checks[0].where)
+    return Agreement.found(rule.id, verdict, where=agreement.checks[0].where)
 
 
 def _model(facts: PreparedFacts) -> dict[str, Hashable]:
@@ -157,7 +157,6 @@ def _split(report: RankReport) -> dict[str, Hashable]:
     }
 
 
-# fmt: off
 COMPARED: tuple[Compared, ...] = (
     Compared("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
     Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
@@ -167,7 +166,9 @@ COMPARED: tuple[Compared, ...] = (
         "strategy, dtype, seed and backend are the same",
     ),
     Compared("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
-    Compared("ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"),
+    Compared(
+        "ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"
+    ),
     Compared("ranks.split", _split, "the same rows, in the same order, in the same number of steps"),
     Compared(
         "ranks.trained",
@@ -178,7 +179,6 @@ COMPARED: tuple[Compared, ...] = (
     Compared("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
     Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
 )
-# fmt: on
 """In order: a different tokenizer gives different rows, a different plan a different order."""
 
 
@@ -196,13 +196,13 @@ def compare_ranks(reports: Sequence[RankReport], *, world_size: int) -> Agreemen
     stage = Stage(
         "agree.ranks", name_all if len({who.node_rank for who, _ in members}) > 1 else _one_node(members)
     )
-    found = Agreement().merged(
+    agreement = Agreement().merged(
         _judge_complete(members, world_size, stage),
         _judge_world(members, world_size, stage),
         _judge_places(members, stage),
         _judge_devices(members, stage),
     )
-    return found.merged(*(_judge(compared, members, stage) for compared in COMPARED))
+    return agreement.merged(*(_judge(compared, members, stage) for compared in COMPARED))
 
 
 def _in_order(reports: Sequence[RankReport]) -> RankMembers:
@@ -325,7 +325,7 @@ def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
         {label for _, reported in values for label, value in reported.items() if value == ""}
     )
     silent = [who for who, reported in values if any(reported.get(label) == "" for label in missing_labels)]
-    known = [
+    compared_values = [
         (who, {label: value for label, value in reported.items() if label not in missing_labels})
         for who, reported in values
     ]
@@ -333,13 +333,16 @@ def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
     if missing_labels:
         text = f"{', '.join(missing_labels)}: no digest was made by {stage.name(silent)}"
         missing = Agreement.noted(rule.id, "unknown", text, where=stage.name(silent))
-    if not any(reported for _, reported in known):
+    if not any(reported for _, reported in compared_values):
         return missing
-    order = list(known[0][1]) + [label for _, reported in known for label in reported]
-    found = judge_keys(
-        rule, known, Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good), stage=stage
+    order = list(compared_values[0][1]) + [label for _, reported in compared_values for label in reported]
+    agreement = judge_keys(
+        rule,
+        compared_values,
+        Wording(shown=_shown, typed=_shown, order=order.index, good=compared.good),
+        stage=stage,
     )
-    return _with_details(found, members, stage).merged(missing)
+    return _with_details(agreement, members, stage).merged(missing)
 
 
 def _shown(label: str, value: Hashable) -> str:
@@ -349,11 +352,11 @@ def _shown(label: str, value: Hashable) -> str:
     return str(value) if label == "seed" else f"{value:,}"
 
 
-def _with_details(found: Agreement, members: RankMembers, stage: Stage) -> Agreement:
+def _with_details(agreement: Agreement, members: RankMembers, stage: Stage) -> Agreement:
     """Adds what digests do not show: the first rows and tensors that differ."""
-    verdict = next(iter(found.fatal), None)
+    verdict = next(iter(agreement.fatal), None)
     if verdict is None:
-        return found
+        return agreement
     more: list[Evidence] = []
     if verdict.cause == "split_mismatch":
         more = _first_rows(members, stage)
@@ -363,7 +366,7 @@ def _with_details(found: Agreement, members: RankMembers, stage: Stage) -> Agree
             verdict = verdict.model_copy(update={"summary": f"{verdict.summary}; first in {tensor[0]}"})
             more = tensor[1]
     verdict = verdict.model_copy(update={"evidence": (*verdict.evidence, *more)})
-    return Agreement.found(found.checks[0].id, verdict, where=found.checks[0].where)
+    return Agreement.found(agreement.checks[0].id, verdict, where=agreement.checks[0].where)
 
 
 def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
@@ -374,15 +377,16 @@ def _first_rows(members: RankMembers, stage: Stage) -> list[Evidence]:
     if len(groups) < 2:
         return []
     lists = [group.value for group in groups]
-    place = next(
+    position = next(
         (i for i in range(min(map(len, lists))) if len({one[i] for one in lists}) > 1), min(map(len, lists))
     )
+    shown = slice(position, position + _SHOWN_ROWS)
     return [
         Evidence(
             where=stage.name(group.members),
             text=(
-                f"from position {place}:"
-                f" {', '.join(one_line(row, limit=40) for row in group.value[place : place + _SHOWN_ROWS]) or 'no more rows'}"
+                f"from position {position}:"
+                f" {', '.join(one_line(row, limit=40) for row in group.value[shown]) or 'no more rows'}"
             ),
         )
         for group in groups[:4]

@@ -92,8 +92,8 @@ def essential(package: str, version: str | None) -> str | None:
 
 def release_of(version: str) -> tuple[int, ...]:
     """`2.26.2+cuda12.2` as (2, 26, 2); empty if it does not start with a number."""
-    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
-    return tuple(int(part) for part in found[1].split(".")[:6] if len(part) < 10) if found else ()
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")[:6] if len(part) < 10) if match else ()
 
 
 def judge_versions(members: Members) -> Agreement:
@@ -121,14 +121,14 @@ def judge_versions(members: Members) -> Agreement:
 
 
 def _smaller_differences(measured: Members, skipped: Collection[str]) -> Agreement:
-    rest = [
+    versions = [
         (who, {name: value for name, value in report.versions.items() if name not in skipped})
         for who, report in measured
     ]
-    if not differing(rest):
+    if not differing(versions):
         return Agreement()
     rule = replace(NODE_RULES["versions"], violated="warn", subject="versions that should be equal")
-    return judge_keys(rule, rest, Wording(shown=_version, remedies=BY_HAND))
+    return judge_keys(rule, versions, Wording(shown=_version, remedies=BY_HAND))
 
 
 def _version(_: str, value: Hashable) -> str:
@@ -244,13 +244,15 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "nccl", (2, 24), (2, 26, 5),
-        "cuMem host memory cannot be allocated in containers without NUMA permissions: out of memory or a CUDA error at the first collective",
+        "cuMem host memory cannot be allocated in containers without NUMA permissions: out of memory or a "
+        "CUDA error at the first collective",
         "2.26.5", "export NCCL_CUMEM_HOST_ENABLE=0 on all nodes, or docker run --cap-add SYS_NICE",
         "https://github.com/pytorch/pytorch/issues/152302", when=_cumem_host,
     ),
     KnownBad(
         "nccl", (2, 26, 5), (),
-        "CUDA error 217, `peer access is not supported`, on devices without peer access such as T4 and L4, with some drivers", "",
+        "CUDA error 217, `peer access is not supported`, on devices without peer access such as T4 and L4, "
+        "with some drivers", "",
         "export NCCL_CUMEM_HOST_ENABLE=0 on all nodes",
         "https://github.com/NVIDIA/nccl/issues/1838", when=_cumem_without_peers,
     ),
@@ -272,7 +274,8 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "ray", (1,), (2, 60),
-        "Ray Train destroys the process group without checking that it exists: a finished run ends in AssertionError", "2.60.0",
+        "Ray Train destroys the process group without checking that it exists: a finished run ends in "
+        "AssertionError", "2.60.0",
         "pip install 'ray[train]>=2.60'",
         "https://github.com/ray-project/ray/pull/61156", concerns="programs",
     ),
@@ -301,7 +304,7 @@ the cause clock_skew.
 def judge_known_bad(members: Members) -> Agreement:
     """A warning for each known bug that could affect a run of ours on these nodes."""
     rule = NODE_RULES["known_bad"]
-    found = Agreement()
+    agreement = Agreement()
     for entry in (entry for entry in KNOWN_BAD if entry.concerns == "train"):
         hit = [(who, _installed(entry, report)) for who, report in members if _meets(entry, report)]
         for group in partition(hit):
@@ -309,7 +312,7 @@ def judge_known_bad(members: Members) -> Agreement:
             fix = [entry.command, f"see {entry.source}"]
             if entry.least_good:
                 fix.insert(1, f"the minimum good version is {entry.least_good}")
-            found = found.merged(
+            agreement = agreement.merged(
                 violation(
                     rule,
                     f"{entry.package} {group.value} on {where}: {entry.what}",
@@ -318,8 +321,8 @@ def judge_known_bad(members: Members) -> Agreement:
                     evidence=[Evidence(where=where, text=f"{entry.package} {group.value}")],
                 )
             )
-    if found.checks:
-        return found
+    if agreement.checks:
+        return agreement
     return Agreement.noted(
         rule.id, "pass", f"none of {count(len(KNOWN_BAD), 'known bug')} affects these versions"
     )

@@ -386,8 +386,8 @@ class HeadServer:
         CHANNEL_THREAD.leave()
         self._inbox.close()
 
-    async def _start(self, **known: Any) -> tuple[Head, asyncio.Server]:
-        head = Head(inbox=self._inbox, **known)
+    async def _start(self, **settings: Any) -> tuple[Head, asyncio.Server]:
+        head = Head(inbox=self._inbox, **settings)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: IncomingConnection(head), sock=self._socket, backlog=_BACKLOG
@@ -405,7 +405,8 @@ class HeadServer:
         self._server.close()
         self._head.stop()
         while self._head.open:
-            await asyncio.sleep(0)  # asyncio reports the ends of aborted connections in its next rounds
+            # asyncio reports the ends of aborted connections in its next rounds.
+            await asyncio.sleep(0)
 
 
 _OTHER_FILES = 100
@@ -429,7 +430,8 @@ def bind_port(host: str, port: int, *, backlog: int) -> socket.socket:
     family, address = _resolve(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is nobody's
+        # A port in TIME_WAIT is nobody's.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections have it from here, and callers are notified: where large packets are
         # lost, reports still arrive so that the dial matrix can detect it.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
@@ -462,7 +464,7 @@ def allow_open_files(nodes: int) -> None:
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         why = one_line(str(getattr(error, "strerror", "") or error))
         raise disagreement(
@@ -471,7 +473,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
             where=host,
             fix=("pass an IP address that the other nodes reach: --head IP:PORT",),
         ) from error
-    return found[0][0], found[0][4]
+    return addresses[0][0], addresses[0][4]
 
 
 def _cannot_bind(error: OSError, host: str, port: int) -> Exception:

@@ -371,9 +371,9 @@ class Connection(asyncio.Protocol, ABC):
 
     def other_gave_up(self, body: Body) -> None:
         """Keeps the reason of a goodbye by which the other side gave this one up."""
-        found = Silence.from_body(body)
-        if found is not None:
-            self.silence, self.gave_up = found, True
+        silence = Silence.from_body(body)
+        if silence is not None:
+            self.silence, self.gave_up = silence, True
 
     def end(self, why: str = "") -> None:
         """Flushes, then closes."""

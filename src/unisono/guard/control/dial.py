@@ -45,7 +45,7 @@ _PAUSE_S = (0.2, 0.5)
 _STRANGE_ANSWERS = 2
 """Number of consecutive invalid answers that end the attempts."""
 _STRANGE_SILENCES = 3
-"""The same for silence, which an overloaded head shows, too."""
+"""Number of consecutive silences that end them; an overloaded head is silent, too."""
 _UNKNOWN_HOST_S = 5.0
 """Time for which an unknown host name is looked up again: in some clusters names appear with their
 nodes.
@@ -136,7 +136,8 @@ def dial_head(
             if on_wait is not None:
                 on_wait(f"the head at {caller.address}: {error}", waited_s)
         left_s = began + timeout_s - time.monotonic()
-        time.sleep(max(0.0, min(random.uniform(*_PAUSE_S), left_s)))  # noqa: S311 - so that nodes do not call in step
+        # The pause is random, so that nodes do not call in step.
+        time.sleep(max(0.0, min(random.uniform(*_PAUSE_S), left_s)))  # noqa: S311
 
 
 def _timeout_error(caller: DialRequest, error: _NoAnswer, waited_s: float) -> Exception:
@@ -201,7 +202,7 @@ def _addresses(caller: DialRequest, deadline: float) -> list[tuple[socket.Addres
     if isinstance(answer[0], Exception):
         again = isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN
         raise _NoAddress(_error_text(answer[0]), lasting=not again) from answer[0]
-    return [(found[0], found[4]) for found in answer[0]]
+    return [(entry[0], entry[4]) for entry in answer[0]]
 
 
 def _shake_hands(caller: DialRequest, sock: socket.socket) -> DialedConnection:

@@ -1,14 +1,21 @@
 """Transfers of files and buffers of a node to the head's disk, over the control channel: both
 ends.
 
-A node:                                                     The head:
+A node:
 
-    sender = FileSender(link)                               places = {"shard": place}   # Offer -> (directory, name)
-    sender.send(path, {"kind": "shard", ...}, content)      with FileReceiver(server, places):
-    sender.send(buffer, {"kind": "snapshot", ...})              for event in server.receive(...):
-    select([..., sender.fileno()], ...)                             match event:
-    for outcome in sender.outcomes(): ...                               case FileReceived(label=...,
-    path=..., error=...): ...
+    sender = FileSender(link)
+    sender.send(path, {"kind": "shard", ...}, content)
+    sender.send(buffer, {"kind": "snapshot", ...})
+    select([..., sender.fileno()], ...)
+    for outcome in sender.outcomes(): ...
+
+The head:
+
+    places = {"shard": place}   # Offer -> (directory, name)
+    with FileReceiver(server, places):
+        for event in server.receive(...):
+            match event:
+                case FileReceived(label=..., path=..., error=...): ...
 
 `label["kind"]` says which rule at the head decides where it goes; the rest of the label is for that
 rule. A file is at the head under its name only when it is there whole, synced, with the size and
@@ -18,11 +25,11 @@ the head's front by a FileReceived among its events, which comes before any mess
 sends after its Outcome.
 
     node → head   offer: id, size, digest, label
-    head → node   more: so many pieces may come                              no room, no such place: done, with the reason
+    head → node   more: so many pieces may come; done, with the reason, if there is no room or rule
     node → head   pieces, each of at most PIECE_BYTES
     head → node   more: 1, for each piece that is written
-    node → head   sent                                                       withdraw: it cannot be read after all
-    head → node   done, with the reason if it is not there                   at any time
+    node → head   sent; withdraw if it cannot be read after all
+    head → node   done, with the reason if it is not there; at any time
 
 So at most WINDOW pieces of a file are on their way, and what else the channel carries (beats, an
 abort, a verdict) waits for 4 MiB at the most. The head takes AT_ONCE files at the same time;
@@ -324,8 +331,8 @@ def _opened(source: Source) -> Iterator[tuple[_OpenSource, int]]:
 
 def _error_text(problem: OSError | OfferRefused) -> str:
     if isinstance(problem, OSError):
-        place = f"{problem.filename}: " if problem.filename else ""
-        return f"{place}it cannot be read: {problem.strerror or problem}"
+        prefix = f"{problem.filename}: " if problem.filename else ""
+        return f"{prefix}it cannot be read: {problem.strerror or problem}"
     return str(problem)
 
 
@@ -411,16 +418,17 @@ class FileReceiver:
         """Ends all transfers. No partial file is left."""
         self._server.take_files(None)
         with self._lock:
-            threads, known = list(self._threads), list(self._known.values())
+            threads, transfers = list(self._threads), list(self._known.values())
             waiting = list(self._waiting)
             self._waiting.clear()
-        for incoming in known:
+        for incoming in transfers:
             incoming.items.put(_StopReason(why))
         for incoming in waiting:
             self._end(incoming, None, why)
         limit = time.monotonic() + _CLOSING_S
         for thread in threads:
-            thread.join(max(0.0, limit - time.monotonic()))  # one whose disk does not answer is left behind
+            # A thread whose disk does not answer is left behind.
+            thread.join(max(0.0, limit - time.monotonic()))
 
     def receive(self, caller: IncomingConnection, item: Body | Piece) -> None:
         """A frame of a file transfer. Runs in the channel's thread."""
@@ -440,8 +448,8 @@ class FileReceiver:
     def drop(self, caller: IncomingConnection) -> None:
         """The end of a connection. Runs in the channel's thread."""
         with self._lock:
-            found = [incoming for (of, _), incoming in self._known.items() if of is caller]
-        for incoming in found:
+            dropped = [incoming for (of, _), incoming in self._known.items() if of is caller]
+        for incoming in dropped:
             incoming.items.put(_StopReason("its node is gone"))
 
     def _offered(self, caller: IncomingConnection, body: Body) -> None:
@@ -497,11 +505,11 @@ class FileReceiver:
     def _keep(self, incoming: _Incoming) -> Path:
         """Writes the pieces; returns the path of the complete file."""
         offer = incoming.offer
-        place = self._places.get(offer.label["kind"])
-        if place is None:
+        destination = self._places.get(offer.label["kind"])
+        if destination is None:
             raise OfferRefused(f"the head does not accept files of kind {offer.label['kind']!r:.40}")
         try:
-            folder, name = place(offer)
+            folder, name = destination(offer)
             path = path_below(folder, name, parts=1)
         except (KeyError, TypeError) as error:
             raise OfferRefused("the head cannot read what kind of file it is") from error
@@ -513,12 +521,12 @@ class FileReceiver:
         with _part_of(path, offer.content.bytes) as (fd, finish):
             self._more(incoming, WINDOW)
             try:
-                found = self._write(incoming, fd)
+                content = self._write(incoming, fd)
             except OSError as error:
                 error.filename = str(path)
                 raise
-            if found != offer.content:
-                raise OfferRefused(_difference(offer, found))
+            if content != offer.content:
+                raise OfferRefused(_difference(offer, content))
             os.fsync(fd)
             finish()
         return path
@@ -615,9 +623,9 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(fd, unwritten) :]
 
 
 def _no_room(path: Path, size: int, free: int) -> str:
@@ -627,10 +635,10 @@ def _no_room(path: Path, size: int, free: int) -> str:
     )
 
 
-def _difference(offer: Offer, found: Content) -> str:
-    if found.bytes != offer.content.bytes:
-        return f"{found.bytes} bytes of {offer.content.bytes} arrived"
+def _difference(offer: Offer, content: Content) -> str:
+    if content.bytes != offer.content.bytes:
+        return f"{content.bytes} bytes of {offer.content.bytes} arrived"
     return (
-        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {found.xxh3_128}"
+        f"it has changed after node {offer.node_rank} ({offer.host}) wrote it: digest {content.xxh3_128}"
         f" arrived, {offer.content.xxh3_128} was written; that node's disk or memory is not to be trusted"
     )

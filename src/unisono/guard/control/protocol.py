@@ -2,18 +2,19 @@
 
 Each side begins with a preamble, then sends frames:
 
-    frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body (a JSON object with a
-    field `t`, its type)
-    MAC   = HMAC-SHA256(key, direction (1 byte) | sequence number in that direction (8 bytes) | body)
-    body  = or, only from an authenticated node to the head, a piece of a file: 0 (1 byte) | transfer (4) | offset (8) | bytes
+    frame = length of the body (4 bytes, big-endian) | MAC (32 bytes) | body
+    MAC   = HMAC-SHA256(key, direction (1 byte) | sequence number (8 bytes; by direction) | body)
+    body  = a JSON object with a field `t`, its type; or, only from an authenticated node to the
+            head, a piece of a file: 0 (1 byte) | transfer (4) | offset (8) | bytes
 
 A frame that was modified, dropped, repeated, or sent back to its sender fails its MAC check. The
 handshake proves to both sides that the other one knows the job's token:
 
     node → head   preamble
-    head → node   preamble, greeting: a nonce, the run's nonce, the epoch          nothing is proven yet
-    node → head   hello: its own nonce, rank, number of nodes, run, epoch          MAC by key(token, head's nonce)
-    head → node   welcome, or refused with a reason                                MAC by key(token, all of it)
+    head → node   preamble, greeting: a nonce, the run's nonce, the epoch; nothing is proven yet
+    node → head   hello: its own nonce, rank, number of nodes, run, epoch;
+                  MAC by key(token, head's nonce)
+    head → node   welcome, or refused with a reason; MAC by key(token, all of it)
 
 Nonces are fresh for each connection, so a recorded exchange cannot be replayed. The head sends
 nothing to a caller that does not begin with the preamble.

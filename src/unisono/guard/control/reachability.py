@@ -7,7 +7,8 @@ ones do not". The echo service has three ports on the chosen address, for the du
     dialler → listener   CALLS, nonce
     listener → dialler   ANSWERS, nonce, MAC by key over both nonces
     dialler → listener   MAC by key over both nonces
-    either way           length (4 bytes) | MAC by the session's key over direction, sequence, body | body
+    either way           length (4 bytes) | MAC | body
+                         MAC by the session's key over direction, sequence, body
 
 A peer that cannot prove the job's key receives 57 bytes at most, so this is not an open echo
 service.
@@ -109,8 +110,8 @@ class EchoSession:
             NotOurs: if it does not fit.
         """
         body = await self.reader.readexactly(length)
-        wanted = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
-        if not hmac.compare_digest(mac, wanted):
+        expected = hmac.digest(self.key, self.receives + self._received.to_bytes(8, "big") + body, "sha256")
+        if not hmac.compare_digest(mac, expected):
             raise ForeignPeer("a message with a wrong authentication code")
         self._received += 1
         return body
@@ -276,10 +277,10 @@ def _bound(address: str, count: int) -> Iterator[socket.socket]:
     made: list[socket.socket] = []
     try:
         for _ in range(count):
-            found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-            sock = socket.socket(found[0], socket.SOCK_STREAM)
+            entry = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+            sock = socket.socket(entry[0], socket.SOCK_STREAM)
             made.append(sock)
-            sock.bind(found[4])
+            sock.bind(entry[4])
             sock.listen(_MAX_CONNECTIONS)
             sock.setblocking(False)
     except BaseException:  # none stays open; raised again
@@ -316,10 +317,12 @@ class Peer:
             ValueError: if it is invalid.
         """
         match value:
-            case [int(rank), str(host), str(address), [*ports], *rest] if len(rest) <= 1 and _are_ports(
-                ports
-            ):
-                return cls(rank, one_line(host, limit=255), address, tuple(ports), bool(rest and rest[0]))
+            case [int(rank), str(host), str(address), [*ports], *optional] if len(
+                optional
+            ) <= 1 and _are_ports(ports):
+                return cls(
+                    rank, one_line(host, limit=255), address, tuple(ports), bool(optional and optional[0])
+                )
         raise ValueError("no peer: [node_rank, host, address, ports, brief] is one")
 
 
@@ -376,10 +379,10 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
     others = [peer for peer in ordered if peer.node_rank != node_rank]
     if len(others) <= most:
         return others
-    own_place = next(place for place, peer in enumerate(ordered) if peer.node_rank == node_rank)
+    own_place = next(index for index, peer in enumerate(ordered) if peer.node_rank == node_rank)
     steps = [way * (1 << power) for power in range((most + 1) // 2) for way in (1, -1)][:most]
     places = dict.fromkeys((own_place + step) % len(ordered) for step in steps)
-    chosen = [ordered[place] for place in places if place != own_place]
+    chosen = [ordered[index] for index in places if index != own_place]
     head = ordered[0]
     if head.node_rank != node_rank and head not in chosen:
         chosen.append(Peer(head.node_rank, head.host, head.address, head.ports[:1], brief=True))
@@ -536,13 +539,13 @@ async def _connect(address: str, port: int) -> socket.socket:
     Raises:
         OSError: also if the address is not literal.
     """
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    sock = socket.socket(found[0], socket.SOCK_STREAM)
+    entry = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    sock = socket.socket(entry[0], socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.get_running_loop().sock_connect(sock, found[4])
+        await asyncio.get_running_loop().sock_connect(sock, entry[4])
     except BaseException:  # a timeout must not leave a socket either; raised again
         sock.close()
         raise

@@ -59,9 +59,9 @@ def with_ranks(logs: Sequence[Scanned]) -> list[Scanned]:
     """The logs, with the rank of each that is one rank's alone though its name does not say so in
     words.
     """
-    found = _numbered(logs) or _each_of_one(logs)
+    ranks = _numbered(logs) or _each_of_one(logs)
     return [
-        replace(log, who=replace(log.who, rank=found[log.name])) if log.name in found else log for log in logs
+        replace(log, who=replace(log.who, rank=ranks[log.name])) if log.name in ranks else log for log in logs
     ]
 
 
@@ -108,13 +108,13 @@ class Attribution:
             if trace.tabled or who.pid is not None or who != trace.event.who
         ]
         processes = {event.line: event.number("pid") for event in log.events if event.signature in _KERNELS}
-        found = []
+        attributed = []
         for event in log.events:
             who = next((who for trace, who in spans if _is_within(event, trace)), event.who)
             if who.pid is None and processes.get(event.line) in self._pids:
                 who = replace(who, pid=processes[event.line])
-            found.append(self._placed(event, who))
-        return found
+            attributed.append(self._placed(event, who))
+        return attributed
 
     def traces(self, log: Scanned) -> list[Traceback]:
         """The tracebacks of a log."""
@@ -137,10 +137,10 @@ class Attribution:
         if who.rank is not None or who.local_rank is not None or who.pid in self._pids:
             return who
         rows, reach = self._rows[log.name], _TABLE_BYTES if trace.tabled else _SNIPPET_BYTES
-        place = bisect_left(rows, trace.began, key=lambda event: event.order)
-        above = rows[place - 1] if place else None
-        wanted = "table_rank" if trace.tabled else "ray_snippet"
-        near = above is not None and above.signature == wanted and above.order > trace.began - reach
+        index = bisect_left(rows, trace.began, key=lambda event: event.order)
+        above = rows[index - 1] if index else None
+        signature = "table_rank" if trace.tabled else "ray_snippet"
+        near = above is not None and above.signature == signature and above.order > trace.began - reach
         return replace(who, rank=above.number("rank")) if above is not None and near else who
 
     def _trace(self, trace: Traceback, who: Origin) -> Traceback:
@@ -199,26 +199,26 @@ def _numbered(logs: Sequence[Scanned]) -> dict[str, int]:
         or any(log.who.rank is not None or log.who.local_rank is not None for log in logs)
     ):
         return {}
-    places = [place for place, values in enumerate(zip(*names.values(), strict=True)) if len(set(values)) > 1]
+    places = [index for index, values in enumerate(zip(*names.values(), strict=True)) if len(set(values)) > 1]
     if len(places) != 1:
         return {}
-    found = {name: int(numbers[places[0]]) for name, numbers in names.items()}
-    if sorted(found.values()) != list(range(len(logs))) or any(_launched(log) for log in logs):
+    ranks = {name: int(numbers[places[0]]) for name, numbers in names.items()}
+    if sorted(ranks.values()) != list(range(len(logs))) or any(_launched(log) for log in logs):
         return {}
     if any(log.who.node_rank is not None and not _labels(log) for log in logs):
         return {}
-    return found if all(_labels(log) <= {found[log.name]} for log in logs) else {}
+    return ranks if all(_labels(log) <= {ranks[log.name]} for log in logs) else {}
 
 
 def _each_of_one(logs: Sequence[Scanned]) -> dict[str, int]:
     """Ranks of logs that each have lines of a single, different rank."""
     if len(logs) < 2 or any(log.who.rank is not None or log.who.local_rank is not None for log in logs):
         return {}
-    found = {
+    numbers = {
         log.name: next(iter(ranks)) for log in logs if len(ranks := _labels(log)) == 1 and not _launched(log)
     }
     several = any(len(_labels(log)) > 1 for log in logs)
-    return found if len(found) > 1 and len(set(found.values())) == len(found) and not several else {}
+    return numbers if len(numbers) > 1 and len(set(numbers.values())) == len(numbers) and not several else {}
 
 
 def _labels(log: Scanned) -> set[int]:
@@ -240,7 +240,7 @@ def _is_within(event: Event, trace: Traceback) -> bool:
 
 def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
     """Ranks by process; a process number that two hosts use for different ranks is left out."""
-    found: dict[int, set[int]] = defaultdict(set)
+    ranks_of: dict[int, set[int]] = defaultdict(set)
     for log in logs:
         rank: Event | None = None
         for event in log.events:
@@ -248,25 +248,25 @@ def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
                 rank = event
             pid = event.number("pid")
             if event.signature == "table_exit" and rank is not None and pid is not None:
-                found[pid].add(rank.number("rank") or 0)
+                ranks_of[pid].add(rank.number("rank") or 0)
             elif event.signature in ("ray_member", "rank_exit") and pid is not None:
-                found[pid].add(event.number("rank") or 0)
+                ranks_of[pid].add(event.number("rank") or 0)
             elif event.signature == "spawned" and pid is not None:
-                found[pid].add(event.number("local_rank") or 0)
+                ranks_of[pid].add(event.number("local_rank") or 0)
             elif event.signature in ("nccl_rank", "rank_of_world") and event.who.pid is not None:
-                found[event.who.pid].add(event.number("rank") or 0)
-    return {pid: next(iter(ranks)) for pid, ranks in found.items() if len(ranks) == 1}
+                ranks_of[event.who.pid].add(event.number("rank") or 0)
+    return {pid: next(iter(ranks)) for pid, ranks in ranks_of.items() if len(ranks) == 1}
 
 
 def _member_hosts(logs: Sequence[Scanned]) -> dict[int, str]:
     """The addresses of Ray's workers by process."""
-    found: dict[int, set[str]] = defaultdict(set)
+    hosts_of: dict[int, set[str]] = defaultdict(set)
     for log in logs:
         for event in log.events:
             pid = event.number("pid")
             if event.signature == "ray_member" and pid is not None:
-                found[pid].add(event.fields["ip"])
-    return {pid: next(iter(hosts)) for pid, hosts in found.items() if len(hosts) == 1}
+                hosts_of[pid].add(event.fields["ip"])
+    return {pid: next(iter(hosts)) for pid, hosts in hosts_of.items() if len(hosts) == 1}
 
 
 def _node_of(log: Scanned) -> int | None:
@@ -314,8 +314,10 @@ def _is_cut(log: Scanned) -> bool:
 
 # fmt: off
 _NOBODYS = frozenset({
-    "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
-    "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable", "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
+    "healthy", "undetermined", "rdzv_timeout", "dns_failure", "hostname_loopback", "nproc_mismatch",
+    "unequal_steps", "collective_mismatch", "device_unbound_barrier", "rank_stalled",
+    "preempted_sigterm", "unused_parameters_ddp", "nan_loss", "port_in_use", "ib_unreachable",
+    "p2p_blocked", "duplicate_gpu", "process_group_destroyed_twice", "teardown_crash",
     "single_device_nccl", "ray_resources_unsatisfiable",
 })
 # fmt: on
@@ -339,9 +341,9 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
         return finding
     if any(event.signature in _OF_EITHER for event in finding.evidence[:1]):
         return finding
-    known = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
-    if known and known.host and known.host not in _NAMELESS:
-        return replace(finding, hosts=(known.host,))
+    rank = facts.ranks.get(finding.ranks[0]) if len(finding.ranks) == 1 else None
+    if rank and rank.host and rank.host not in _NAMELESS:
+        return replace(finding, hosts=(rank.host,))
     if (finding.ranks and finding.cause not in _MACHINES) or finding.cause in _NOBODYS:
         return finding
     cited = [event for event in finding.evidence if event.kind in ("error", "death", "fact")]
@@ -355,7 +357,8 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     shown = {
         event.who.host for event in (*cited, *alike)
     }  # evidence is limited: other hosts may have the same lines
-    reported = any(event.who.pid is not None for event in finding.evidence)  # Ray reports the process's host
+    # Ray reports the process's host.
+    reported = any(event.who.pid is not None for event in finding.evidence)
     several = len(facts.hosts) > 1 or (facts.nodes or 1) > 1 or finding.cause in _MACHINES or reported
     host = next(iter(shown)) if len(shown) == 1 and not shown & _NAMELESS else None
     return replace(finding, hosts=(host,)) if host and several else finding

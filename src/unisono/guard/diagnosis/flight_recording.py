@@ -130,8 +130,8 @@ def rank_of_name(name: str) -> int | None:
     dump.3.
     """
     rank = who_is_file(name).rank
-    if rank is None and (found := _LAST_NUMBER.search(name)):
-        rank = int(found[1])
+    if rank is None and (match := _LAST_NUMBER.search(name)):
+        rank = int(match[1])
     return rank
 
 
@@ -144,7 +144,8 @@ def _recording(name: str, value: dict[str, Any]) -> Recording:
         labels[str(one["pg_id"])[:_NAME_CHARS]] = entry.group
         entries.setdefault((entry.group, entry.seq), entry)  # of coalesced ones the first
     groups = dict(_groups(value.get("pg_status") or {}, labels))
-    for (label, seq), entry in entries.items() if not groups else ():  # before torch 2.4 there is no status
+    # Before torch 2.4 there is no status.
+    for (label, seq), entry in entries.items() if not groups else ():
         old = groups.get(label, Group(label, 0, None))
         done = seq if entry.state == "completed" else 0
         groups[label] = Group(label, max(old.enqueued, seq), max(old.completed or 0, done) or None)
@@ -162,14 +163,14 @@ def _groups(status: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[tu
 
 
 def _members(config: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, tuple[int, ...]]:
-    found = {}
+    members = {}
     for label in groups:
         name = label.partition(":")[0]
         ranks = str((config.get(name) or {}).get("ranks") or "")[: 8 * MOST_RANKS]
         numbers = tuple(sorted({int(number) for number in re.findall(r"\d{1,6}", ranks)}))
         if numbers:
-            found[label] = numbers
-    return found
+            members[label] = numbers
+    return members
 
 
 def _entry(one: Mapping[str, Any]) -> Entry:
@@ -302,14 +303,14 @@ class _PickleReader:
     def since_mark(self) -> list[Any]:
         """The values above the last mark, which goes with them."""
         stack = self._stack
-        place = len(stack) - 1
-        while stack[place] is not _PICKLE_MARK:
-            place -= 1
-            if place < 0:
+        mark = len(stack) - 1
+        while stack[mark] is not _PICKLE_MARK:
+            mark -= 1
+            if mark < 0:
                 raise RefusedPickleError(f"byte {self.place - 1}: the pickle is broken")
-        found = stack[place + 1 :]
-        del stack[place:]
-        return found
+        values = stack[mark + 1 :]
+        del stack[mark:]
+        return values
 
     def pop(self) -> Any:
         """The value on top."""
@@ -357,8 +358,8 @@ class _PickleReader:
         self.push(self.bytes(self.take(form)).decode("utf-8", "surrogatepass"))
 
     def _refusal(self, code: int) -> str:
-        known = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
-        asks = known.name if known else f"0x{code:02x}"
+        opcode = pickletools.code2op.get(chr(code))  # type: ignore[attr-defined]
+        asks = opcode.name if opcode else f"0x{code:02x}"
         if asks in ("GLOBAL", "INST"):
             names = self._data[self.place : self.place + 200].split(b"\n")[:2]
             asks += " " + ".".join(name.decode("utf-8", "replace") for name in names)

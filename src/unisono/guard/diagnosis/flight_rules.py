@@ -14,7 +14,10 @@ from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Origin
 
 # fmt: off
 SIZES_MATCH = frozenset(
-    ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
+    ["all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_barrier", "barrier", "broadcast",
+     "_broadcast_oop", "reduce", "_reduce_oop", "all_gather", "_all_gather_base",
+     "all_gather_into_tensor_coalesced", "ALLGATHER_coalesced", "all_gather_single", "reduce_scatter",
+     "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced", "reduce_scatter_single"]
 )
 # fmt: on
 """Collectives to which all ranks bring as many elements; gather, scatter, all_to_all and the *_v
@@ -58,33 +61,33 @@ class _Run:
     @cached_property
     def of_rank(self) -> dict[int, Recording]:
         """Recordings by rank; of two of the same rank the first."""
-        found: dict[int, Recording] = {}
+        recordings: dict[int, Recording] = {}
         for recording in self.all:
             if recording.rank is not None:
-                found.setdefault(recording.rank, recording)
-        return dict(sorted(found.items()))
+                recordings.setdefault(recording.rank, recording)
+        return dict(sorted(recordings.items()))
 
     @cached_property
     def members(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each group, as recorded or by use; the default group has all."""
-        known: dict[str, set[int]] = defaultdict(set)
+        ranks_of: dict[str, set[int]] = defaultdict(set)
         for rank, recording in self.of_rank.items():
             for group in recording.groups:
-                known[group].add(rank)
-                known[group].update(recording.members.get(group, ()))
-        for group in known:
+                ranks_of[group].add(rank)
+                ranks_of[group].update(recording.members.get(group, ()))
+        for group in ranks_of:
             if "default_pg" in group:
-                known[group].update(self.of_rank)
-        return {group: tuple(sorted(ranks)) for group, ranks in known.items()}
+                ranks_of[group].update(self.of_rank)
+        return {group: tuple(sorted(ranks)) for group, ranks in ranks_of.items()}
 
     @cached_property
     def waits(self) -> dict[_Place, list[int]]:
         """Ranks that wait, by group and number."""
-        found: dict[_Place, list[int]] = defaultdict(list)
+        ranks_at: dict[_Place, list[int]] = defaultdict(list)
         for rank, recording in self.of_rank.items():
             for group, seq in recording.waits.items():
-                found[group, seq].append(rank)
-        return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
+                ranks_at[group, seq].append(rank)
+        return dict(sorted(ranks_at.items(), key=lambda item: (item[0][1], item[0][0])))
 
     def mismatches(self) -> list[Hypothesis]:
         """Ranks with different collectives at the same number of a group; the lowest such number
@@ -176,24 +179,24 @@ class _Run:
         """The numbers that not all members have completed, in order."""
         places = []
         for group, ranks in self.members.items():
-            known = [
+            recorded = [
                 one.groups[group] for rank in ranks if (one := self.of_rank.get(rank)) and group in one.groups
             ]
-            first = min(((one.completed or 0) for one in known), default=0) + 1
-            last = max((one.enqueued for one in known), default=0)
+            first = min(((one.completed or 0) for one in recorded), default=0) + 1
+            last = max((one.enqueued for one in recorded), default=0)
             kept = {seq for one in self.of_rank.values() for name, seq in one.entries if name == group}
             places += [(group, seq) for seq in sorted(kept) if first <= seq <= last]
         return sorted(places, key=lambda place: (place[1], place[0]))
 
     def _absent(self, place: _Place) -> list[int]:
         group, seq = place
-        found = []
+        absent = []
         for rank in self.members.get(group, ()):
             recording = self.of_rank.get(rank)
             far = recording.groups.get(group) if recording else None
             if far is None or far.enqueued < seq:
-                found.append(rank)
-        return found
+                absent.append(rank)
+        return absent
 
     def _mismatch(self, entries: dict[int, Entry], odd: list[int]) -> Hypothesis:
         one = next(iter(entries.values()))

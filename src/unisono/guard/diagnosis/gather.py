@@ -10,7 +10,8 @@ from unisono.guard.diagnosis.run_facts import Collective, Ending, Event, Exit, R
 from unisono.guard.diagnosis.scan import Scanned
 
 # fmt: off
-_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank", "ray_distributed", "ray_rank", "world_size", "lightning_started", "deepspeed_world")
+_STATED_WORLD = ("process_rank", "processes", "rank_of_world", "lightning_member", "nccl_rank",
+                 "ray_distributed", "ray_rank", "world_size", "lightning_started", "deepspeed_world")
 # fmt: on
 _OWN_STATEMENTS = ("process_rank", "rank_of_world", "lightning_member")
 """A rank says its number, in the log of its host."""
@@ -29,9 +30,9 @@ def gather(scanned: Sequence[Scanned], *, excerpts: Container[str] = ()) -> RunF
     logs = with_ranks(kept)
     attribution = Attribution(logs)
     placed = [attribution.events(log) for log in logs]
-    events = tuple(event for found in placed for event in found)
+    events = tuple(event for group in placed for event in group)
     tracebacks = tuple(trace for log in logs for trace in attribution.traces(log))
-    exits = tuple(attribution.exit(one) for found in placed for one in find_exits(found))
+    exits = tuple(attribution.exit(one) for group in placed for one in find_exits(group))
     world = _world_size(events, exits, logs)
     step, steps = _steps(events)
     return RunFacts(
@@ -80,9 +81,9 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
     started = {event.number("local_rank") for event in events if event.signature == "spawned"}
     if nodes == 1 and len(started) > 1 and started == set(range(len(started))):
         return len(started)
-    own = {log.who.rank for log in logs if log.who.rank is not None}
-    if len(own) > 1 and own == set(range(len(own))):
-        return len(own)
+    ranks = {log.who.rank for log in logs if log.who.rank is not None}
+    if len(ranks) > 1 and ranks == set(range(len(ranks))):
+        return len(ranks)
     listed = {one.rank for one in exits if one.rank is not None and one.event.signature == "table_exit"}
     return len(listed) if len(listed) > 1 and listed == set(range(len(listed))) else None
 
@@ -145,19 +146,23 @@ def _ranks(
     for rank in [*(one.rank for one in exits), *seen]:
         if rank is not None and rank < _MOST_RANKS:
             by_rank.setdefault(rank, [])
-    own = {log.who.rank: log.name for log in logs if log.who.rank is not None}
-    for rank in own:
+    sources = {log.who.rank: log.name for log in logs if log.who.rank is not None}
+    for rank in sources:
         by_rank.setdefault(rank, [])
     failed = {trace.event.rank for trace in tracebacks if not trace.ignored}
     return {
         rank: _rank(
-            rank, found, own.get(rank, ""), [one for one in exits if one.rank == rank], rank in failed
+            rank,
+            rank_events,
+            sources.get(rank, ""),
+            [one for one in exits if one.rank == rank],
+            rank in failed,
         )
-        for rank, found in sorted(by_rank.items())
+        for rank, rank_events in sorted(by_rank.items())
     }
 
 
-def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
+def _rank(rank: int, events: list[Event], source: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
     rank_events = [event for event in events if event.rank == rank]
     progress = [event for event in rank_events if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
@@ -187,7 +192,7 @@ def _rank(rank: int, events: list[Event], own: str, exits: list[Exit], failed: b
         ),
         local_rank=next((one.local_rank for one in exits if one.local_rank is not None), None),
         pids=tuple(dict.fromkeys(one.pid for one in exits if one.pid is not None)),
-        own_source=own,
+        own_source=source,
         first=rank_events[0] if rank_events else None,
         last=rank_events[-1] if rank_events else None,
         progress=progress[-1] if progress else None,
@@ -209,16 +214,20 @@ def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
 
 def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
     """One for each rank and group: the first that it waited for."""
-    found: dict[tuple[int | None, str], Collective] = {}
+    collectives: dict[tuple[int | None, str], Collective] = {}
     for event in events:
         if event.signature not in ("watchdog", "watchdog_status"):
             continue
         group = _group(event.text)
         near = next(
-            (key for key in found if key[0] == event.rank and (key[1] == group or not key[1] or not group)),
+            (
+                key
+                for key in collectives
+                if key[0] == event.rank and (key[1] == group or not key[1] or not group)
+            ),
             None,
         )
-        one = found.get(near) if near else None
+        one = collectives.get(near) if near else None
         if one is None:
             one = Collective(event, event.rank, group)
         fresh = {
@@ -230,27 +239,28 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
             "enqueued": event.number("enqueued"),
             "completed": event.number("completed"),
         }
-        known = {
+        fields = {
             name: value
             for name, value in fresh.items()
             if value is not None and getattr(one, name) in (None, "")
         }
         key = near or (event.rank, group)
-        found[key] = replace(one, **known, group=one.group or group)  # type: ignore[arg-type]
-    return found.values()
+        collectives[key] = replace(one, **fields, group=one.group or group)  # type: ignore[arg-type]
+    return collectives.values()
 
 
 def _group(text: str) -> str:
     """The process group in a watchdog's line."""
     import re
 
-    found = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
-    return found[2] or found[1] if found else ""
+    match = re.search(r"\[PG (?:ID )?(\w{1,12})(?: PG GUID ([\w()]{1,60}))? Rank", text)
+    return match[2] or match[1] if match else ""
 
 
 # fmt: off
 BY_PRIORITY = (
-    "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray", "transformers", "deepspeed", "accelerate", "torchrun",
+    "llamafactory", "axolotl", "kohya", "recipes", "torchtune", "megatron", "trl", "lightning", "ray",
+    "transformers", "deepspeed", "accelerate", "torchrun",
 )
 # fmt: on
 """Frameworks whose settings a user would change, those that wrap others first."""
@@ -258,8 +268,8 @@ BY_PRIORITY = (
 
 def find_framework(events: Iterable[Event]) -> str:
     """One of BY_PRIORITY, or "" if unknown."""
-    found = {name for event in events if event.signature == "made_by" for name in event.fields}
-    return next((name for name in BY_PRIORITY if name in found), "")
+    frameworks = {name for event in events if event.signature == "made_by" for name in event.fields}
+    return next((name for name in BY_PRIORITY if name in frameworks), "")
 
 
 _BEGINS = frozenset({"omp_banner", "lf_tasks", "launched", "deepspeed_cmd", "ray_began"})
@@ -310,19 +320,19 @@ _START = Event(source="", line=1, order=0, signature="line", kind="fact", cause=
 
 def _beginnings(one: Scanned) -> list[Event]:
     """The events with which further runs begin."""
-    found: list[Event] = []
+    beginnings: list[Event] = []
     begin, ended, restarts = 0, False, False
-    for place, event in enumerate(one.events):
+    for index, event in enumerate(one.events):
         if event.signature in _ENDS or _is_plain_end(event):
             ended, restarts = True, False
         elif event.signature == "worker_group_restarts":
             restarts = True
         elif event.signature in _BEGINS and ended and not restarts:
-            if not _same_run(one.events[begin:place], one.events[place:]):
-                found.append(event)
-                begin = place
+            if not _same_run(one.events[begin:index], one.events[index:]):
+                beginnings.append(event)
+                begin = index
             ended = False
-    return found
+    return beginnings
 
 
 def _is_plain_end(event: Event) -> bool:

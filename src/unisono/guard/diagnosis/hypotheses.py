@@ -228,7 +228,7 @@ def _weighed(signs: Signs, levels: Mapping[str, float], fitted: Mapping[str, flo
 
 def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Feature]:
     """What the lines of logs say: findings of the rules, and lines that indicate a cause."""
-    found: dict[str, Feature] = {}
+    features: dict[str, Feature] = {}
     for finding in findings:
         if finding.cause in ("undetermined", "healthy"):
             continue
@@ -238,12 +238,12 @@ def log_features(facts: RunFacts, findings: Sequence[Hypothesis]) -> list[Featur
             if finding.evidence
             else ("", finding.why)
         )
-        found[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
+        features[f"{kind}:{finding.cause}"] = Feature(f"{kind}:{finding.cause}", where, text, "log")
     for event in facts.events:
         if event.cause in CATALOGUE and event.kind in ("warning", "error", "death"):
             name = f"{'warning' if event.kind == 'warning' else 'line'}:{event.cause}"
-            found.setdefault(name, Feature(name, event.where, _words(event.text), "log"))
-    return list(found.values())
+            features.setdefault(name, Feature(name, event.where, _words(event.text), "log"))
+    return list(features.values())
 
 
 def _words(text: str) -> str:
@@ -331,24 +331,24 @@ def rank(
     """
     used = table or default_table()
     names = [feature.id for feature in features]
-    found, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
+    chances, none = scores(names, used), 0.0 if is_failure else no_failure(names, used)
     if not is_failure and not _is_narrated(names):
         none = max(none, NO_FAILURE_FROM + 0.05)
     if not features or none > _CERTAINLY_NONE:
         return Ranking(no_failure=none)
     most = 1 - none if none <= NO_FAILURE_FROM else min(1 - none, LIKELY - 0.01)
-    found = {cause: used.calibrated(chance) * most for cause, chance in found.items()}
-    order = sorted(found, key=lambda cause: -found[cause])
+    chances = {cause: used.calibrated(chance) * most for cause, chance in chances.items()}
+    order = sorted(chances, key=lambda cause: -chances[cause])
     supported = [cause for cause in order if any(used.weight(cause, name) > 0 for name in names)] or order[:1]
     chosen = [
         cause
-        for place, cause in enumerate(supported[:MOST])
-        if place < _LEAST or found[cause] >= _LEAST_SCORE
+        for index, cause in enumerate(supported[:MOST])
+        if index < _LEAST or chances[cause] >= _LEAST_SCORE
     ]
     return Ranking(
-        hypotheses=tuple(_ranked(cause, found[cause], features, framework, used) for cause in chosen),
-        questions=_questions(features, found, used),
-        unlikely=_unlikely(features, found, used),
+        hypotheses=tuple(_ranked(cause, chances[cause], features, framework, used) for cause in chosen),
+        questions=_questions(features, chances, used),
+        unlikely=_unlikely(features, chances, used),
         no_failure=none,
     )
 
@@ -359,8 +359,8 @@ def _ranked(
     weighed = sorted(
         ((table.weight(cause, feature.id), feature) for feature in features), key=lambda pair: -abs(pair[0])
     )
-    known = CATALOGUE[cause].remedy
-    here = [str(line) for line in known if isinstance(line, OwnRunOnly)]
+    remedy = CATALOGUE[cause].remedy
+    here = [str(line) for line in remedy if isinstance(line, OwnRunOnly)]
     entry = table.entries[cause]
     return RankedCause(
         cause,
@@ -368,7 +368,7 @@ def _ranked(
         because=tuple(feature for weight, feature in weighed if weight > 0)[:_MOST_BECAUSE],
         against=tuple(feature for weight, feature in weighed if weight < 0)[:_MOST_BECAUSE],
         check=tuple(line.replace("{devices}", _devices(features)) for line in entry.check),
-        fix=remedy_for_foreign_program(known, framework),
+        fix=remedy_for_foreign_program(remedy, framework),
         fix_here=tuple(([entry.here] if entry.here else []) + here),
     )
 
@@ -381,13 +381,15 @@ def _devices(features: Sequence[Feature]) -> str:
     return next((match[1].strip(",") for one in features if (match := _DEVICES.search(one.text))), "0,1")
 
 
-def _questions(features: Sequence[Feature], found: Mapping[str, float], table: Table) -> tuple[Question, ...]:
+def _questions(
+    features: Sequence[Feature], chances: Mapping[str, float], table: Table
+) -> tuple[Question, ...]:
     """The questions with the largest expected gain of information, for those that the text does not
     answer.
     """
     seen = {name for feature in features for name in (feature.id, feature.id.removeprefix("not:"))}
-    whole = sum(found.values())
-    shares = {cause: chance / whole for cause, chance in found.items()}
+    whole = sum(chances.values())
+    shares = {cause: chance / whole for cause, chance in chances.items()}
     entropy = _entropy(shares.values())
     gains = {
         question: _gain(yes, shares, entropy)
@@ -442,14 +444,14 @@ def _entropy(shares: Iterable[float]) -> float:
 
 
 def _unlikely(
-    features: Sequence[Feature], found: Mapping[str, float], table: Table
+    features: Sequence[Feature], chances: Mapping[str, float], table: Table
 ) -> tuple[tuple[str, str], ...]:
     """Frequent causes that the text speaks against."""
     reasons: list[tuple[str, str]] = []
     if len(features) < _LEAST_FOR_EXCLUSION:
         return ()
     for cause, entry in table.entries.items():
-        if entry.prior <= 0 or found.get(cause, 1.0) > _RULED_OUT_SHARE:
+        if entry.prior <= 0 or chances.get(cause, 1.0) > _RULED_OUT_SHARE:
             continue
         against = [feature for feature in features if table.weight(cause, feature.id) <= -0.8]
         if against:

@@ -70,11 +70,20 @@ def judge(facts: RunFacts) -> list[Hypothesis]:
     named = sorted((finding for rule in _WORDS for finding in rule(view)), key=_specific)
     certain = [finding for finding in named if finding.confidence >= CERTAIN]
     vague = [finding for finding in named if finding.confidence < CERTAIN]
-    own = find_user_errors(view)
+    user_errors = find_user_errors(view)
     taken = find_preemption(view)
     structure = [finding for rule in _STRUCTURE for finding in rule(view)]
     resources = find_ray_resources(view)
-    ranked = [*find_stated(view), *certain, *nan, *_unless_caught(own), *structure, *resources, *own, *vague]
+    ranked = [
+        *find_stated(view),
+        *certain,
+        *nan,
+        *_unless_caught(user_errors),
+        *structure,
+        *resources,
+        *user_errors,
+        *vague,
+    ]
     ranked = _with_preemption(taken, ranked)
     return _distinct([*(ranked or find_cancelled(view)), *find_undetermined(view)])
 
@@ -83,9 +92,9 @@ def _specific(finding: Hypothesis) -> tuple[bool, float]:
     return finding.confidence < CERTAIN, judgement_of(finding.cause).specificity
 
 
-def _unless_caught(own: Sequence[Hypothesis]) -> list[Hypothesis]:
+def _unless_caught(user_errors: Sequence[Hypothesis]) -> list[Hypothesis]:
     """The program's exceptions that probably ended it."""
-    return [finding for finding in own if finding.confidence > 0.5]
+    return [finding for finding in user_errors if finding.confidence > 0.5]
 
 
 def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[Hypothesis]:
@@ -105,12 +114,12 @@ def _with_preemption(taken: list[Hypothesis], ranked: list[Hypothesis]) -> list[
 
 def _distinct(findings: list[Hypothesis]) -> list[Hypothesis]:
     """One hypothesis for each cause; "undetermined" only if there is no other."""
-    found: dict[str, Hypothesis] = {}
+    distinct: dict[str, Hypothesis] = {}
     for finding in findings:
-        found.setdefault(finding.cause, finding)
-    if len(found) > 1:
-        found.pop("undetermined", None)
-    return list(found.values())
+        distinct.setdefault(finding.cause, finding)
+    if len(distinct) > 1:
+        distinct.pop("undetermined", None)
+    return list(distinct.values())
 
 
 MOST_EVIDENCE = 10
@@ -154,8 +163,8 @@ class Diagnosis:
         body["earlier_runs"] = list(self.facts.earlier_runs)
         if every:
             body["alternatives"] = [verdict.to_json() for verdict in self.alternatives]
-        found: dict[str, Any] = redacted_json(body)
-        return found
+        redacted: dict[str, Any] = redacted_json(body)
+        return redacted
 
     @property
     def is_proved(self) -> bool:
@@ -214,7 +223,7 @@ _MOST_RULED_OUT = 3
 
 def _not_in_complete_logs(facts: RunFacts, ranking: Ranking) -> tuple[str, ...]:
     """The frequent causes that complete logs would show, and these do not."""
-    heard = {rank for rank, known in facts.ranks.items() if known.last is not None}
+    heard = {rank for rank, rank_facts in facts.ranks.items() if rank_facts.last is not None}
     complete = facts.world_size and facts.world_size <= len(heard)
     if not complete or any(source.cut_head for source in facts.sources.values()):
         return ()
@@ -242,11 +251,13 @@ def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
     return verdict.model_copy(update={"summary": summary, "evidence": (), "fix": (), "confidence": 0.3})
 
 
-def with_answer(found: Diagnosis, feature: Feature) -> Diagnosis:
+def with_answer(diagnosis: Diagnosis, feature: Feature) -> Diagnosis:
     """The diagnosis after a question was answered."""
-    features = (*found.features, feature)
+    features = (*diagnosis.features, feature)
     return replace(
-        found, features=features, ranking=rank(features, framework=found.facts.framework, is_failure=True)
+        diagnosis,
+        features=features,
+        ranking=rank(features, framework=diagnosis.facts.framework, is_failure=True),
     )
 
 
@@ -269,10 +280,10 @@ def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
 
 
 def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:
-    found: dict[tuple[str, str], Evidence] = {}
+    evidence: dict[tuple[str, str], Evidence] = {}
     for event in events:
-        found.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
-    return tuple(found.values())[:MOST_EVIDENCE]
+        evidence.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
+    return tuple(evidence.values())[:MOST_EVIDENCE]
 
 
 def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:

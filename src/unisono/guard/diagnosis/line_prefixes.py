@@ -23,7 +23,8 @@ _PREFIXES: tuple[re.Pattern[str], ...] = tuple(
     re.compile(pattern)
     for pattern in (
         r"\[rank(?P<rank>\d{1,6})\]:? ?",  # torch since 2.2
-        r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",  # torchrun --tee
+        # torchrun --tee writes this.
+        r"\[(?:trainer|default|worker|elastic|local_rank)_?(?P<local_rank>\d{1,4})\]:? ?",
         # mpirun --tag-output; SageMaker
         r"\[\d{1,6},(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,63}))?\]<std(?:err|out)>:? ?",
         # Ray
@@ -70,17 +71,21 @@ _INSIDE = re.compile(
     r" =:]{1,2}(\d{1,6})(?:/\d{1,6})?[:,\] ]"
 )
 _FILE_RANK = re.compile(
-    r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)|^std_log_process_(\d{1,5})\.",
+    r"(?:^|[^a-z])(?:global[_-]?)?rank[_-]?(\d{1,6})(?!\d)|(?:^|[_-])r(\d{1,5})\.(?:log|out|err)"
+    r"|^std_log_process_(\d{1,5})\.",
     re.IGNORECASE,
 )
 _FILE_NODE = re.compile(
     r"(?:^|[^a-z])(?:node|host|worker|machine|pod|master)[_-]?(\d{1,5})(?!\d)", re.IGNORECASE
 )
 _FILE_HOST = re.compile(
-    r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
+    r"^(?!(?:slurm|job|run|log|out|output|train|exp|attempt|std|console|part|epoch|version"
+    r"|test)[^a-z])(?P<host>[A-Za-z][A-Za-z0-9-]{0,60}?\d[A-Za-z0-9-]{0,20}?|(?:node|host|worker|machine"
+    r"|server|gpu)-[a-z])(?:[-_.]rank[-_]?\d{1,6})?\.(?:log|out|err|txt)$"
 )
 _FILE_SLURM = re.compile(
-    r"^(?:[A-Za-z]\w{0,40}[-_.])?\d{3,12}[-_.](?P<host>(?!(?:rank|task|proc|node|host|worker|machine|gpu|local|global)[-_.]?\d{1,6}\.)[A-Za-z][A-Za-z0-9-]{0,60}?)[-_.](?P<rank>\d{1,5})\.(?:log|out|err|txt)$"
+    r"^(?:[A-Za-z]\w{0,40}[-_.])?\d{3,12}[-_.](?P<host>(?!(?:rank|task|proc|node|host|worker|machine|gpu"
+    r"|local|global)[-_.]?\d{1,6}\.)[A-Za-z][A-Za-z0-9-]{0,60}?)[-_.](?P<rank>\d{1,5})\.(?:log|out|err|txt)$"
 )
 """A job, a node and a task, as Slurm's `%j-%N-%t` writes them."""
 _LOG_DIR = re.compile(r"(?:^|/)(?:attempt_\d{1,4}/)?(\d{1,4})/(?:stderr|stdout)\.log$")
@@ -102,30 +107,30 @@ def split_prefix(piece: str, *, style: str = "") -> tuple[Origin, str]:
         piece: a line, or a part of one.
         style: of its log, from `find_style`.
     """
-    who, place = NO_ORIGIN, 0
+    who, start = NO_ORIGIN, 0
     if style:
         timed = _BEFORE.match(piece)
-        who, place = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
-        found = (_PDSH if style == "pdsh" else _SRUN).match(piece, place)
-        if found:
-            place = found.end()
-            who = _styled(who, found, style)
+        who, start = (_merged(who, timed.groupdict()), timed.end()) if timed else (who, 0)
+        match = (_PDSH if style == "pdsh" else _SRUN).match(piece, start)
+        if match:
+            start = match.end()
+            who = _styled(who, match, style)
     for _ in range(_MOST_PREFIXES):
-        if not _ANY_PREFIX.match(piece, place):
+        if not _ANY_PREFIX.match(piece, start):
             break
         for pattern in _PREFIXES:
-            found = pattern.match(piece, place)
-            if found:
-                who, place = _merged(who, found.groupdict()) if pattern.groups else who, found.end()
+            match = pattern.match(piece, start)
+            if match:
+                who, start = _merged(who, match.groupdict()) if pattern.groups else who, match.end()
                 break
-    return who, piece[place:]
+    return who, piece[start:]
 
 
 def find_rank(text: str) -> int | None:
     """The rank in the text of a line, if the line names its own."""
     head = text[:400]
-    found = _INSIDE.search(head) if "ank" in head else None
-    return int(next(group for group in found.groups() if group)) if found else None
+    match = _INSIDE.search(head) if "ank" in head else None
+    return int(next(group for group in match.groups() if group)) if match else None
 
 
 def find_style(lines: list[str]) -> str:
@@ -139,7 +144,7 @@ def find_style(lines: list[str]) -> str:
     numbered = [bool(_SRUN.match(line)) for line in lines]
     if _is_usual(numbered) and not _are_line_numbers(lines):
         return "srun-nodes" if _are_nodes(lines) else "srun"
-    named = [(found := _PDSH.match(line)) is not None and _like_host(found["host"]) for line in lines]
+    named = [(match := _PDSH.match(line)) is not None and _like_host(match["host"]) for line in lines]
     return "pdsh" if _is_usual(named) else ""
 
 
@@ -147,8 +152,8 @@ def _is_usual(has: list[bool]) -> bool:
     """Whether most lines from the first such one on are like it."""
     if has.count(True) < _FEWEST_STYLED:
         return False
-    rest = has[has.index(True) :]
-    return rest.count(True) >= _MOST_SRUN_SHARE * len(rest)
+    after_first = has[has.index(True) :]
+    return after_first.count(True) >= _MOST_SRUN_SHARE * len(after_first)
 
 
 def who_is_file(name: str) -> Origin:
@@ -169,29 +174,29 @@ def who_is_file(name: str) -> Origin:
     )
 
 
-def _styled(who: Origin, found: re.Match[str], style: str) -> Origin:
+def _styled(who: Origin, match: re.Match[str], style: str) -> Origin:
     if style == "pdsh":
-        return replace(who, host=found["host"])
-    number = int(found["number"])
+        return replace(who, host=match["host"])
+    number = int(match["number"])
     return replace(who, rank=number) if style == "srun" else replace(who, node_rank=number)
 
 
 def _are_nodes(lines: list[str]) -> bool:
     """Whether srun's numbers are those of launchers, with ranks of their own below them."""
     for line in lines:
-        found = _SRUN.match(line)
-        rest = line[found.end() :] if found else ""
-        inner = _INNER.search(rest)
-        if found and inner and int(inner[1]) != int(found["number"]):
+        match = _SRUN.match(line)
+        text = line[match.end() :] if match else ""
+        inner = _INNER.search(text)
+        if match and inner and int(inner[1]) != int(match["number"]):
             return True
-        if found and ("distributed tasks at:" in rest or "torch/distributed/run.py" in rest):
+        if match and ("distributed tasks at:" in text or "torch/distributed/run.py" in text):
             return True
     return False
 
 
 def _are_line_numbers(lines: list[str]) -> bool:
     """Whether the numbers before lines only ever grow: an editor's or grep's."""
-    numbers = [int(found["number"]) for line in lines if (found := _SRUN.match(line))]
+    numbers = [int(match["number"]) for line in lines if (match := _SRUN.match(line))]
     return (
         len(numbers) >= _FEWEST_COUNTED
         and numbers[0] > 0
@@ -203,9 +208,9 @@ def _like_host(word: str) -> bool:
     return any(letter.isdigit() for letter in word) or "-" in word or "." in word
 
 
-def _merged(who: Origin, found: dict[str, str | None]) -> Origin:
-    rank, local_rank, pid, node = (found.get(name) for name in ("rank", "local_rank", "pid", "node_rank"))
-    host = found.get("host") or found.get("pod") or found.get("compose")
+def _merged(who: Origin, groups: dict[str, str | None]) -> Origin:
+    rank, local_rank, pid, node = (groups.get(name) for name in ("rank", "local_rank", "pid", "node_rank"))
+    host = groups.get("host") or groups.get("pod") or groups.get("compose")
     if not (rank or local_rank or pid or node or host):
         return who
     return Origin(  # dataclasses.replace takes five times as long, and this is called for each line
@@ -251,10 +256,10 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
         year: for formats without one; None: such times are ignored.
     """
     head = text[:LOOK_CHARS]
-    found = _ISO.search(head) or _AMERICAN.search(head) or _GLOG.search(head) or _SYSLOG.search(head)
-    if not found:
+    match = _ISO.search(head) or _AMERICAN.search(head) or _GLOG.search(head) or _SYSLOG.search(head)
+    if not match:
         return None
-    groups = found.groupdict()
+    groups = match.groupdict()
     which = int(groups.get("y") or year or 0)
     month = _MONTHS.get(groups.get("b") or "") or int(groups.get("m") or 0)
     day, hour, minute, second = (int(groups[name]) for name in "dHMS")
@@ -267,12 +272,13 @@ def find_time(text: str, *, year: int | None = None) -> float | None:
 def find_year(text: str) -> int | None:
     """The year at the start of a line, for the formats without one."""
     head = text[:LOOK_CHARS]
-    found = _YEAR.search(head) if "20" in head else None
-    return int(found[1] or found[2]) if found else None
+    match = _YEAR.search(head) if "20" in head else None
+    return int(match[1] or match[2]) if match else None
 
 
 # fmt: off
-_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception", "traceback", "stack", "stack_info", "stacktrace")
+_TEXTS = ("log", "msg", "message", "event", "textPayload", "text", "error", "exc", "exc_info", "exception",
+          "traceback", "stack", "stack_info", "stacktrace")
 # fmt: on
 _RANKS = ("rank", "global_rank", "RANK")
 _HOSTS = ("host", "hostname", "node", "pod", "pod_name", "container_name")
@@ -289,19 +295,19 @@ def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
     if not (text.startswith('{"') and text.endswith("}")) or len(text) > _MOST_CHARS:
         return None
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    messages = [found[name] for name in _TEXTS if isinstance(found.get(name), str)]
+    messages = [record[name] for name in _TEXTS if isinstance(record.get(name), str)]
     lines = [
         plain(one) if "\x1b" in one else one
         for message in messages
         for one in message.splitlines()
         if one.strip()
     ]
-    if not lines or isinstance(found.get("loss"), int | float):
+    if not lines or isinstance(record.get("loss"), int | float):
         return None
-    inner = [found, *(value for value in found.values() if isinstance(value, dict))]
+    inner = [record, *(value for value in record.values() if isinstance(value, dict))]
     return _origin_of_fields(inner), lines[:_MOST_LINES]
 
 
@@ -340,7 +346,8 @@ _SHARE = 0.85
 _NUMBERED = re.compile(r"\d{1,5}: ?$")
 """srun's prefix, which is not part of a collector's."""
 _PARTS = re.compile(
-    r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info|warn|error)\b)"
+    r"(?P<number>\d+)|(?P<level>\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL|FATAL|TRACE|stdout|stderr|info"
+    r"|warn|error)\b)"
     r"|(?P<month>\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec|Mon|Tue|Wed|Thu|Fri|Sat|Sun)\b)|(?P<blank>"
     r" +)|(?P<other>.)"
 )
@@ -360,7 +367,7 @@ class CollectorPrefix:
         """Learns from the lines of a chunk whether there is a prefix."""
         if self._known:
             return
-        before = [text for place in _places(data) if (text := _before(data, place)) is not None]
+        before = [text for offset in _places(data) if (text := _before(data, offset)) is not None]
         if not before:
             return
         self._known = True
@@ -376,14 +383,14 @@ class CollectorPrefix:
         if (
             self._pattern
             and ranked
-            and find_style([line[found.end() :] for line in lines if (found := ranked.match(line))])
+            and find_style([line[match.end() :] for line in lines if (match := ranked.match(line))])
         ):
             self._pattern = ranked
 
     def off(self, text: str) -> str | None:
         """The text of a line without the collector's prefix; None: it has none."""
-        found = self._pattern.match(text) if self._pattern else None
-        return text[found.end() :] if found else None
+        match = self._pattern.match(text) if self._pattern else None
+        return text[match.end() :] if match else None
 
 
 def _common(texts: set[str], lines: list[str]) -> re.Pattern[str] | None:
@@ -401,24 +408,26 @@ def _outer(text: str) -> str:
 
 def _places(data: bytes) -> list[int]:
     """Positions of the first anchors of each kind."""
-    found: list[int] = []
+    places: list[int] = []
     for word in _ANCHORS:
-        place = data.find(word)
-        while place >= 0 and len(found) < _MOST_ANCHORS:
-            found.append(place)
-            place = (
-                data.find(word, data.find(b"\n", place)) if b"\n" in data[place : place + (1 << 16)] else -1
+        offset = data.find(word)
+        while offset >= 0 and len(places) < _MOST_ANCHORS:
+            places.append(offset)
+            offset = (
+                data.find(word, data.find(b"\n", offset))
+                if b"\n" in data[offset : offset + (1 << 16)]
+                else -1
             )
-    return found
+    return places
 
 
-def _before(data: bytes, place: int) -> str | None:
+def _before(data: bytes, offset: int) -> str | None:
     """The text before an anchor in its line; None: it is inside other text, e.g. a launcher's table
     or after a progress bar.
     """
-    least = max(0, place - 8 * _LONGEST)
-    start = max(data.rfind(b"\n", least, place), data.rfind(b"\r", least, place), least - 1) + 1
-    text = plain(data[start:place].decode("utf-8", "replace"))
+    least = max(0, offset - 8 * _LONGEST)
+    start = max(data.rfind(b"\n", least, offset), data.rfind(b"\r", least, offset), least - 1) + 1
+    text = plain(data[start:offset].decode("utf-8", "replace"))
     return None if text.rstrip().endswith(("traceback :", "]", "%")) and not text.endswith(" ") else text
 
 
@@ -433,5 +442,5 @@ def _shape(text: str) -> str:
     """
     body = text.rstrip(" ")
     parts = {"number": r"\d+", "level": r"\w+", "month": r"\w{3}", "blank": " +"}
-    shaped = (parts.get(found.lastgroup or "") or re.escape(found[0]) for found in _PARTS.finditer(body))
+    shaped = (parts.get(match.lastgroup or "") or re.escape(match[0]) for match in _PARTS.finditer(body))
     return "".join(shaped) + text[len(body) :]

@@ -21,8 +21,10 @@ _HEAD_BYTES, _NULS = 256, 0.25
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _PIECES = re.compile(
     r"\r|\x1b\[[0-9;]{0,8}[A-HJKf]"  # the cursor moved: a new piece
-    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"  # a progress bar, followed by different output
-    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"  # two ranks wrote at the same time
+    # A progress bar may be followed by different output.
+    r"|(?<=it/s\])(?=[^\s,|])|(?<=s/it\])(?=[^\s,|])"
+    # Two ranks may have written at the same time.
+    r"|(?<=.)(?=\[rank\d{1,6}\]:)|(?<=[\]s%}])(?=\[[EWF] ProcessGroup)"
 )
 
 _LONGEST_PREFIX = 400
@@ -54,7 +56,7 @@ def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
 
     A corrupt stream (.gz) ends at the error.
     """
-    rest, offset, line = b"", 0, 1
+    partial, offset, line = b"", 0, 1
     block = _read(stream)
     while block and len(block) < _HEAD_BYTES and (more := _read(stream)):
         block += more  # the same head decides, whatever the sizes of the reads
@@ -64,13 +66,13 @@ def read_chunks(stream: BinaryIO) -> Iterator[Chunk]:
         over = not block
         if wide:
             block = block.replace(b"\x00", b"")  # UTF-16 of what is mostly ASCII: enough for words
-        data = rest + block
+        data = partial + block
         end = len(data) if over else _end(data)
         if end:
             yield Chunk(data[:end], offset, line)
             line += data.count(b"\n", 0, end)
             offset += end
-        rest = data[end:]
+        partial = data[end:]
         if over:
             return
         block = _read(stream)
@@ -134,7 +136,7 @@ def _is_bare(piece: str) -> bool:
 OFTEN = 400
 """Occurrences in a log up to which a string of low weight is matched everywhere."""
 OFTEN_STRONG = 10_000
-"""The same for strings of errors."""
+"""Occurrences up to which a string of errors is matched everywhere."""
 TAIL_BYTES = 1 << 13
 SAMPLES, SAMPLE_BYTES = 4, 512
 """Samples of a chunk in which frequent strings are still matched."""
@@ -164,12 +166,12 @@ class Prefilter:
 
     def hits(self, chunk: bytes) -> list[int]:
         """Positions of matches in the chunk, ascending."""
-        found = self._rare(chunk)
+        offsets = self._rare(chunk)
         if self._often.strong:
-            found += self._edges(chunk)
+            offsets += self._edges(chunk)
         if self._often.weak:
-            found += self._sampled(chunk)
-        return sorted(set(found))
+            offsets += self._sampled(chunk)
+        return sorted(set(offsets))
 
     def is_often(self, word: bytes) -> bool:
         """Whether a string was so frequent that no longer all its matches are given."""
@@ -179,18 +181,18 @@ class Prefilter:
         """All matches of strings that are not frequent; continues with the remaining strings if one
         becomes frequent.
         """
-        found: list[int] = []
-        place = 0
-        while place >= 0:
+        offsets: list[int] = []
+        start = 0
+        while start >= 0:
             left = (self._strong - self._often.strong) | (self._weak - self._often.weak)
-            place = self._until_often(_finder(left), chunk, place, found) if left else -1
-        return found
+            start = self._until_often(_finder(left), chunk, start, offsets) if left else -1
+        return offsets
 
-    def _until_often(self, find: _Find, chunk: bytes, place: int, found: list[int]) -> int:
+    def _until_often(self, find: _Find, chunk: bytes, start_at: int, offsets: list[int]) -> int:
         seen, strong = self._seen, self._strong
-        for match in find(chunk, place, len(chunk)):
+        for match in find(chunk, start_at, len(chunk)):
             start = match.start()
-            found.append(start)
+            offsets.append(start)
             word = match[0]
             seen[word] += 1
             if seen[word] >= (OFTEN_STRONG if word in strong else OFTEN):
@@ -241,8 +243,8 @@ def _finder(words: frozenset[bytes]) -> _Find:
     options.never_capture = True
     options.log_errors = False
     options.max_mem = _DFA_BYTES
-    found: _Find = re2.compile(pattern, options).finditer
-    return found
+    finder: _Find = re2.compile(pattern, options).finditer
+    return finder
 
 
 class Hints:
@@ -263,11 +265,11 @@ class Hints:
         """The strings in the text; one may be given several times."""
         data, find = text.encode("utf-8", "surrogatepass"), _finder(self._words)
         match = next(find(data, 0, len(data)), None)
-        found: tuple[str, ...] = ()
+        words: tuple[str, ...] = ()
         while match is not None:
-            found += self._beginnings[match[0]]
+            words += self._beginnings[match[0]]
             match = next(find(data, match.start() + 1, len(data)), None)
-        return found
+        return words
 
 
 SHOWN_CHARS = 600

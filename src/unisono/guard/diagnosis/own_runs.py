@@ -74,7 +74,8 @@ def read_rank_events(run: RunDir) -> list[RankEvents]:
     """Events of all ranks that reported any, in order; incomplete lines are skipped."""
     clocks = Clocks(run)
     hosts = {
-        _whole(place.get("rank")): one_line(str(place.get("host") or ""), limit=100) for place in _places(run)
+        _whole(rank_place.get("rank")): one_line(str(rank_place.get("host") or ""), limit=100)
+        for rank_place in _places(run)
     }
     return [
         _read_rank(path, hosts, clocks, run) for path in sorted(run.events(0).parent.glob("rank-*.jsonl"))
@@ -82,7 +83,7 @@ def read_rank_events(run: RunDir) -> list[RankEvents]:
 
 
 def facts_of(run: RunDir, reports: list[RankEvents]) -> RunFacts:
-    """The same as RunFacts, for rules, judging and the timeline."""
+    """The run's records as RunFacts, for rules, judging and the timeline."""
     plan = read_object(run.plan)
     step = last_step(run)
     events = tuple(event for one in reports for event in one.events)
@@ -124,14 +125,14 @@ def last_step(run: RunDir) -> int | None:
 def _rank_facts(one: RankEvents, step: int | None) -> RankFacts:
     finished = next((event for event in one.events if event.kind == "finished"), None)
     progress = next((event for event in reversed(one.events) if event.kind == "progress"), None)
-    own = [found for message in one.messages if (found := _whole(message.get("step"))) is not None]
+    steps = [number for message in one.messages if (number := _whole(message.get("step"))) is not None]
     return RankFacts(
         one.rank,
         host=one.host or None,
         first=one.events[0] if one.events else None,
         last=one.events[-1] if one.events else None,
         progress=progress,
-        step=step if one.rank == 0 else max(own, default=None),
+        step=step if one.rank == 0 else max(steps, default=None),
         finished=finished,
         ending="finished" if finished else "exception" if one.crash else "unknown",
     )
@@ -349,10 +350,10 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
         for problem in result.problems
     )
     fix = tuple(shown(problem["fix"]) for problem in result.problems if problem.get("fix"))
-    known = [signature.cause for item in problems for signature in match_line(item.text) if signature.cause]
+    causes = [signature.cause for item in problems for signature in match_line(item.text) if signature.cause]
     summary = problems[0].text if problems else f"the run {result.outcome} with exit code {result.exit_code}"
     return Verdict(
-        cause=known[0] if known else "undetermined",
+        cause=causes[0] if causes else "undetermined",
         when="after",
         summary=summary,
         step=result.step or facts.step,
@@ -362,8 +363,8 @@ def _ended_with_result(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 
 def _ended_program(result: RunResult) -> Verdict | None:
-    """The same for a program of `unisono run`: result.json has neither its steps nor its
-    checkpoints, so its log may have the cause.
+    """The verdict on a program of `unisono run` that has ended: result.json has neither its steps
+    nor its checkpoints, so its log may have the cause.
     """
     if result.is_completed:
         return Verdict(
@@ -395,7 +396,7 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     crashes = [(one, *one.crash) for one in reports if one.crash]
     if not crashes:
         return None
-    one, event, message = min(crashes, key=lambda found: found[1].time or 0.0)
+    one, event, message = min(crashes, key=lambda crash: crash[1].time or 0.0)
     problems = message.get("problems") or [{}]
     error = shown(one_line(str(message.get("error") or problems[0].get("what") or "an exception"), limit=400))
     text = str(message.get("traceback") or "")
@@ -403,10 +404,10 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     config = read_object(run.plan).get("config")
     code = {**MODEL_CODE, **_own_code(config)}
     origin = shown(own_frame(text, code)) if facts.framework == "unisono" else ""
-    known = [signature.cause for signature in match_line(error) if signature.cause]
+    causes = [signature.cause for signature in match_line(error) if signature.cause]
     evidence = (_evidence(event), *(Evidence(where=event.where, text=shown(line.strip())) for line in trace))
     return Verdict(
-        cause=known[0] if known else "user_code_error",
+        cause=causes[0] if causes else "user_code_error",
         when="after",
         summary=f"{_rank(one)} ended with an exception: {error}"
         + (f"; the likely origin is {origin}" if origin else ""),
@@ -425,7 +426,7 @@ def _own_code(config: Any) -> dict[str, str]:
     optim = values.get("optim")
     optimizer = optim.get("kind") if isinstance(optim, dict) else ""
     both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer))
-    return {str(own.path): f"the {own.what}" for own in both}
+    return {str(code.path): f"the {code.what}" for code in both}
 
 
 def _logs(

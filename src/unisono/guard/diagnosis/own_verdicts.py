@@ -53,8 +53,8 @@ def _hypothesis(event: Event, *, confidence: float) -> Hypothesis:
 
 def _ranks_in(text: str) -> tuple[int, ...]:
     """The ranks that a summary names first."""
-    found = _RANKS.search(text)
-    return tuple(map(int, re.findall(r"\d+", found[1])))[:_MOST_RANKS] if found else ()
+    match = _RANKS.search(text)
+    return tuple(map(int, re.findall(r"\d+", match[1])))[:_MOST_RANKS] if match else ()
 
 
 def _is_cause(name: str) -> bool:
@@ -87,8 +87,8 @@ def suspected(run: RunDir, facts: RunFacts) -> Verdict | None:
 
 def _remedy(cause: str, facts: RunFacts) -> tuple[str, ...]:
     """The lines of the catalogue that fit the program."""
-    known = find_cause(cause)
-    lines = known.remedy if known is not None else ()
+    entry = find_cause(cause)
+    lines = entry.remedy if entry is not None else ()
     return tuple(line for line in lines if facts.framework == "unisono" or not isinstance(line, OwnRunOnly))
 
 

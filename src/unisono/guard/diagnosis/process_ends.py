@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from unisono.guard.diagnosis.run_facts import Event, Exit, Origin, Traceback
 
 MOST_LINES = 1500
-"""Of an open traceback: what is longer has lost its end."""
+"""Lines of an open traceback: a longer one has lost its end."""
 MESSAGE_LINES = 14
 _STRANGERS = 80
 """Unindented lines that are not an exception; they end an open traceback."""
@@ -25,7 +25,8 @@ _EXCEPTION = re.compile(
     r" (?P<message>.*))?)?$"
 )
 # fmt: off
-_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault", "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
+_ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Failed", "Fault",
+            "NotMet", "Exhausted", "NotFound", "Empty", "Expired", "Aborted")
 # fmt: on
 _CAUSE = "The above exception was the direct cause"
 _HANDLING = "During handling of the above exception"
@@ -34,7 +35,8 @@ _IGNORED = ("Exception ignored in", _THREAD, "Error in atexit", "Exception ignor
 _IN_TABLE = re.compile(r"^\s{0,8}traceback\s{0,3}: ")
 _REMOTE = re.compile(r"\(pid=(?P<pid>\d{1,10}), ip=(?P<ip>[\w.:-]{3,60})")
 _PACKAGES = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
+    r"/(?:site|dist)-packages/|/lib/python3|^<frozen|/(?:torch|transformers|accelerate|deepspeed|lightning"
+    r"|pytorch_lightning|ray)/\w|^/opt/conda/lib/"
 )
 
 
@@ -149,10 +151,10 @@ class Tracebacks:
             return True
         if (
             text[: opened.indent + 1].strip()
-            and (found := _EXCEPTION.match(text.strip()))
-            and _is_exception(found)
+            and (match := _EXCEPTION.match(text.strip()))
+            and _is_exception(match)
         ):
-            self._close(key, opened, found, event())
+            self._close(key, opened, match, event())
             return True
         if text and not text[0].isspace() and text[0] not in "│|╭╰+~^":
             opened.strangers += 1
@@ -160,13 +162,13 @@ class Tracebacks:
             del self._open[key]
         return bool(text) and text[0] in " │|╭╰"
 
-    def _close(self, key: str, opened: _Open, found: re.Match[str], event: Event) -> None:
+    def _close(self, key: str, opened: _Open, match: re.Match[str], event: Event) -> None:
         del self._open[key]
         if (
-            found["inner"] and found["type"] == "RayTaskError"
+            match["inner"] and match["type"] == "RayTaskError"
         ):  # frames of the remote process follow, and its own exception
             self._open[key] = _Open(
-                opened.began, 0, linked=opened.linked, who=_remote(found["message"] or "")
+                opened.began, 0, linked=opened.linked, who=_remote(match["message"] or "")
             )
             return
         user = next((frame for frame in reversed(opened.frames) if not _PACKAGES.search(frame[0])), None)
@@ -179,8 +181,8 @@ class Tracebacks:
             Traceback(
                 event=replace(event, who=opened.who) if opened.who and event.who.rank is None else event,
                 began=opened.began,
-                type=found["type"],
-                message=found["message"] or "",
+                type=match["type"],
+                message=match["message"] or "",
                 frame=_shown(inner),
                 user_frame=_shown(user),
                 user_file=user[0] if user else "",
@@ -207,21 +209,21 @@ class Tracebacks:
 
 def exception_of(text: str) -> tuple[str, str] | None:
     """The class without its module and the message, where the line is a traceback's last one."""
-    found = _EXCEPTION.match(text.strip())
-    return (found["type"], found["message"] or "") if found and _is_exception(found) else None
+    match = _EXCEPTION.match(text.strip())
+    return (match["type"], match["message"] or "") if match and _is_exception(match) else None
 
 
-def _is_exception(found: re.Match[str]) -> bool:
-    name = found["type"]
-    if found["inner"]:
+def _is_exception(match: re.Match[str]) -> bool:
+    name = match["type"]
+    if match["inner"]:
         return True
-    return name.endswith(_ENDINGS) or bool(found["module"] and name[0].isupper() and name != name.upper())
+    return name.endswith(_ENDINGS) or bool(match["module"] and name[0].isupper() and name != name.upper())
 
 
 def _remote(message: str) -> Origin | None:
     """The process whose exception Ray forwards."""
-    found = _REMOTE.search(message)
-    return Origin(pid=int(found["pid"]), host=found["ip"]) if found else None
+    match = _REMOTE.search(message)
+    return Origin(pid=int(match["pid"]), host=match["ip"]) if match else None
 
 
 def _last_of(chain: list[Traceback]) -> Traceback:
@@ -255,7 +257,7 @@ _WORDS = {
 
 def find_exits(events: Iterable[Event]) -> list[Exit]:
     """All reported exits, in the order of the logs. One exit may be reported twice."""
-    found: list[Exit] = []
+    exits: list[Exit] = []
     block: dict[str, Event] = {}
     first = False
     for event in events:
@@ -266,11 +268,11 @@ def find_exits(events: Iterable[Event]) -> list[Exit]:
         elif event.signature in ("table_time", "table_host", "table_rank"):
             block[event.signature] = event
         elif event.signature == "table_exit":
-            found.append(_table_exits(event, block, first))
+            exits.append(_table_exits(event, block, first))
             block = {}
         elif event.signature in _READERS:
-            found += _READERS[event.signature](event)
-    return found
+            exits += _READERS[event.signature](event)
+    return exits
 
 
 def _table_exits(event: Event, block: dict[str, Event], first: bool) -> Exit:  # noqa: FBT001
@@ -372,11 +374,11 @@ def _of_shell(code: int) -> int:
 
 def _numbers(text: str) -> list[int]:
     """`1,3-5` as numbers, of limited count, since the text is not trusted."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in re.findall(r"\d{1,6}(?:-\d{1,6})?", text):
         low, _, high = part.partition("-")
-        found += range(int(low), min(int(high or low), int(low) + 4096) + 1)
-    return found[:4096]
+        numbers += range(int(low), min(int(high or low), int(low) + 4096) + 1)
+    return numbers[:4096]
 
 
 _READERS = {

@@ -40,7 +40,8 @@ MOST_FILES = 4096
 """Maximum number of files in a directory; more belong to a dataset, not a run."""
 # fmt: off
 _NOT_LOGS = frozenset(
-    [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz", ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
+    [".py", ".pyc", ".so", ".pt", ".pth", ".bin", ".safetensors", ".arrow", ".parquet", ".npy", ".npz",
+     ".png", ".svg", ".jpg", ".zip", ".tar", ".whl", ".model", ".tiktoken", ".lock", ".distcp", ".idx"]
 )
 # fmt: on
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -176,14 +177,14 @@ def find_sources(paths: list[str]) -> list[Source]:
     Raises:
         FileNotFoundError: if a path does not exist.
     """
-    found: dict[Path, None] = {}
+    unique: dict[Path, None] = {}
     stdin = False
     for path in paths:
         if path == STDIN or _is_stdin(Path(path)):
             stdin = True
         else:
-            found.update(dict.fromkeys(_files(Path(path))))
-    files = list(found)
+            unique.update(dict.fromkeys(_files(Path(path))))
+    files = list(unique)
     sources = [Source(name, path) for name, path in zip(_short_names(files), files, strict=True)]
     return [*([Source("stdin", None)] if stdin else []), *sources]
 
@@ -191,8 +192,8 @@ def find_sources(paths: list[str]) -> list[Source]:
 def _is_stdin(path: Path) -> bool:
     """Whether a path that is not a regular file is stdin: /dev/stdin, /dev/tty."""
     try:
-        found = path.stat()
-        return not stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(0))
+        status = path.stat()
+        return not stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.fstat(0))
     except OSError:
         return False
 
@@ -278,20 +279,20 @@ class LimitedStream:
     def _unpacked(self, size: int) -> bytes:
         """Bytes up to the limit, or up to the corrupt part: GzipFile.read would discard them."""
         parts: list[bytes] = []
-        wanted = size
-        while wanted > 0 and not self.damage:
-            if self.given_bytes + size - wanted >= max(LEAST_UNPACKED_BYTES, MOST_RATIO * self.packed_bytes):
+        missing = size
+        while missing > 0 and not self.damage:
+            if self.given_bytes + size - missing >= max(LEAST_UNPACKED_BYTES, MOST_RATIO * self.packed_bytes):
                 self.cut = True
                 break
             try:
-                part = self.stream.read1(wanted)  # type: ignore[attr-defined]
+                part = self.stream.read1(missing)  # type: ignore[attr-defined]
             except (OSError, EOFError, zlib.error) as error:
                 self.damage = str(error)
                 break
             if not part:
                 break
             parts.append(part)
-            wanted -= len(part)
+            missing -= len(part)
         return b"".join(parts)
 
 
@@ -358,14 +359,15 @@ def diagnose_logs(
     names = frozenset(report.name for report in reports)
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)
     features = {report.name: find_features(report.name, report.passages) for report in reports}
-    if not only_reports:  # a README beside logs says nothing of the run, and its log lines are examples
-        features = {name: found for name, found in features.items() if is_about_a_failure(found)}
+    # A README beside logs says nothing of the run, and its log lines are examples.
+    if not only_reports:
+        features = {name: of_report for name, of_report in features.items() if is_about_a_failure(of_report)}
     facts = gather([one for one in scanned if one.name in features or one.name not in names], excerpts=names)
     findings = with_recordings(judge(facts), judge_recordings(recordings))
     return make_diagnosis(
         [with_host(finding, facts) for finding in findings],
         facts,
-        [feature for found in features.values() for feature in found],
+        [feature for of_report in features.values() for feature in of_report],
         language=reports[0].language if only_reports else "",
         excerpts=names,
     )
@@ -381,7 +383,8 @@ def _read_one(source: Source, stream: Any, watched: LimitedStream, read: LogCont
         read.reports.append(report)
         read.scanned.append(scan(source.name, io.BytesIO(report.log_text().encode())))
     else:
-        read.scanned.append(scan(source.name, _Rewound(head, watched)))  # type: ignore[arg-type]  # only read(n) is used
+        # `scan` uses only read(n).
+        read.scanned.append(scan(source.name, _Rewound(head, watched)))  # type: ignore[arg-type]
 
 
 _BLOCK = 1 << 16

@@ -20,10 +20,10 @@ def remedy(finding: Hypothesis, facts: RunFacts) -> list[str]:
     special = _SPECIAL.get(finding.cause)
     lines = special(finding, facts) if special else []
     cause = find_cause(finding.cause)
-    known = cause.remedy if cause else ()
+    advice = cause.remedy if cause else ()
     if facts.framework != "unisono":
-        known = remedy_for_foreign_program(known, facts.framework if finding.cause in _RESUMABLE else "")
-    lines += [line for line in known if line not in lines]
+        advice = remedy_for_foreign_program(advice, facts.framework if finding.cause in _RESUMABLE else "")
+    lines += [line for line in advice if line not in lines]
     if finding.missing:
         lines.append(f"Missing for a more precise answer: {'; '.join(finding.missing)}.")
     return [one_line(line) for line in lines]
@@ -269,8 +269,8 @@ _PACKAGES = {
 
 def _module(finding: Hypothesis) -> str:
     for event in finding.evidence:
-        _, _, rest = event.text.partition("No module named ")
-        name = rest.strip().strip("'\"").split("'")[0].split(".")[0].strip("`;, ")
+        _, _, tail = event.text.partition("No module named ")
+        name = tail.strip().strip("'\"").split("'")[0].split(".")[0].strip("`;, ")
         if name:
             return _PACKAGES.get(name, name)
     return ""
@@ -424,11 +424,17 @@ def _clear(finding: Hypothesis, facts: RunFacts) -> list[str]:
 
 # fmt: off
 _SPECIAL: dict[str, Callable[[Hypothesis, RunFacts], list[str]]] = {
-    "nproc_mismatch": _nproc, "device_unbound_barrier": _unbound, "unequal_steps": _unequal, "collective_mismatch": _mismatch, "rank_died_first": _died, "rank_stalled": _stalled,
-    "host_oom_killed": _oom_host, "cuda_oom": _oom_cuda, "disk_full": _disk, "user_code_error": _user, "port_in_use": _port, "rdzv_timeout": _rendezvous, "hostname_loopback": _loopback,
-    "dns_failure": _dns, "missing_dependency": _missing, "checkpoint_not_shared": _shared, "version_mismatch": _version, "model_path_missing": _path, "hub_unreachable": _hub,
-    "preempted_sigterm": _preempted, "ray_worker_died": _ray_died, "ray_resources_unsatisfiable": _ray_room, "cuda_arch_unsupported": _arch, "no_cuda_build": _no_cuda,
-    "unused_parameters_ddp": _unused, "nan_loss": _nan, "single_device_nccl": _single, "process_group_destroyed_twice": _twice, "tokenizer_mismatch": _tokens, "invalid_device_ordinal": _ordinal, "teardown_crash": _teardown, "gpu_fell_off": _gpu, "ecc_error": _gpu,
+    "nproc_mismatch": _nproc, "device_unbound_barrier": _unbound, "unequal_steps": _unequal,
+    "collective_mismatch": _mismatch, "rank_died_first": _died, "rank_stalled": _stalled,
+    "host_oom_killed": _oom_host, "cuda_oom": _oom_cuda, "disk_full": _disk, "user_code_error": _user,
+    "port_in_use": _port, "rdzv_timeout": _rendezvous, "hostname_loopback": _loopback,
+    "dns_failure": _dns, "missing_dependency": _missing, "checkpoint_not_shared": _shared,
+    "version_mismatch": _version, "model_path_missing": _path, "hub_unreachable": _hub,
+    "preempted_sigterm": _preempted, "ray_worker_died": _ray_died, "ray_resources_unsatisfiable": _ray_room,
+    "cuda_arch_unsupported": _arch, "no_cuda_build": _no_cuda,
+    "unused_parameters_ddp": _unused, "nan_loss": _nan, "single_device_nccl": _single,
+    "process_group_destroyed_twice": _twice, "tokenizer_mismatch": _tokens,
+    "invalid_device_ordinal": _ordinal, "teardown_crash": _teardown, "gpu_fell_off": _gpu, "ecc_error": _gpu,
     "undetermined": _clear,
 }
 # fmt: on

@@ -98,15 +98,15 @@ def _compiled(phrase: str) -> re.Pattern[str]:
 @functools.cache
 def _sections() -> dict[str, dict[str, list[str]]]:
     """section → feature → phrases of all languages."""
-    found: dict[str, dict[str, list[str]]] = {}
+    sections: dict[str, dict[str, list[str]]] = {}
     for language in LANGUAGES:
         text = (
             files("unisono.guard.diagnosis").joinpath("terms", f"{language}.toml").read_text(encoding="utf-8")
         )
         for section, features in tomllib.loads(text).items():
             for feature, phrases in features.items():
-                found.setdefault(section, {}).setdefault(feature, []).extend(phrases)
-    return found
+                sections.setdefault(section, {}).setdefault(feature, []).extend(phrases)
+    return sections
 
 
 def feature_names() -> frozenset[str]:
@@ -129,7 +129,7 @@ def pattern_of(phrase: str) -> str:
     flat = re.sub(r" ?\.\. ?", "..", phrase.strip().lower())
     parts = _PART.findall(flat)
     last_group = flat.rfind("[") if flat.endswith("]") else len(flat)
-    found, before_groups, before, place = list[str](), list[str](), " ", 0
+    pieces, before_groups, before, index = list[str](), list[str](), " ", 0
     for part, after in zip(parts, [*parts[1:], ""], strict=True):
         if part == "[":
             before_groups.append(before)
@@ -140,16 +140,16 @@ def pattern_of(phrase: str) -> str:
                 break
             before_groups.pop()
         if _is_word(part) and before in _BOUNDARIES:
-            found.append(r"(?<![a-z0-9])")
-        found.append(_piece(part, before, gap_over_commas=phrase.isascii()))
-        if _is_word(part) and (not after or (after in "|]" and place > last_group)):
-            found.append(r"(?![a-z0-9])")
+            pieces.append(r"(?<![a-z0-9])")
+        pieces.append(_piece(part, before, gap_over_commas=phrase.isascii()))
+        if _is_word(part) and (not after or (after in "|]" and index > last_group)):
+            pieces.append(r"(?![a-z0-9])")
         if part not in "[|":
             before = " " if part == ".." or not part.isascii() else part
-        place += len(part)
+        index += len(part)
     if before_groups or flat.count("[") != flat.count("]"):
         raise ValueError(f"the brackets of {phrase!r} do not match")
-    return "".join(found)
+    return "".join(pieces)
 
 
 _BOUNDARIES = frozenset(" -/(+=:,.\"'")
@@ -205,22 +205,22 @@ def find_features(name: str, passages: Sequence[Passage]) -> list[Feature]:
     phrases = [phrase for phrase in _phrases() if any(hint in whole for hint in phrase.hints)]
     of_logs = [phrase for phrase in phrases if phrase.section in _OF_LOGS]
     of_errors = [phrase for phrase in phrases if phrase.section in _OF_ERRORS]
-    found: dict[str, Feature] = {}
+    features: dict[str, Feature] = {}
     if any(passage.kind == "log" and _TRACEBACK.search(passage.text) for passage in read):
-        found["tracebacks"] = Feature("tracebacks", name, "", "log")
+        features["tracebacks"] = Feature("tracebacks", name, "", "log")
     for passage in read:
         for match in _VARIABLE.finditer(passage.text):
             setting = f"set:{match[1]}"
-            found.setdefault(setting, Feature(setting, f"{name}:{passage.line}", match[0], "setting"))
+            features.setdefault(setting, Feature(setting, f"{name}:{passage.line}", match[0], "setting"))
         used = phrases
         if passage.kind == "log":
             used = of_errors if _FAILS.search(passage.text) else of_logs
         for feature in _of_passage(name, passage, used):
-            found.setdefault(feature.id, feature)
+            features.setdefault(feature.id, feature)
     return [
         feature
-        for name, feature in found.items()
-        if not _EXCLUDED_BY.get(name, frozenset()) & found.keys() and f"useless:{name}" not in found
+        for name, feature in features.items()
+        if not _EXCLUDED_BY.get(name, frozenset()) & features.keys() and f"useless:{name}" not in features
     ]
 
 
@@ -250,13 +250,13 @@ _FAILS = re.compile(
 
 def _matches(text: str, phrases: Sequence[_Phrase]) -> list[_Match]:
     """The features in a text in lower case, each once."""
-    found: dict[str, _Match] = {}
+    matches: dict[str, _Match] = {}
     for phrase in phrases:
-        if phrase.feature in found or not any(hint in text for hint in phrase.hints):
+        if phrase.feature in matches or not any(hint in text for hint in phrase.hints):
             continue
         if match := _compiled(phrase.text).search(text):
-            found[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
-    return list(found.values())
+            matches[phrase.feature] = _Match(phrase.feature, phrase.section, *match.span())
+    return list(matches.values())
 
 
 def _of_passage(name: str, passage: Passage, phrases: Sequence[_Phrase]) -> Iterator[Feature]:

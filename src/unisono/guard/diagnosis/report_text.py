@@ -15,7 +15,7 @@ from unisono.base.causes.signatures import match_line
 from unisono.base.text import plain
 
 MOST_BYTES = 1 << 20
-"""Of a file: a longer one is read as a log alone."""
+"""Size of a report: a larger file is read as a log alone."""
 _SENTENCE_CHARS, _LINE_CHARS = 600, 4000
 _MOST_PASSAGES = 20_000
 
@@ -120,7 +120,8 @@ _CJK = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _KANA_OR_HANGUL = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")
 _OTHER_SCRIPT = re.compile(r"[\u0370-\u03ff\u0400-\u052f\u0590-\u06ff\u0900-\u0dff\u0e00-\u0e7f]")
 _FREQUENT_ENGLISH = re.compile(
-    r"\b(?:the|is|and|of|to|it|in|on|with|not|when|i|my|at|after|a|no|for|but|this|that|how|why|does|can|from|works?|fails?|hangs?)\b",
+    r"\b(?:the|is|and|of|to|it|in|on|with|not|when|i|my|at|after|a|no|for|but|this|that|how|why|does|can"
+    r"|from|works?|fails?|hangs?)\b",
     re.IGNORECASE,
 )
 _CJK_SHARE, _ENGLISH_SHARE = 0.08, 0.04
@@ -305,12 +306,20 @@ _FOREIGN_RUN = re.compile(r"[!-~][ -~]{18,1500}[!-~]")
 """ASCII within a Chinese sentence: nearly always words of a program."""
 _LOG_LINE = re.compile(
     r"""^\s{0,200}(?:
-      \[?\d{4}[-/]\d\d[-/]\d\d[T ,_]\d\d:\d\d | \[?\d\d:\d\d:\d\d | [IWEF]\d{4}\s\d\d: | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d
-    | \[?(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|FATAL|TRACE)\b[\]:|\s] | \[(?:rank|Rank\s)\d+\] | \[\d+\]:?\s | \S{1,80}:\d{1,9}:\d{1,9}\s\[\d+\]\sNCCL
-    | Traceback\s\(most | File\s"[^"]{1,300}",\sline | [\w.]{0,120}(?:Error|Exception|Warning|Interrupt|Exit)\b(?::\s|\(|$) | raise\s\w | \^{3,}
-    | \(\w[^)\n]{0,80}pid=\d+ | \d{1,3}%\|  | [$>]\s\S | \$\s?\w | (?:export|set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch|mpirun|ray|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli|CUDA_VISIBLE_DEVICES=\S*|[A-Z][A-Z0-9_]{3,40}=\S*)\s+[-\w./"'$={(]
-    | [A-Z][A-Z0-9_]{3,40}=\S*\s{0,8}\\?$ | --?\w[\w-]*[=\s]\S+\s*\\?$ | [\w.-]{2,60}:\s{1,4}\S{1,120}$ | \w[\w.]{1,60}\s?=\s?[^=\s]\S{0,200}$ | [{}\[\]()]+,?$ | "[\w.]+":\s
-    | \+[-=+]{6,} | \|.{4,300}\|$ | [-=*#]{8,} | \w+:\d+:\d+\s | exitcode\s | \#\d+\s | frame\s\#\d+ | terminate\scalled | srun:\s | slurmstepd: | Killed$ | Segmentation\sfault
+      \[?\d{4}[-/]\d\d[-/]\d\d[T ,_]\d\d:\d\d | \[?\d\d:\d\d:\d\d | [IWEF]\d{4}\s\d\d:
+    | [A-Z][a-z]{2}\s+\d{1,2}\s\d\d:\d\d:\d\d
+    | \[?(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|FATAL|TRACE)\b[\]:|\s] | \[(?:rank|Rank\s)\d+\]
+    | \[\d+\]:?\s | \S{1,80}:\d{1,9}:\d{1,9}\s\[\d+\]\sNCCL
+    | Traceback\s\(most | File\s"[^"]{1,300}",\sline
+    | [\w.]{0,120}(?:Error|Exception|Warning|Interrupt|Exit)\b(?::\s|\(|$) | raise\s\w | \^{3,}
+    | \(\w[^)\n]{0,80}pid=\d+ | \d{1,3}%\|  | [$>]\s\S | \$\s?\w
+    | (?:export|set|source|conda|pip3?|python3?|torchrun|deepspeed|accelerate|bash|sh|srun|sbatch
+      |mpirun|ray|nvidia-smi|docker|kubectl|swift|xtuner|llamafactory-cli|CUDA_VISIBLE_DEVICES=\S*
+      |[A-Z][A-Z0-9_]{3,40}=\S*)\s+[-\w./"'$={(]
+    | [A-Z][A-Z0-9_]{3,40}=\S*\s{0,8}\\?$ | --?\w[\w-]*[=\s]\S+\s*\\?$ | [\w.-]{2,60}:\s{1,4}\S{1,120}$
+    | \w[\w.]{1,60}\s?=\s?[^=\s]\S{0,200}$ | [{}\[\]()]+,?$ | "[\w.]+":\s
+    | \+[-=+]{6,} | \|.{4,300}\|$ | [-=*#]{8,} | \w+:\d+:\d+\s | exitcode\s | \#\d+\s | frame\s\#\d+
+    | terminate\scalled | srun:\s | slurmstepd: | Killed$ | Segmentation\sfault
     )""",
     re.VERBOSE,
 )
@@ -322,7 +331,7 @@ _MAIL_HEADER = re.compile(
 
 
 def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
-    found: list[Passage] = []
+    passages: list[Passage] = []
     fenced = False
     prose: list[tuple[int, str]] = []  # the lines of a paragraph
     for number, raw in rows:
@@ -335,15 +344,15 @@ def _passages(rows: Iterable[tuple[int, str]]) -> list[Passage]:
                 row = ""
         text = _prose(row, fenced=fenced)
         if prose and not _continues(prose[-1][1], row, text):
-            found += _of_paragraph(prose)
+            passages += _of_paragraph(prose)
             prose = []
         if text:
             prose.append((number, text))
         elif row.strip() and not _MAIL_HEADER.match(row):
-            found.append(Passage(number, row, "log"))
-        if len(found) > _MOST_PASSAGES:
+            passages.append(Passage(number, row, "log"))
+        if len(passages) > _MOST_PASSAGES:
             break
-    return found + _of_paragraph(prose)
+    return passages + _of_paragraph(prose)
 
 
 def _prose(row: str, *, fenced: bool) -> str:
@@ -377,11 +386,11 @@ def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
     """The passages of some lines of prose that belong together, each with the line where it
     begins.
     """
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for number, text in lines:
-        found += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
+        passages += [Passage(number, match[match.lastindex or 0], "code") for match in _INLINE.finditer(text)]
         runs = _FOREIGN_RUN.finditer(text) if _CJK.search(text) else ()
-        found += [
+        passages += [
             Passage(number, match[0], "code")
             for match in runs
             if "`" not in match[0] and match[0].count(" ") >= 2
@@ -390,8 +399,8 @@ def _of_paragraph(lines: Sequence[tuple[int, str]]) -> list[Passage]:
     for sentence in _sentences(_MARKUP.sub(_without_markup, " ".join(text for _, text in lines))):
         while len(left) > 1 and sentence[:_BEGINNING] not in left[0][1]:
             left.pop(0)
-        found.append(Passage(left[0][0], sentence, "prose"))
-    return found
+        passages.append(Passage(left[0][0], sentence, "prose"))
+    return passages
 
 
 def _without_markup(match: re.Match[str]) -> str:
@@ -495,14 +504,14 @@ def _is_report(name: str, passages: list[Passage]) -> bool:
     prose = [passage for passage in passages if passage.kind == "prose"]
     if name.lower().endswith(_PROSE_NAMES):
         return bool(prose)
-    wanted = 2 if _LOG_NAME.search(name) or len(passages) > _LONG else 1
+    least = 2 if _LOG_NAME.search(name) or len(passages) > _LONG else 1
     written = 0
     for passage in prose:
         written += bool(_ADDRESS.search(passage.text)) or len(_CJK.findall(passage.text)) >= _LEAST_CJK
-        if written >= wanted:
+        if written >= least:
             return True
     english = sum(1 for passage in prose if len(_FREQUENT_ENGLISH.findall(passage.text)) >= _LEAST_ENGLISH)
-    return wanted == 1 and english >= max(1, len(passages) / 4)
+    return least == 1 and english >= max(1, len(passages) / 4)
 
 
 _LEAST_ENGLISH = 2

@@ -15,7 +15,8 @@ _MOST_LOCAL = 64
 """Ranks of one host."""
 _KILLED = re.compile(r"Killed process \d{1,10} \(([^)]{1,40})\)")
 _RUN_PROGRAMS = re.compile(
-    r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun|slurm|mpi|orted"
+    r"unisono|python|pt_|ray|torch|train|deepspeed|accelerate|llama|conda|worker|load|fork|bash|sh$|srun"
+    r"|slurm|mpi|orted"
 )
 _SERVICES = re.compile(
     r"tensorboard|jupyter|dashboard|exporter|prometheus|uvicorn|gunicorn|nginx|[Ss]erver", re.IGNORECASE
@@ -226,7 +227,8 @@ def _by_exit(view: View) -> list[Hypothesis]:
         for one in exits
         if one.code > 0 and one.rank is not None and one.rank not in explained | victims and not unlabelled
     ]
-    alone = len({one.rank for one in silent}) == 1  # if all ended the same way, the first has no significance
+    # If all ended the same way, the first one means nothing.
+    alone = len({one.rank for one in silent}) == 1
     return [_ended(view, silent, 0.7)] if alone and not watched else []
 
 
@@ -332,8 +334,8 @@ def _left_over(view: View) -> tuple[int, ...]:
     world = view.facts.world_size
     reporting = {event.rank for event in view.facts.of(*LOST, *WAITED) if event.rank is not None}
     reporting |= {trace.event.rank for trace in view.tracebacks if trace.event.rank is not None}
-    rest = set(range(world)) - reporting if world and world <= 1 << 16 else set()
-    return tuple(rest) if reporting and len(rest) == 1 else ()
+    missing = set(range(world)) - reporting if world and world <= 1 << 16 else set()
+    return tuple(missing) if reporting and len(missing) == 1 else ()
 
 
 _AT_ONCE_S, _ALIVE_S = 0.1, 0.3
@@ -390,8 +392,8 @@ def find_silence(view: View) -> list[Hypothesis]:
     world = view.facts.world_size
     all_ranks = set(range(world)) if world and world <= 1 << 16 else set(view.facts.ranks) | _gap(view)
     silent = sorted(all_ranks - speak - ended)
-    known = view.facts.ranks.get(silent[0]) if silent else None
-    if len(silent) != 1 or (not world and len(all_ranks) < 3 and not (known and known.own_source)):
+    rank_facts = view.facts.ranks.get(silent[0]) if silent else None
+    if len(silent) != 1 or (not world and len(all_ranks) < 3 and not (rank_facts and rank_facts.own_source)):
         return []
     rank = silent[0]
     waited = [

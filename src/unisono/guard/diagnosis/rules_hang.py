@@ -100,7 +100,7 @@ def find_hang(view: View) -> list[Hypothesis]:
         return _gloo(view)
     waiting = max(groups.values(), key=len)
     rules = (_reported_lag, _different, _behind, _absent, _one_continues, _undecided)
-    return next((found for rule in rules if (found := rule(view, waiting))), [])
+    return next((hypotheses for rule in rules if (hypotheses := rule(view, waiting))), [])
 
 
 def first_collectives(view: View) -> bool:
@@ -121,8 +121,8 @@ def lengths_of(view: View) -> dict[int, int]:
         if rank is not None and length.isdecimal():
             kind = "".join(letter for letter in event.text.split("=")[0].split(":")[-1] if letter.isalpha())
             kinds[kind if event.signature == "length" else "has"].setdefault(rank, int(length))
-    several = [known for known in kinds.values() if len(known) > 1]
-    different = [known for known in several if len(set(known.values())) > 1]
+    several = [lengths for lengths in kinds.values() if len(lengths) > 1]
+    different = [lengths for lengths in several if len(set(lengths.values())) > 1]
     return max(different or several, key=len, default={})
 
 
@@ -162,17 +162,21 @@ def _reported_lag(view: View, waiting: list[Collective]) -> list[Hypothesis]:
 
 
 def _different(view: View, waiting: list[Collective]) -> list[Hypothesis]:
-    """The same sequence number, and not the same collective."""
-    known = {one.rank: (one.op, one.numel_in) for one in waiting if one.op and one.rank is not None}
-    ops = Counter(op for op, _ in known.values())
+    """Ranks wait in different collectives with one sequence number."""
+    operations = {one.rank: (one.op, one.numel_in) for one in waiting if one.op and one.rank is not None}
+    ops = Counter(op for op, _ in operations.values())
     seqs = [one.seq for one in waiting if one.seq is not None]
     same_seq = not seqs or max(seqs) - min(seqs) <= CLOSE_SEQ
-    if len(known) < 2 or not same_seq or (len(ops) < 2 and len({size for _, size in known.values()}) < 2):
+    if (
+        len(operations) < 2
+        or not same_seq
+        or (len(ops) < 2 and len({size for _, size in operations.values()}) < 2)
+    ):
         return []
-    odd = _odd(known)
+    odd = _odd(operations)
     evidence = _lines(waiting, first=odd)
     ranks = (odd,) if odd is not None else ()
-    kinds = ", ".join(f"rank {rank}: {op} of {size}" for rank, (op, size) in sorted(known.items())[:6])
+    kinds = ", ".join(f"rank {rank}: {op} of {size}" for rank, (op, size) in sorted(operations.items())[:6])
     if near_end(view):
         return [
             Hypothesis(
@@ -204,7 +208,7 @@ def _behind(view: View, waiting: list[Collective]) -> list[Hypothesis]:
     if len(places) < 2 or len(set(places.values())) < 2:
         return []
     low = min(places.values())
-    last = [rank for rank, place in places.items() if place == low]
+    last = [rank for rank, step in places.items() if step == low]
     if len(last) * 2 > len(places) or max(places.values()) - low < 2:
         return []
     ranks = tuple(last) if len(last) == 1 else ()
@@ -270,16 +274,16 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
         phase = "saving a checkpoint"
     activity = f"; its last sign of life: it was {phase}" if phase else ""
     evidence = (*([busy] if busy else []), *proofs[:4])
-    known = facts is not None and bool(facts.own_source)
+    has_log = facts is not None and bool(facts.own_source)
     return Hypothesis(
         "rank_stalled",
         f"rank {rank} did not join a collective in which the others waited{activity}",
         evidence,
         (rank,),
-        confidence=0.85 if known or phase else 0.7,
+        confidence=0.85 if has_log or phase else 0.7,
         phase=phase,
         step=view.facts.step,
-        missing=() if known else (f"the log of rank {rank}",),
+        missing=() if has_log else (f"the log of rank {rank}",),
     )
 
 

@@ -39,14 +39,14 @@ def find_named(view: View) -> list[Hypothesis]:
     its own.
     """
     causes = dict.fromkeys(event.cause for event in view.facts.events if event.cause)
-    found = []
+    hypotheses = []
     for cause in causes:
         if judgement_of(cause).has_rules:
             continue
         stated = lines_naming(view, cause)
         if stated is not None:
-            found.append(named_hypothesis(view, stated))
-    return found
+            hypotheses.append(named_hypothesis(view, stated))
+    return hypotheses
 
 
 def lines_naming(view: View, cause: str) -> Named | None:
@@ -117,8 +117,8 @@ def _others_write(view: View, named: set[int]) -> bool:
     """Whether every other rank has a log of its own with lines in it; none of them reports the
     cause.
     """
-    others = [known for rank, known in view.facts.ranks.items() if rank not in named]
-    logs = [view.facts.sources.get(known.own_source) for known in others]
+    others = [rank_facts for rank, rank_facts in view.facts.ranks.items() if rank not in named]
+    logs = [view.facts.sources.get(rank_facts.own_source) for rank_facts in others]
     return bool(logs) and all(log is not None and log.lines > 0 for log in logs)
 
 
@@ -156,14 +156,17 @@ Rule = Callable[[View], list[Hypothesis]]
 
 _NCCL = re.compile(
     r"NCCL error"
-    r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::|torch\.distributed\.Dist\w+Error"
+    r" in|ncclSystemError|ncclInternalError|ncclUnhandledCudaError|DistBackendError|HCCL|c10d::"
+    r"|torch\.distributed\.Dist\w+Error"
 )
 
 
 # fmt: off
 _COLLECTIVES = frozenset({
-    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
-    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait", "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "broadcast", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
+    "monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "wait",
+    "init_process_group", "rendezvous", "sync_global_devices", "wait_for_everyone", "synchronize",
 })
 # fmt: on
 """Functions in which ranks meet: what is raised in them is mostly another's fault."""
@@ -171,9 +174,9 @@ _COLLECTIVES = frozenset({
 
 def find_user_errors(view: View) -> list[Hypothesis]:
     """One finding for the program's own exceptions, if there are any."""
-    own = [trace for trace in view.tracebacks if _is_own(view, trace)]
-    lone = [] if own else _without_header(view)
-    alive = [trace for trace in own if not view.survived(trace.event)]
+    traces = [trace for trace in view.tracebacks if _is_own(view, trace)]
+    lone = [] if traces else _without_header(view)
+    alive = [trace for trace in traces if not view.survived(trace.event)]
     late = [trace for trace in alive if _is_unknown_model(trace)]
     if late:
         return [_unknown_model(late)]
@@ -182,12 +185,12 @@ def find_user_errors(view: View) -> list[Hypothesis]:
         for trace in view.facts.tracebacks
         if trace.threaded and not view.is_victim(trace) and not view.survived(trace.event)
     ]
-    if not own and not lone and threads and (view.consequences or view.failing_exits):
+    if not traces and not lone and threads and (view.consequences or view.failing_exits):
         return [_of_thread(view, threads)]
     if not alive and not lone and (refused := _refused_start(view)):
         return refused
     if not alive and not lone:
-        return [_finding(view, own, 0.4)] if own and view.failing_exits else []
+        return [_finding(view, traces, 0.4)] if traces and view.failing_exits else []
     if not alive:
         return [_from_lines(view, lone)]
     meets = all(
@@ -218,12 +221,12 @@ def _refused_start(view: View) -> list[Hypothesis]:
 
 def _of_thread(view: View, traces: list[Traceback]) -> Hypothesis:
     """A thread of the program ended, and the rank that it belonged to did not come any more."""
-    found = _finding(view, traces, 0.75)
+    finding = _finding(view, traces, 0.75)
     first = traces[0]
     ranks = (first.event.rank,) if first.event.rank is not None else view.silent()
     who = f"rank {ranks[0]}" if ranks else "the program"
     return replace(
-        found,
+        finding,
         ranks=ranks,
         why=(
             f"a thread of {who} ended with {first.type}:"
@@ -273,7 +276,7 @@ def _without_header(view: View) -> list[Event]:
         (one.event.source, one.event.line) for trace in view.facts.tracebacks for one in trace.earlier
     }
     covered |= {(one.source, one.line) for one in view.facts.events if _owned_elsewhere(view, one)}
-    found = []
+    events = []
     for event in view.facts.of("exception"):
         parts = exception_of(_after_label(event.text))
         if (
@@ -284,8 +287,8 @@ def _without_header(view: View) -> list[Event]:
         ):
             continue
         if not view.is_victims(event) and not _NCCL.search(event.text) and not view.survived(event):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _after_label(text: str) -> str:
@@ -379,24 +382,24 @@ def find_finished(view: View) -> list[Hypothesis]:
 
 def find_destroyed_twice(view: View) -> list[Hypothesis]:
     """The process group was destroyed twice, after training."""
-    found = [trace for trace in view.facts.tracebacks if _is_destroy(trace)]
+    destroys = [trace for trace in view.facts.tracebacks if _is_destroy(trace)]
     lines = view.facts.of("group_is_none")
-    if not found and not lines:
+    if not destroys and not lines:
         return []
-    began = min([*(trace.began for trace in found), *(event.order for event in lines)])
-    source = (found[0].event if found else lines[0]).source
+    began = min([*(trace.began for trace in destroys), *(event.order for event in lines)])
+    source = (destroys[0].event if destroys else lines[0]).source
     done = [event for event in view.finishes if event.source != source or event.order < began]
-    if not done and not _all_steps(view) and not _done_lines(view) and not _only_destroyed(view, found):
+    if not done and not _all_steps(view) and not _done_lines(view) and not _only_destroyed(view, destroys):
         return []
-    evidence = (*lines[:2], *(trace.event for trace in found[:2]), *done[:1])
+    evidence = (*lines[:2], *(trace.event for trace in destroys[:2]), *done[:1])
     why = "training was done; then the process group was destroyed a second time"
     return [Hypothesis("process_group_destroyed_twice", why, evidence, confidence=0.95)]
 
 
-def _only_destroyed(view: View, found: list[Traceback]) -> bool:
+def _only_destroyed(view: View, destroys: list[Traceback]) -> bool:
     """Whether steps were made, and nothing but the second end of the group failed."""
-    others = [trace for trace in view.tracebacks if trace not in found and not view.is_victim(trace)]
-    return bool(found and view.progress and not others)
+    others = [trace for trace in view.tracebacks if trace not in destroys and not view.is_victim(trace)]
+    return bool(destroys and view.progress and not others)
 
 
 def find_nan(view: View) -> list[Hypothesis]:
@@ -423,8 +426,8 @@ def find_nan(view: View) -> list[Hypothesis]:
         return []
     evidence = (*(words or rows_nan)[:3], *(rows_nan[:2] if words else ()))
     step = rows_nan[0] if rows_nan else words[0]
-    own = {event.number("rank") for event in view.facts.of("nan_of_rank")}
-    ranks = tuple(rank for rank in own if rank is not None) if len(own) == 1 else ()
+    nan_ranks = {event.number("rank") for event in view.facts.of("nan_of_rank")}
+    ranks = tuple(rank for rank in nan_ranks if rank is not None) if len(nan_ranks) == 1 else ()
     return [
         Hypothesis(
             "nan_loss",
@@ -462,9 +465,9 @@ def _done_lines(view: View) -> list[Event]:
 
 
 def _is_after(view: View, event: Event, end: Event) -> bool:
-    own = [one.order for one in view.finishes if one.source == event.source]
-    if own:
-        return event.order > max(own)
+    finishes = [one.order for one in view.finishes if one.source == event.source]
+    if finishes:
+        return event.order > max(finishes)
     if event.time is not None and end.time is not None:
         return event.time > end.time
     return True

@@ -45,15 +45,15 @@ def _worlds(view: View) -> dict[int, Event]:
     if view.facts.step or view.finishes:
         return {}
     for signature in ("lightning_member", "deepspeed_world"):
-        found: dict[int, Event] = {}
+        worlds: dict[int, Event] = {}
         places: dict[int, set[str]] = defaultdict(set)
         for event in view.facts.of(signature):
             if world := event.number("world"):
-                found.setdefault(world, event)
+                worlds.setdefault(world, event)
                 places[world].add(_node(view, event))
         apart = sum(len(nodes) for nodes in places.values()) == len(set().union(*places.values()))
-        if len(found) > 1 and apart:
-            return found
+        if len(worlds) > 1 and apart:
+            return worlds
     return {}
 
 
@@ -113,9 +113,9 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
     names = [event for event in view.facts.pointing_to("dns_failure") if not view.survived(event)]
     loopback = [event for event in view.facts.pointing_to("hostname_loopback") if not view.survived(event)]
     waited = [event for event in view.facts.pointing_to("rdzv_timeout") if not view.survived(event)]
-    found = []
+    hypotheses = []
     if loopback and _several_nodes(view, loopback):
-        found.append(
+        hypotheses.append(
             Hypothesis(
                 "hostname_loopback",
                 "a node's name resolves to its own loopback address, where the others cannot reach it",
@@ -124,7 +124,7 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
             )
         )
     if names and _is_final(view, names):
-        found.append(
+        hypotheses.append(
             Hypothesis(
                 "dns_failure",
                 "the name of the head node cannot be resolved",
@@ -136,7 +136,7 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
         waited.sort(
             key=lambda event: event.signature == "store_unreachable" and "RendezvousTimeout" in event.text
         )
-        found.append(
+        hypotheses.append(
             Hypothesis(
                 "rdzv_timeout",
                 "not all nodes joined in time",
@@ -145,24 +145,24 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
                 missing=("the logs of the other nodes",),
             )
         )
-    return found
+    return hypotheses
 
 
 def _counts(view: View) -> dict[str, tuple[int, Event]]:
     """How many ranks each node says that it starts, with the line."""
-    found: dict[str, tuple[int, Event]] = {}
+    counts: dict[str, tuple[int, Event]] = {}
     for event in view.facts.of("lf_tasks", "deepspeed_nodes"):
         count = event.number("count")
         if count:
-            found[_node(view, event)] = (count, event)
-    if len(found) < 2:
+            counts[_node(view, event)] = (count, event)
+    if len(counts) < 2:
         other: dict[str, tuple[int, Event]] = {}
         for event in view.facts.of("nproc", "visible_count"):
             count = event.number("count")
             if count:
                 other.setdefault(_node(view, event), (count, event))
-        found = other if len(other) > len(found) else found
-    return found
+        counts = other if len(other) > len(counts) else counts
+    return counts
 
 
 def _node(view: View, event: Event) -> str:
@@ -217,16 +217,16 @@ def _is_final(view: View, names: list[Event]) -> bool:
 
 def _host_in(text: str) -> str:
     """The name in `(name, port) cannot be retrieved`."""
-    _, _, rest = text.partition("addresses of (")
-    return rest.split(",")[0] or "?"
+    _, _, hosts = text.partition("addresses of (")
+    return hosts.split(",")[0] or "?"
 
 
 def tally(events: list[Event]) -> dict[str, int]:
     """How many lines of each log."""
-    found: dict[str, int] = defaultdict(int)
+    numbers: dict[str, int] = defaultdict(int)
     for event in events:
-        found[event.source] += 1
-    return found
+        numbers[event.source] += 1
+    return numbers
 
 
 _LOCAL = re.compile(r"^(?:docker|virbr|veth|br-|lo\b|lo$|cni|flannel|cali|tunl|kube|vmnet|tailscale|utun)")

@@ -67,7 +67,7 @@ class Event:
 
     @property
     def where(self) -> str:
-        """As `file:line`."""
+        """The position as `file:line`."""
         return f"{self.source}:{self.line}"
 
     def number(self, name: str) -> int | None:
@@ -290,9 +290,12 @@ _NEAR_LINES = 16
 
 # fmt: off
 WRAPPERS = frozenset({
-    "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError", "SystemExit", "ProcessRaisedException", "ProcessExitedException",
-    "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
-    "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError", "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
+    "ChildFailedError", "CalledProcessError", "TrainingFailedError", "WorkerGroupError", "ControllerError",
+    "SystemExit", "ProcessRaisedException", "ProcessExitedException",
+    "RayTaskError", "SignalException", "TuneError", "ChildProcessError", "RayActorError", "ActorDiedError",
+    "ActorUnavailableError", "WorkerCrashedError", "ExecutionError", "KeyboardInterrupt",
+    "GetTimeoutError", "RaySystemError", "TaskCancelledError", "ObjectLostError", "OwnerDiedError",
+    "NodeDiedError", "LocalRayletDiedError", "WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError",
     "SIGTERMException", "CheckpointException",
 })
 # fmt: on
@@ -371,7 +374,7 @@ class View:
         return bool(_VICTIM.search(text[:3000]))
 
     def is_victims(self, event: Event) -> bool:
-        """The same for a line."""
+        """Whether a line only reports that another rank is gone or absent."""
         return event.kind == "consequence" or bool(_VICTIM.search(event.text))
 
     def is_quiet(self, event: Event) -> bool:
@@ -382,7 +385,8 @@ class View:
         """Whether the rank continued to train, or the launcher started again, after the line."""
         if event.order < self.attempt_began.get(event.source, -1):
             return True
-        if "slurmstepd" in event.text:  # the scheduler has the last word; lines still come for a while
+        # The scheduler has the last word; lines still come for a while.
+        if "slurmstepd" in event.text:
             return any(one.source == event.source and one.order > event.order for one in self.beginnings)
         later = [
             one
@@ -416,8 +420,8 @@ class View:
             if event.signature not in ("torchrun_ended", "cancelled")
         }
         spoke |= {trace.event.rank for trace in self.tracebacks}
-        rest = set(self.facts.ranks) - spoke
-        return tuple(rest) if len(rest) == 1 and len(self.facts.ranks) > 2 else ()
+        quiet = set(self.facts.ranks) - spoke
+        return tuple(quiet) if len(quiet) == 1 and len(self.facts.ranks) > 2 else ()
 
     def near(self, trace: Traceback) -> list[Event]:
         """The events within a traceback, its chain, and the lines of its message."""
@@ -429,10 +433,10 @@ class View:
     @cached_property
     def _of_rank_in_log(self) -> dict[tuple[str, int | None], list[Event]]:
         """The events of each rank in each log, in its order."""
-        found: dict[tuple[str, int | None], list[Event]] = {}
+        grouped: dict[tuple[str, int | None], list[Event]] = {}
         for event in sorted(self.facts.events, key=lambda event: event.order):
-            found.setdefault((event.source, event.rank), []).append(event)
-        return found
+            grouped.setdefault((event.source, event.rank), []).append(event)
+        return grouped
 
     @cached_property
     def failing_exits(self) -> list[Exit]:
@@ -469,7 +473,7 @@ def hosts_of(events: Iterable[Event]) -> tuple[str, ...]:
 
 def first_of_each(events: Sequence[Event], *, limit: int = 8) -> tuple[Event, ...]:
     """The first line of each signature of each rank, in order."""
-    found: dict[tuple[str, int | None, str], Event] = {}
+    firsts: dict[tuple[str, int | None, str], Event] = {}
     for event in events:
-        found.setdefault((event.signature, event.rank, event.source), event)
-    return tuple(found.values())[:limit]
+        firsts.setdefault((event.signature, event.rank, event.source), event)
+    return tuple(firsts.values())[:limit]

@@ -86,32 +86,32 @@ def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
         for event in (*source.head[:1], *source.tail[-1:]):
             by_source[source.name].setdefault(event.order, event)
     timed = any(event.time is not None for events in by_source.values() for event in events.values())
-    found = []
+    timeline = []
     for name, events in by_source.items():
         ordered = [events[order] for order in sorted(events)]
         length = max(facts.sources[name].bytes if name in facts.sources else 0, ordered[-1].order, 1)
-        found += _with_times(ordered) if timed else [(event.order / length, event) for event in ordered]
-    return timed, found
+        timeline += _with_times(ordered) if timed else [(event.order / length, event) for event in ordered]
+    return timed, timeline
 
 
 def _with_times(ordered: Sequence[Event]) -> list[tuple[float, Event]]:
     """A line without a time is as late as the last one above it that has one; the first ones as the
     next one below.
     """
-    known = [(index, event.time) for index, event in enumerate(ordered) if event.time is not None]
-    if not known:
+    dated = [(index, event.time) for index, event in enumerate(ordered) if event.time is not None]
+    if not dated:
         return []
-    indices = [index for index, _ in known]
+    indices = [index for index, _ in dated]
     return [
-        (known[max(bisect_right(indices, index) - 1, 0)][1], event) for index, event in enumerate(ordered)
+        (dated[max(bisect_right(indices, index) - 1, 0)][1], event) for index, event in enumerate(ordered)
     ]
 
 
 def _rows(facts: RunFacts, placed: Iterable[tuple[float, Event]]) -> list[_Row]:
     rows: dict[int | str, _Row] = {}
-    for number, known in sorted(facts.ranks.items()):
-        rows[number] = _Row(_label(f"rank {number}", known.host), known.host or "", number)
-    for place, event in placed:
+    for number, rank_facts in sorted(facts.ranks.items()):
+        rows[number] = _Row(_label(f"rank {number}", rank_facts.host), rank_facts.host or "", number)
+    for position, event in placed:
         source = facts.sources.get(event.source)
         rank = event.rank if event.rank is not None else source.rank if source else None
         host = event.who.host or (source.host if source else None) or ""
@@ -122,7 +122,7 @@ def _rows(facts: RunFacts, placed: Iterable[tuple[float, Event]]) -> list[_Row]:
             )
             rows[key] = _Row(label, host, rank)
         rows[key].host = rows[key].host or host
-        rows[key].events.append((place, event))
+        rows[key].events.append((position, event))
     return list(rows.values())
 
 
@@ -144,7 +144,7 @@ def _scales(rows: Sequence[_Row], *, timed: bool) -> tuple[dict[str, tuple[float
         return dict.fromkeys((row.host for row in rows), (0.0, 1.0)), [note]
     spans: dict[str, tuple[float, float]] = {}
     for row in rows:
-        places = [place for place, _ in row.events]
+        places = [position for position, _ in row.events]
         if places:
             low, high = spans.get(row.host, (min(places), max(places)))
             spans[row.host] = (min(low, *places), max(high, *places))
@@ -206,8 +206,8 @@ def _cells(row: _Row, scale: tuple[float, float], columns: int, first: str) -> s
         return f"{'  no line of its own':<{columns}}"[:columns]
     cells = [" "] * columns
     points = [
-        min(max(int((place - low) / length * (columns - 1)), 0), columns - 1) if length > 0 else 0
-        for place, _ in row.events
+        min(max(int((position - low) / length * (columns - 1)), 0), columns - 1) if length > 0 else 0
+        for position, _ in row.events
     ]
     for point in range(min(points, default=0), max(points, default=-1) + 1):
         cells[point] = "-"

@@ -33,9 +33,8 @@ __all__ = [
 ]
 
 
-_TIMEX_BYTES = (
-    256  # of struct timex, which is 208 bytes on 64 bits; it begins with modes, and 0 changes nothing
-)
+# struct timex is 208 bytes on 64 bits; it begins with modes, and 0 changes nothing.
+_TIMEX_BYTES = 256
 _NOT_SYNCHRONISED = 5  # TIME_ERROR
 
 

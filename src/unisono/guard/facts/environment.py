@@ -31,7 +31,8 @@ _FAMILY = re.compile(
 )
 # Where a misspelt name would stand: also those that begin almost as the families do.
 _NEAR = re.compile(
-    r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
+    r"^(N[A-Z]{2,4}|GLOO|TORCH[A-Z]*|PYTORCH|CUDA|CUBLAS|NVIDIA|OMP|MKL|HF|MASTER|WORLD|LOCAL|NODE|UNISONO"
+    r"|TOKENIZERS?|PYTHONHASH[A-Z]*)_?[A-Z0-9_]*$"
 )
 _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or without
 _NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
@@ -191,8 +192,8 @@ def read_nccl_files(*, named: str | None, home: Path | None = None, system: Path
         named: NCCL_CONF_FILE, which replaces ~/.nccl.conf.
         home: the user's home; None: looked up.
     """
-    own = Path(named) if named else _home(home) / ".nccl.conf"
-    return _read_nccl_file(system) | _read_nccl_file(own)
+    user_file = Path(named) if named else _home(home) / ".nccl.conf"
+    return _read_nccl_file(system) | _read_nccl_file(user_file)
 
 
 def _home(given: Path | None) -> Path:
@@ -208,13 +209,13 @@ def _read_nccl_file(file: Path) -> dict[str, str]:
             text = stream.read(_LIMIT_BYTES).decode("utf-8", "replace")
     except OSError:
         return {}
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("#")[0].partition("=")
         name, value = name.strip(), value.strip()
         if equals and name and not names_secret(name) and not is_secret(value):
-            found.setdefault(name, value)
-    return found
+            settings.setdefault(name, value)
+    return settings
 
 
 # Packages that affect numerics or wire formats: compared between nodes one by one.
@@ -246,15 +247,15 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def _installed() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for distribution in metadata.distributions():
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         # `distribution.metadata` parses the whole file as a message, with its description: ten
         # times the seconds.
         fields = dict(_NAME_OR_VERSION.findall(text.partition("\n\n")[0]))
         if "Name" in fields and "Version" in fields:
-            found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
-    return dict(sorted(found.items()))
+            versions.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
+    return dict(sorted(versions.items()))
 
 
 def versions_digest(versions: dict[str, str]) -> str:
@@ -271,10 +272,10 @@ def decisive_versions(packages: Mapping[str, str]) -> dict[str, str]:
     Args:
         packages: all installed distributions, as `package_versions` gives them.
     """
-    found = {name: packages[name] for name in _COMPARED if name in packages}
+    versions = {name: packages[name] for name in _COMPARED if name in packages}
     nccl = next((version for name, version in packages.items() if _NCCL.match(name)), None)
     parts = {"cuda": cuda_of(packages.get("torch", "")), "nccl": nccl, "driver": driver_version()}
-    return found | {name: version for name, version in parts.items() if version}
+    return versions | {name: version for name, version in parts.items() if version}
 
 
 def cuda_of(torch_version: str) -> str | None:
@@ -425,7 +426,7 @@ def _names_in(answer: Any) -> Iterator[object]:
 
 @cache
 def _probe_hub(endpoint: str) -> str:
-    """As `probe_url`, once per process."""
+    """Calls `probe_url` once per process."""
     return probe_url(endpoint, limit_s=_HUB_ANSWER_S)
 
 
@@ -458,8 +459,8 @@ def probe_url(url: str, *, limit_s: float) -> str:
 
 
 def _without_credentials(url: str) -> str:
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}{found}{rest.rpartition('@')[2]}".rstrip("/")
+    scheme, separator, location = url.partition("://")
+    return f"{scheme}{separator}{location.rpartition('@')[2]}".rstrip("/")
 
 
 def _token_place(cache: Path) -> str:

@@ -13,30 +13,32 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def cgroup_folders(controller: str, *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> Iterator[Path]:
+def cgroup_folders(
+    controller: str, *, root: Path = CGROUP_ROOT, cgroup_file: Path = OWN_CGROUP
+) -> Iterator[Path]:
     """All cgroup folders whose limits apply to this process: version 2, then version 1 of
     `controller`.
 
     In a container the path that the kernel reports is often not mounted, only its root: such
     folders are still given, and reading from them fails.
     """
-    inside = _cgroup_paths(own)
+    inside = _cgroup_paths(cgroup_file)
     yield from _with_parents(root, inside.get("", ""))
     for names, path in inside.items():
         if controller in names.split(","):
             yield from _with_parents(root / controller, path)
 
 
-def _cgroup_paths(own: Path) -> dict[str, str]:
+def _cgroup_paths(cgroup_file: Path) -> dict[str, str]:
     """The process's path by controller names; version 2 has no names."""
-    found = {"": ""}
+    paths = {"": ""}
     try:
-        for line in own.read_text().splitlines():
+        for line in cgroup_file.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            found[controllers] = path.strip("/")
+            paths[controllers] = path.strip("/")
     except (OSError, ValueError):
         return {"": ""}
-    return found
+    return paths
 
 
 def _with_parents(root: Path, path: str) -> Iterator[Path]:
@@ -66,9 +68,9 @@ def limit_memory(most: int) -> None:
     if used is None:
         return
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = used + most
-    if hard == resource.RLIM_INFINITY or wanted < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    limit = used + most
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _address_space() -> int | None:
@@ -91,7 +93,8 @@ _WITHOUT_PROC = 8 * 10**9
 class SystemLimits:
     """Resources of a process. None: could not be read, or (for ulimits) unlimited."""
 
-    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012 - as part of a node's report
+    # It is part of a node's report.
+    __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}  # noqa: RUF012
 
     cores: int
     memory_bytes: int
@@ -103,7 +106,8 @@ class SystemLimits:
     processes: int | None
 
 
-def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 - it is looked at, nothing is written
+# Nothing is written to /dev/shm.
+def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108
     """Reads the current values."""
     size, free = _space(shm)
     return SystemLimits(
@@ -118,10 +122,10 @@ def read_limits(*, shm: Path = Path("/dev/shm")) -> SystemLimits:  # noqa: S108 
     )
 
 
-def usable_cores(*, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
+def usable_cores(*, root: Path = CGROUP_ROOT, cgroup_file: Path = OWN_CGROUP) -> int:
     """Cores this process may use: CPU affinity and cgroup CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    for folder in cgroup_folders("cpu", root=root, own=own):
+    for folder in cgroup_folders("cpu", root=root, cgroup_file=cgroup_file):
         share = _cpu_share(folder)
         if share is not None:
             cores = min(cores, max(1, int(share)))
@@ -142,10 +146,10 @@ def _cpu_share(folder: Path) -> float | None:
 
 
 def available_memory(
-    *, root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP, info: Path = Path("/proc/meminfo")
+    *, root: Path = CGROUP_ROOT, cgroup_file: Path = OWN_CGROUP, info: Path = Path("/proc/meminfo")
 ) -> int:
     """Bytes that a new process can allocate: free system memory, within all cgroup limits."""
-    left = [_memory_left(folder) for folder in cgroup_folders("memory", root=root, own=own)]
+    left = [_memory_left(folder) for folder in cgroup_folders("memory", root=root, cgroup_file=cgroup_file)]
     return _smallest([_available(info), *left]) or 0
 
 
@@ -222,9 +226,11 @@ def _word(file: Path) -> str | None:
         return None
 
 
-def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def oom_kills(
+    root: Path = Path("/sys/fs/cgroup"), cgroup_file: Path = Path("/proc/self/cgroup")
+) -> int | None:
     """The cgroup's number of OOM kills; None if it cannot be read."""
-    for path in _event_files(root, own):
+    for path in _event_files(root, cgroup_file):
         try:
             lines = path.read_text().splitlines()
         except OSError:
@@ -235,13 +241,13 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     return None
 
 
-def _event_files(root: Path, own: Path) -> list[Path]:
+def _event_files(root: Path, cgroup_file: Path) -> list[Path]:
     """Files that may hold the count: cgroup 2, then 1; in a container often only the root is
     mounted.
     """
     inside = {"": "", "memory": ""}
     try:
-        for line in own.read_text().splitlines():
+        for line in cgroup_file.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             inside[controllers] = path.lstrip("/")
     except (OSError, ValueError):

@@ -139,8 +139,8 @@ def _gpu_of_line(line: str) -> Gpu:
 
 def pci_address(bus_id: str) -> str:
     """A PCI address in the format of /sys: `00000000:07:00.0` becomes `0000:07:00.0`."""
-    domain, colon, rest = bus_id.strip("\0").lower().partition(":")
-    return f"{domain[-4:].rjust(4, '0')}:{rest}" if colon else bus_id
+    domain, colon, device = bus_id.strip("\0").lower().partition(":")
+    return f"{domain[-4:].rjust(4, '0')}:{device}" if colon else bus_id
 
 
 def numa_node_of(address: str, *, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
@@ -262,7 +262,7 @@ def read_processors(
         allowed: hardware threads that this process may use; None: looked up.
     """
     text = _content_of(info)
-    own = _allowed_threads() if allowed is None else allowed
+    allowed_threads = _allowed_threads() if allowed is None else allowed
     numa = _numa_nodes(nodes)
     places = set(
         zip(
@@ -280,15 +280,15 @@ def read_processors(
         cores=len(places) or threads,
         usable=usable_cores(),
         numa_nodes={node: len(threads_of) for node, threads_of in numa.items()},
-        usable_nodes=tuple(node for node, threads_of in numa.items() if threads_of & own),
+        usable_nodes=tuple(node for node, threads_of in numa.items() if threads_of & allowed_threads),
         bfloat16=_bfloat16(_first_match(_CPU_FLAGS, text).split()),
     )
 
 
 def _vendor(text: str) -> str:
     word = _first_match(r"^vendor_id\s*:\s*(\S+)", text)
-    known = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(word, "")
-    return known or ("arm" if "CPU implementer" in text else "")
+    name = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(word, "")
+    return name or ("arm" if "CPU implementer" in text else "")
 
 
 def _bfloat16(flags: list[str]) -> str:
@@ -299,22 +299,22 @@ def _bfloat16(flags: list[str]) -> str:
 
 
 def _numa_nodes(folder: Path) -> dict[int, frozenset[int]]:
-    found = {}
+    nodes = {}
     for path in folder.glob("node[0-9]*"):
         threads = _parse_list(_content_of(path / "cpulist"))
         if threads:  # some nodes are memory alone
-            found[int(path.name[4:])] = threads
-    return dict(sorted(found.items()))
+            nodes[int(path.name[4:])] = threads
+    return dict(sorted(nodes.items()))
 
 
 def _parse_list(text: str) -> frozenset[int]:
     """`0-3,8` is 0, 1, 2, 3, 8."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first.isdecimal():
-            found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+            numbers |= set(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def _allowed_threads() -> frozenset[int]:
@@ -324,8 +324,8 @@ def _allowed_threads() -> frozenset[int]:
 
 
 def _first_match(pattern: str, text: str) -> str:
-    found = re.search(pattern, text, re.M)
-    return found[1].strip() if found else ""
+    match = re.search(pattern, text, re.M)
+    return match[1].strip() if match else ""
 
 
 def _content_of(path: Path) -> str:

@@ -99,12 +99,12 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _kernel_interface(body: bytes) -> tuple[int, KernelInterface]:
     _, hardware, index, flags = struct.unpack_from("=BxHiI", body)
-    found = dict(_attributes(body[16:]))
-    inner = dict(_attributes(found.get(_INFO, b"")))
-    state = found.get(_OPERSTATE, b"\0")[0]
-    mtu = found.get(_MTU, b"")
+    attributes = dict(_attributes(body[16:]))
+    inner = dict(_attributes(attributes.get(_INFO, b"")))
+    state = attributes.get(_OPERSTATE, b"\0")[0]
+    mtu = attributes.get(_MTU, b"")
     return index, KernelInterface(
-        name=_name_text(found.get(_NAME, b"")),
+        name=_name_text(attributes.get(_NAME, b"")),
         mtu=struct.unpack("=I", mtu)[0] if len(mtu) == 4 else None,
         up=bool(flags & _UP) and state not in _DOWN_STATES,
         loopback=bool(flags & _LOOPBACK),
@@ -115,8 +115,8 @@ def _kernel_interface(body: bytes) -> tuple[int, KernelInterface]:
 
 def _address(body: bytes) -> tuple[int, str]:
     index = struct.unpack_from("=I", body, 4)[0]
-    found = dict(_attributes(body[8:]))
-    raw = found.get(_LOCAL_ADDRESS) or found.get(_PEER_ADDRESS) or b""
+    attributes = dict(_attributes(body[8:]))
+    raw = attributes.get(_LOCAL_ADDRESS) or attributes.get(_PEER_ADDRESS) or b""
     with contextlib.suppress(ValueError):
         return index, str(ipaddress.ip_address(raw))
     return index, ""
@@ -191,19 +191,19 @@ def resolve(name: str, *, limit_s: float = 3.0) -> list[str]:
     literal = _literal(name)
     if literal:
         return [literal]
-    found: list[str] = []
+    addresses: list[str] = []
 
     def ask() -> None:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):  # the second: a label that is not a valid host name
             return
-        found.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        addresses.extend(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
     thread = threading.Thread(target=ask, name="resolve", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return list(found)
+    return list(addresses)
 
 
 def is_loopback(address: str) -> bool:
@@ -362,15 +362,15 @@ def retransmitting_connections(
     """Retransmitting connections of processes in one network namespace, most retransmissions first,
     at most 16.
     """
-    own = list(pids)
-    sockets = {inode for pid in own for inode in _socket_inodes(proc / str(pid) / "fd")}
-    for pid in own:
+    processes = list(pids)
+    sockets = {inode for pid in processes for inode in _socket_inodes(proc / str(pid) / "fd")}
+    for pid in processes:
         tables = [_rows(proc / str(pid) / "net" / name) for name in ("tcp", "tcp6")]
         if any(tables):  # else the process has ended meanwhile
-            found = [
+            connections = [
                 link for table in tables for line in table if (link := _connection(line, sockets)) is not None
             ]
-            return sorted(found, key=lambda link: -link.retransmissions)[:_MAX_CONNECTIONS]
+            return sorted(connections, key=lambda link: -link.retransmissions)[:_MAX_CONNECTIONS]
     return []
 
 
@@ -399,15 +399,15 @@ def _socket_address(text: str) -> str:
 
 def _socket_inodes(folder: Path) -> set[str]:
     """The inodes of a process's sockets."""
-    found = set()
+    inodes = set()
     try:
         for entry in folder.iterdir():
             target = _target(entry)
             if target.startswith("socket:["):
-                found.add(target[len("socket:[") : -1])
+                inodes.add(target[len("socket:[") : -1])
     except OSError:
-        return found  # it has ended meanwhile
-    return found
+        return inodes  # it has ended meanwhile
+    return inodes
 
 
 def _target(link: Path) -> str:
@@ -445,9 +445,9 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
     inodes = _listening_inodes(port, proc)
     if not inodes:
         return None
-    wanted = {f"socket:[{inode}]" for inode in inodes}
+    targets = {f"socket:[{inode}]" for inode in inodes}
     for folder in proc.iterdir():
-        if folder.name.isdigit() and _holds(folder / "fd", wanted):
+        if folder.name.isdigit() and _holds(folder / "fd", targets):
             return Listener(int(folder.name), _command(folder))
     return None
 
@@ -506,8 +506,8 @@ def _taken(port: int) -> UsageError:
 
 
 def _listening_inodes(port: int, proc: Path) -> set[str]:
-    """Of the sockets that listen on it."""
-    found = set()
+    """The inodes of the sockets that listen on the port."""
+    inodes = set()
     for table in (proc / "net" / "tcp", proc / "net" / "tcp6"):
         try:
             lines = table.read_text().splitlines()[1:]
@@ -520,13 +520,13 @@ def _listening_inodes(port: int, proc: Path) -> set[str]:
                 and fields[3] == _LISTEN_STATE
                 and int(fields[1].rpartition(":")[2], 16) == port
             ):
-                found.add(fields[9])
-    return found
+                inodes.add(fields[9])
+    return inodes
 
 
-def _holds(folder: Path, wanted: set[str]) -> bool:
+def _holds(folder: Path, targets: set[str]) -> bool:
     try:
-        return any(_target(entry) in wanted for entry in folder.iterdir())
+        return any(_target(entry) in targets for entry in folder.iterdir())
     except OSError:
         return False  # it has ended meanwhile, or belongs to somebody else
 
@@ -555,11 +555,11 @@ def read_firewall() -> Firewall | None:
     """Firewall rules for incoming packets; None if they cannot be listed: this needs root, and
     iptables or nft.
     """
-    found = [one for one in (_iptables(), _nft()) if one is not None]
-    if not found:
+    backends = [one for one in (_iptables(), _nft()) if one is not None]
+    if not backends:
         return None
-    refusals = dict.fromkeys(rule for one in found for rule in one.refusals)
-    return Firewall(any(one.drops_rest for one in found), tuple(refusals))
+    refusals = dict.fromkeys(rule for one in backends for rule in one.refusals)
+    return Firewall(any(one.drops_rest for one in backends), tuple(refusals))
 
 
 def _iptables() -> Firewall | None:
@@ -574,8 +574,8 @@ def _iptables() -> Firewall | None:
 
 
 def _nft() -> Firewall | None:
-    """Of chains that see what comes in. iptables-nft's tables are left to iptables, whose words
-    people know.
+    """Rules of nftables chains that see incoming packets. iptables-nft's tables are left to
+    iptables, whose words people know.
     """
     listed = _output_of("nft", "-j", "list", "ruleset")
     if listed is None:
@@ -585,12 +585,12 @@ def _nft() -> Firewall | None:
     except ValueError:
         return None
     chains = [part["chain"] for part in parts if part.get("chain", {}).get("hook") == "input"]
-    own = [chain for chain in chains if chain.get("table") != "filter"]
-    names = {(chain["family"], chain["table"], chain["name"]) for chain in own}
+    others = [chain for chain in chains if chain.get("table") != "filter"]
+    names = {(chain["family"], chain["table"], chain["name"]) for chain in others}
     refusals = [
         _rule_text(part["rule"]) for part in parts if "rule" in part and _refuses(part["rule"], names)
     ]
-    return Firewall(any(chain.get("policy") == "drop" for chain in own), tuple(refusals))
+    return Firewall(any(chain.get("policy") == "drop" for chain in others), tuple(refusals))
 
 
 def _refuses(rule: dict[str, Any], chains: set[tuple[str, str, str]]) -> bool:

@@ -70,7 +70,7 @@ def redirecting_bridges(
     Returns:
         None if unreadable: only root can read all registers of a bridge.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    bridges: dict[str, tuple[str, ...]] = {}
     for address in addresses:
         above = [_redirects(folder / bridge / "config") for bridge in _bridges_above(folder / address)]
         if None in above:
@@ -79,8 +79,8 @@ def redirecting_bridges(
             name for name, redirects in zip(_bridges_above(folder / address), above, strict=True) if redirects
         )
         if names:
-            found[address] = names
-    return found
+            bridges[address] = names
+    return bridges
 
 
 def _bridges_above(device: Path) -> list[str]:
@@ -103,20 +103,20 @@ def _redirects(config: Path) -> bool | None:
     if len(registers) <= _EXTENDED_CAPABILITIES:
         return None
     return any(
-        int.from_bytes(registers[place + _CONTROL : place + _CONTROL + 2], "little") & _REQUEST_REDIRECT
-        for place, kind in _capabilities(registers)
+        int.from_bytes(registers[offset + _CONTROL : offset + _CONTROL + 2], "little") & _REQUEST_REDIRECT
+        for offset, kind in _capabilities(registers)
         if kind == _ACS
     )
 
 
 def _capabilities(registers: bytes) -> Iterator[tuple[int, int]]:
     """Place and kind of each extended capability; a list that leads back ends there."""
-    place, seen = _EXTENDED_CAPABILITIES, set[int]()
-    while _EXTENDED_CAPABILITIES <= place <= len(registers) - 4 and place not in seen:
-        seen.add(place)
-        header = int.from_bytes(registers[place : place + 4], "little")
-        yield place, header & 0xFFFF
-        place = header >> 20
+    offset, seen = _EXTENDED_CAPABILITIES, set[int]()
+    while _EXTENDED_CAPABILITIES <= offset <= len(registers) - 4 and offset not in seen:
+        seen.add(offset)
+        header = int.from_bytes(registers[offset : offset + 4], "little")
+        yield offset, header & 0xFFFF
+        offset = header >> 20
 
 
 _MAX_LOG_BYTES = 8 << 20
@@ -150,7 +150,7 @@ def _records(fd: int) -> list[str]:
     """Each read gives one record; one that was overwritten meanwhile is EPIPE, and the end is
     EAGAIN.
     """
-    found: list[str] = []
+    texts: list[str] = []
     size = 0
     while size < _MAX_LOG_BYTES:
         try:
@@ -162,25 +162,25 @@ def _records(fd: int) -> list[str]:
         if not data:
             break
         size += len(data)
-        found.append(data.decode("utf-8", "replace"))
-    return found
+        texts.append(data.decode("utf-8", "replace"))
+    return texts
 
 
 def _lines(records: list[str]) -> list[KernelLine]:
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
-    found = []
+    matches = []
     for record in records:
         matched = _LOG_RECORD.match(record)
         if matched:
             age_s = None if now_s is None else max(0.0, now_s - int(matched["us"]) / 1e6)
-            found.append(KernelLine(matched["text"], age_s))
-    return found
+            matches.append(KernelLine(matched["text"], age_s))
+    return matches
 
 
 INSTALL = "pip install nvidia-ml-py"
-_LIMIT_S = (
-    30.0  # without its persistence daemon the driver initializes each device again, some seconds for each
-)
+# Without its persistence daemon the driver initializes each device again, some seconds for
+# each.
+_LIMIT_S = 30.0
 NO_ANSWER = "the driver did not answer for"
 _LEVELS: dict[int, Level] = {
     0: "internal",
@@ -250,13 +250,13 @@ def probe_details(*, limit_s: float = _LIMIT_S) -> DevicesDetails:
     except ImportError:
         note = f"{len(on_bus)} NVIDIA devices on the bus, but nvidia-ml-py is not installed" if on_bus else ""
         return DevicesDetails(on_bus=on_bus, note=note)
-    found: list[DevicesDetails] = []
+    answers: list[DevicesDetails] = []
     thread = threading.Thread(
-        target=lambda: found.append(read_nvml(pynvml, beside)), name="nvml", daemon=True
+        target=lambda: answers.append(read_nvml(pynvml, beside)), name="nvml", daemon=True
     )
     thread.start()
     thread.join(limit_s)
-    return found[0] if found else DevicesDetails(on_bus=on_bus, note=f"{NO_ANSWER} {limit_s:g} s")
+    return answers[0] if answers else DevicesDetails(on_bus=on_bus, note=f"{NO_ANSWER} {limit_s:g} s")
 
 
 def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
@@ -279,10 +279,10 @@ def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
 
 def xids_in(lines: Sequence[KernelLine]) -> tuple[Xid, ...]:
     """Xid errors in lines of the kernel log."""
-    found = ((line, _XID.search(line.text)) for line in lines)
+    matches = ((line, _XID.search(line.text)) for line in lines)
     return tuple(
         Xid(_full_address(matched["bus"]), int(matched["number"]), matched["text"].strip(), line.age_s)
-        for line, matched in found
+        for line, matched in matches
         if matched is not None
     )
 
@@ -376,10 +376,10 @@ class _Reader:
             )
 
     def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
-        if found is None:
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        if processes is None:
             return None
-        return tuple(self._beside.holder(int(one.pid), one.usedGpuMemory) for one in found)
+        return tuple(self._beside.holder(int(one.pid), one.usedGpuMemory) for one in processes)
 
     def _health(self, handle: Any) -> Health:
         ecc = self._ask("nvmlDeviceGetEccMode", handle)

@@ -127,7 +127,8 @@ def wait_for_file(folder: Path, name: str, *, patience_s: float) -> bool:
 
 def _listed(folder: Path, name: str) -> bool:
     try:
-        return name in os.listdir(folder)  # noqa: PTH208 - reading the folder refreshes what was kept of it, asking for the file does not
+        # Reading the folder refreshes the cache of its entries; a stat of the file does not.
+        return name in os.listdir(folder)  # noqa: PTH208
     except OSError:
         return False
 
@@ -137,7 +138,7 @@ def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) ->
 
     Touches no storage.
     """
-    wanted = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
+    target = os.path.abspath(path)  # noqa: PTH100 - resolving links would touch what may hang
     best, kind = "", ""
     try:
         lines = table.read_text(errors="replace").splitlines()
@@ -145,13 +146,13 @@ def file_system_of(path: Path, *, table: Path = Path("/proc/self/mountinfo")) ->
         return ""
     for line in lines:
         before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if len(fields) < 5 or not rest:
+        fields, type_fields = before.split(), after.split()
+        if len(fields) < 5 or not type_fields:
             continue
         point = _unescaped(fields[4])
-        inside = point == "/" or wanted == point or wanted.startswith(point + "/")
+        inside = point == "/" or target == point or target.startswith(point + "/")
         if inside and len(point) >= len(best):  # of several on one point the last one counts
-            best, kind = point, rest[0]
+            best, kind = point, type_fields[0]
     return kind
 
 
@@ -177,12 +178,12 @@ def identity_of(path: Path | str) -> Identity | None:
         OSError: if that cannot be said.
     """
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 if __name__ == "__main__":

@@ -20,16 +20,16 @@ from unisono.base.files import parse_json, read_text
 from unisono.guard.facts.limits import CGROUP_ROOT, cgroup_folders
 from unisono.guard.facts.machine import Holder
 
-_UTIME, _STIME = 11, 12  # fields of stat after the name and its bracket; the first of them is the state
+# They count the fields of stat after the name and its bracket; the state is number 0.
+_UTIME, _STIME = 11, 12
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STAT_BYTES = 4096
 _MOST_CHILDREN = 64
 _START_FIELD = 19  # field of stat after the name and its bracket; the first of them is the state
 _MOST_BYTES = 64 << 20  # of a plan
 _POLL_S = 0.05
-_GUARD_VARIABLE = (
-    b"UNISONO_GUARD="  # unisono.guard.integrations.border: the path of guard.json, with run_id and front_pid
-)
+# It holds the path of guard.json, which has run_id and front_pid (guard.integrations.border).
+_GUARD_VARIABLE = b"UNISONO_GUARD="
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def wait_channel(pid: int) -> str:
 
 def child_states(pid: int) -> str:
     """States of its child processes, one letter each; without those that were already reaped."""
-    found = []
+    states = []
     for child in children_of(pid)[:_MOST_CHILDREN]:
         stat = read_stat(child)
         if stat is not None:
-            found.append(stat.state)
-    return "".join(found)
+            states.append(stat.state)
+    return "".join(states)
 
 
 def has_handler(pid: int, number: int) -> bool:
@@ -99,7 +99,7 @@ def frozen_cgroup(pid: int, *, root: Path = CGROUP_ROOT) -> Path | None:
     """The cgroup that froze the process, which receives no signal until it is thawed; None: not
     frozen.
     """
-    for folder in cgroup_folders("freezer", root=root, own=Path(f"/proc/{pid}/cgroup")):
+    for folder in cgroup_folders("freezer", root=root, cgroup_file=Path(f"/proc/{pid}/cgroup")):
         if _line(folder / "cgroup.freeze") == "1" or _line(folder / "freezer.state").startswith("FR"):
             return folder
     return None
@@ -111,10 +111,10 @@ def children_of(pid: int) -> list[int]:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-    found: list[int] = []
+    children: list[int] = []
     for thread in threads:
-        found += map(int, _line(thread / "children").split())
-    return found
+        children += map(int, _line(thread / "children").split())
+    return children
 
 
 def _line(path: Path) -> str:
@@ -173,11 +173,11 @@ def read_thread(pid: int, number: int) -> ThreadState | None:
     """A thread of a process; None if it has ended or is not readable."""
     base = Path(f"/proc/{pid}/task/{number}")
     try:
-        name, _, rest = (base / "stat").read_text().partition("(")[2].rpartition(")")
+        name, _, statistics = (base / "stat").read_text().partition("(")[2].rpartition(")")
         status = (base / "status").read_text()
     except OSError:
         return None
-    fields = rest.split()
+    fields = statistics.split()
     switches = sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
     return ThreadState(
         number,
@@ -201,10 +201,10 @@ def stuck_threads(pid: int) -> list[ThreadState]:
 def wait_channel_in(base: Path) -> str:
     """The wait channel of a thread's folder in /proc; empty if it runs, or unknown."""
     try:
-        found = (base / "wchan").read_text().strip()
+        channel = (base / "wchan").read_text().strip()
     except OSError:
         return ""
-    return "" if found == "0" else found
+    return "" if channel == "0" else channel
 
 
 def processes_below(pid: int) -> list[tuple[int, int]]:
@@ -215,27 +215,27 @@ def processes_below(pid: int) -> list[tuple[int, int]]:
             stat = _bytes(Path(entry.path, "stat"))
             if stat:
                 children.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry.name))
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     todo = [pid]
     while todo:
         parent = todo.pop(0)
         for child in sorted(children.get(parent, ())):
-            found.append((child, parent))
+            pairs.append((child, parent))
             todo.append(child)
-    return found
+    return pairs
 
 
 def variables_of(pid: int, names: Sequence[str]) -> dict[str, str]:
     """Some initial environment variables of a process; empty if it has ended or belongs to a
     different user.
     """
-    wanted = {name.encode() for name in names}
-    found = {}
+    encoded = {name.encode() for name in names}
+    variables = {}
     for item in _bytes(Path(f"/proc/{pid}/environ")).split(b"\0"):
         name, equals, value = item.partition(b"=")
-        if equals and name in wanted:
-            found[name.decode()] = value.decode("utf-8", "replace")
-    return found
+        if equals and name in encoded:
+            variables[name.decode()] = value.decode("utf-8", "replace")
+    return variables
 
 
 def _bytes(path: Path) -> bytes:
@@ -263,7 +263,8 @@ def exit_status(pidfd: int, pid: int) -> int | None:
         pidfd: of the process, which has ended.
     """
     status = _by_pidfd(pidfd)
-    if status is None:  # its parent has not taken it yet, or does just now: then the descriptor has it
+    # If its parent has not taken it yet, or does just now, the descriptor has it.
+    if status is None:
         status = _by_proc(pid)
     if status is None:
         status = _by_pidfd(pidfd)
@@ -296,7 +297,7 @@ def _by_proc(pid: int) -> int | None:
 
 
 _HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""Of processes, since the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
+"""The first PID namespace, made at the machine's start (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
 _INTERPRETER = re.compile(r"(python|pypy|bash|sh|dash|zsh|perl|ruby|node|java|Rscript)[\d.]*")
 """To these the first argument is a program; to others it may be a password."""
 _PYTHON_FLAGS = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-m")
@@ -317,11 +318,12 @@ def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/
 
 
 def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
-    """The same for a pid from the NVIDIA driver, which is the host's and means a different process
-    inside a container.
+    """The holder with a pid from the NVIDIA driver, which is the host's and means a different
+    process inside a container.
     """
     try:
-        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115 - its text is not a path
+        # The link's text is not a path.
+        is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115
     except OSError:
         is_the_hosts = False
     return holder_of(pid, memory_bytes) if is_the_hosts else Holder(pid, memory_bytes)
@@ -339,12 +341,13 @@ def _program(words: list[str]) -> str:
     if not words or not words[0]:
         return ""
     program = Path(words[0]).name
-    if not _INTERPRETER.fullmatch(program) or "-c" in words:  # after -c stands code, which may hold anything
+    # After -c comes code, which may contain anything.
+    if not _INTERPRETER.fullmatch(program) or "-c" in words:
         return program
-    rest = words[1:]
-    while rest and rest[0] in _PYTHON_FLAGS:
-        rest = rest[1:]
-    script = rest[0] if rest and not rest[0].startswith("-") else ""
+    arguments = words[1:]
+    while arguments and arguments[0] in _PYTHON_FLAGS:
+        arguments = arguments[1:]
+    script = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     return f"{program} {Path(script).name}" if script else program
 
 
@@ -372,8 +375,8 @@ class Orphan:
 
 def find_orphans(proc: Path = Path("/proc")) -> list[Orphan]:
     """All visible orphans, the oldest first."""
-    found = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
-    return sorted(found, key=lambda orphan: (orphan.began, orphan.pid))
+    orphans = [orphan for pid in _pids(proc) if (orphan := _orphan(proc, pid)) is not None]
+    return sorted(orphans, key=lambda orphan: (orphan.began, orphan.pid))
 
 
 def end_orphan(orphan: Orphan, *, limit_s: float = 3.0) -> bool:
@@ -439,7 +442,8 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
     if front is None or began is None or stat is None or stat.state in "ZX":
         return None
     began_of_front = _start_ticks(proc, front)
-    if began_of_front is not None and began_of_front <= began:  # a later one only has the number of the front
+    # A later process only has got the number of the front.
+    if began_of_front is not None and began_of_front <= began:
         return None
     age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / _TICKS)
     run_id = str(_json_object(file).get("run_id") or "")
@@ -459,15 +463,15 @@ def _same_pid_namespace(folder: Path) -> bool:
 
 def _front_of(words: list[str]) -> tuple[int, Path] | None:
     """Front pid and plan from a rank's command line; None for other processes."""
-    for place, word in enumerate(words[:-1]):
-        if word == "unisono.worker" and words[place - 1] == "-m" and "--front-pid" in words[:-1]:
+    for index, word in enumerate(words[:-1]):
+        if word == "unisono.worker" and words[index - 1] == "-m" and "--front-pid" in words[:-1]:
             number = words[words.index("--front-pid") + 1]
-            return (int(number), Path(words[place + 1])) if number.isdecimal() else None
+            return (int(number), Path(words[index + 1])) if number.isdecimal() else None
     return None
 
 
 def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
-    """The same for a process under `unisono run`, from its environment."""
+    """The front and run directory of a process under `unisono run`, from its environment."""
     try:
         variables = (folder / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -505,13 +509,13 @@ _RANK_POLL_S = 0.02
 
 def living_ranks(front: int) -> list[int]:
     """Pids of a front's ranks and their forks, by command line; without zombies."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and _is_rank_of(folder, str(front).encode()):
             stat = read_stat(int(folder.name))
             if stat is not None and stat.state not in "ZX":
-                found.append(int(folder.name))
-    return sorted(found)
+                pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def wait_until_ended(front: int, *, limit_s: float) -> list[int]:

@@ -70,11 +70,11 @@ def seconds_of(limit: str) -> float | None:
     """A time limit as Slurm writes it: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; None
     if it is none, or there is none.
     """
-    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,6}))?(?::(\d{1,6}))?", limit.strip())
-    if found is None:
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,6}))?(?::(\d{1,6}))?", limit.strip())
+    if match is None:
         return None
-    days, first, second, third = (int(part) if part else 0 for part in found.groups())
-    if found[1] is not None or found[4] is not None:
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1] is not None or match[4] is not None:
         return days * 86_400.0 + first * 3_600 + second * 60 + third
     return first * 60.0 + second
 
@@ -89,12 +89,12 @@ def _split_list(text: str) -> list[str]:
 
 
 def _expand_brackets(word: str) -> list[str]:
-    found = re.search(r"\[([^\[\]]*)\]", word)
-    if found is None:
+    match = re.search(r"\[([^\[\]]*)\]", word)
+    if match is None:
         return [] if "[" in word or "]" in word else [word]
-    before, after = word[: found.start()], word[found.end() :]
+    before, after = word[: match.start()], word[match.end() :]
     middle: list[str] = []
-    for part in found[1].split(","):
+    for part in match[1].split(","):
         span = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if span is None:
             return []
@@ -102,8 +102,8 @@ def _expand_brackets(word: str) -> list[str]:
         if high < low or high - low > _MAX_NODES:
             return []
         middle += [f"{number:0{len(span[1])}d}" for number in range(low, high + 1)]
-    rest = _expand_brackets(after) if after else [""]
-    return [before + number + end for number in middle for end in rest]
+    endings = _expand_brackets(after) if after else [""]
+    return [before + number + end for number in middle for end in endings]
 
 
 def _natural_number(text: str) -> int | None:
@@ -186,8 +186,8 @@ def fields_of(line: str) -> dict[str, str]:
     """The fields of a line of `scontrol show … -o`: `Name=value`; a value extends to the next
     name.
     """
-    found = re.findall(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=(.*?)(?= [A-Za-z][A-Za-z0-9_/:]*=|$)", line.strip())
-    return {name: value.strip() for name, value in found}
+    pairs = re.findall(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=(.*?)(?= [A-Za-z][A-Za-z0-9_/:]*=|$)", line.strip())
+    return {name: value.strip() for name, value in pairs}
 
 
 def submitting_environment() -> dict[str, str]:
@@ -246,14 +246,14 @@ class NodeState:
 def node_states(nodelist: str, *, limit_s: float = 5.0) -> list[NodeState]:
     """The nodes of a list as Slurm writes it; empty if the controller does not say in time."""
     answer = run_slurm("scontrol", "show", "node", "-o", nodelist, limit_s=limit_s)
-    found = []
+    states = []
     for line in answer.out.splitlines() if answer.ok else ():
         fields = fields_of(line)
         if "NodeName" in fields:
             reason = (
                 "" if fields.get("Reason") in (None, "none", "(null)") else _STAMP.sub("", fields["Reason"])
             )
-            found.append(
+            states.append(
                 NodeState(fields["NodeName"], fields.get("State", "?"), reason, fields.get("NodeAddr", ""))
             )
-    return found
+    return states

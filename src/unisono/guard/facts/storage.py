@@ -94,7 +94,8 @@ def leave_nonce(folder: Path) -> str:
     Raises:
         OSError: what the file system says.
     """
-    for old in folder.glob(f"{_PREFIX}*"):  # of a head that was killed; who calls this has the folder's lock
+    # A head that was killed left them; the caller has the folder's lock.
+    for old in folder.glob(f"{_PREFIX}*"):
         old.unlink(missing_ok=True)
     name = _PREFIX + secrets.token_hex(8)
     write_text(folder / name, "unisono's head created this file for the start; it can be deleted\n")
@@ -111,8 +112,8 @@ def sees_nonce(folder: Path, name: str, *, limit_s: float = 5.0) -> bool | None:
 
 def is_nonce(name: str) -> bool:
     """Whether a name can be one that `leave_nonce` gave."""
-    rest = name.removeprefix(_PREFIX)
-    return rest != name and len(rest) == 16 and set(rest) <= set("0123456789abcdef")
+    digits = name.removeprefix(_PREFIX)
+    return digits != name and len(digits) == 16 and set(digits) <= set("0123456789abcdef")
 
 
 def remove_nonce(folder: Path, name: str) -> None:

@@ -5,14 +5,19 @@ The front makes the folder `/dev/shm/unisono-<uid>-<nonce>` (0700) and in it `gu
 and names that file to the program's processes by one variable, UNISONO_GUARD. Nothing else is
 passed, and nothing is secret but the folder: whoever can read it is the user.
 
-    held                   locked by the front and its subreaper: a folder that no process holds is removed by the next front
+    held                   locked by the front and its subreaper: a folder that no process holds is
+                           removed by the next front
     guard.json             the front: what every process may know (Guard)
-    rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is known
-    beat-<pid>             a rank: its heartbeat record (unisono.guard.watch), RECORD_BYTES; stays readable after its death
+    rank-<pid>.json        a rank: its identity (Registration); replaced atomically whenever more is
+                           known
+    beat-<pid>             a rank: its heartbeat record (unisono.guard.watch), RECORD_BYTES; stays
+                           readable after its death
     stacks-<pid>           faulthandler in the rank
-    answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the front through the record
-    events-<pid>.jsonl     a rank, or a launcher: messages as unisono.base.events has them, one a line
-    facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (Brought); then it waits for
+    answers-<pid>          the rank's second thread: the flight recorder's dump, requested by the
+                           front through the record
+    events-<pid>.jsonl     a rank, or a launcher: messages of unisono.base.events, one a line
+    facts-<pid>-<name>.json    a rank or a launcher: its facts for an agreement (ReportedFacts);
+                               then it waits for
     answer-<pid>-<name>.json   the front: the result (Answer)
 
 A process is a rank once it has registered: it does so when it has RANK, LOCAL_RANK and WORLD_SIZE
@@ -345,17 +350,17 @@ def start_of(pid: int) -> int | None:
 def registrations(folder: Path) -> Iterator[Registration]:
     """All registered ranks; a file that is not a registration is left out."""
     for path in _files(folder, "rank-"):
-        found = _made(Registration, read_whole(path) or {})
-        if found is not None:
-            yield found
+        registration = _made(Registration, read_whole(path) or {})
+        if registration is not None:
+            yield registration
 
 
 def reported_facts(folder: Path) -> Iterator[ReportedFacts]:
     """Facts for agreements that have not been answered."""
     for path in _files(folder, "facts-"):
-        found = _made(ReportedFacts, read_whole(path) or {})
-        if found is not None and not (folder / f"answer-{found.pid}-{found.name}.json").exists():
-            yield found
+        facts = _made(ReportedFacts, read_whole(path) or {})
+        if facts is not None and not (folder / f"answer-{facts.pid}-{facts.name}.json").exists():
+            yield facts
 
 
 def answer_facts(folder: Path, reported: ReportedFacts, answer: Answer) -> None:
@@ -395,8 +400,8 @@ def memory_of(folder: Path, pid: int) -> "BeatMemory":
         except ValueError as error:  # a record that is too short yet
             raise OSError(f"the record of process {pid} cannot be read: {error}") from error
         stack.pop_all()
-    known = _made(Registration, read_whole(folder / f"rank-{pid}.json") or {})
-    memory.stacks_signal = known.stacks_signal if known is not None else 0
+    registration = _made(Registration, read_whole(folder / f"rank-{pid}.json") or {})
+    memory.stacks_signal = registration.stacks_signal if registration is not None else 0
     return memory
 
 

@@ -34,7 +34,9 @@ def last_logits(file: str, rows: Sequence[Sequence[int]], count: int) -> list[An
     """
     from llama_cpp import Llama
 
-    model = Llama(file, n_ctx=_CONTEXT, n_batch=_CONTEXT, logits_all=True, type_k=_F32, type_v=_F32, verbose=False)  # fmt: skip
+    model = Llama(
+        file, n_ctx=_CONTEXT, n_batch=_CONTEXT, logits_all=True, type_k=_F32, type_v=_F32, verbose=False
+    )
     logits = []
     for row in rows:
         model.reset()

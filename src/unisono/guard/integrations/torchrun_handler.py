@@ -64,7 +64,8 @@ class UnisonoRendezvous(RendezvousHandler):
         self._parameters = parameters
         self._nodes = int(parameters.max_nodes)
         self._nproc, self._max_restarts = nproc, max_restarts
-        self._guard = find_guard(os.environ)  # noqa: TID251 - this is a foreign process, and the border's variable is in it
+        # This is a foreign process, which has the border's variable.
+        self._guard = find_guard(os.environ)  # noqa: TID251
         configured_rank = parameters.config.get("rank")
         self._node_rank = (
             int(configured_rank)

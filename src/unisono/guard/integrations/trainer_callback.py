@@ -203,7 +203,7 @@ def _blamed(members: Sequence[tuple[Member, TrainerFacts]]) -> Rule:
     for who, one in members:
         by_host.setdefault(who.host, set()).add((one.data.rows, one.data.rows_digest))
     several = len(members) > len(by_host) > 1  # with one rank on each host either may be
-    return _DATA if several and all(len(found) == 1 for found in by_host.values()) else _SPLIT
+    return _DATA if several and all(len(values) == 1 for values in by_host.values()) else _SPLIT
 
 
 # --- reading
@@ -273,9 +273,9 @@ def read_dataset(dataset: Any) -> DataFacts:
         chosen = array("q", (int(index) for index in dataset.indices))
         return DataFacts(rows, _digest(source, chosen.tobytes()), source, kind)
     if isinstance(dataset, list | tuple):
-        return DataFacts(rows, _digest(*(dataset[place] for place in _places(rows))), "", kind)
+        return DataFacts(rows, _digest(*(dataset[position] for position in _places(rows))), "", kind)
     if hasattr(dataset, "tensors") and isinstance(dataset.tensors, tuple):
-        picked = [tensor[place] for tensor in dataset.tensors for place in _places(rows)]
+        picked = [tensor[position] for tensor in dataset.tensors for position in _places(rows)]
         return DataFacts(rows, _digest(*picked), "", kind)
     if hasattr(dataset, "with_format") and hasattr(dataset, "data") and rows:
         return _read_table(dataset, rows, kind)
@@ -283,17 +283,17 @@ def read_dataset(dataset: Any) -> DataFacts:
 
 
 def _read_table(dataset: Any, rows: int, kind: str) -> DataFacts:
-    """Of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no transform of the
-    program's called.
+    """The facts of a `datasets.Dataset`: rows as they lie in its table, nothing decoded, no
+    transform of the program's called.
     """
     picked = dataset.with_format("arrow")[_places(rows)].to_pylist()
     splits = getattr(getattr(dataset, "info", None), "splits", None) or {}
-    known = sorted(
+    sizes = sorted(
         (str(name), getattr(split, "num_examples", 0), getattr(split, "num_bytes", 0))
         for name, split in splits.items()
     )
     below = getattr(dataset.data, "num_rows", rows)
-    source = _digest("splits", known) if known else _digest("table", below) if below != rows else ""
+    source = _digest("splits", sizes) if sizes else _digest("table", below) if below != rows else ""
     return DataFacts(rows, _digest(*picked), source, kind)
 
 
@@ -380,7 +380,8 @@ def meet(world: World, facts: TrainerFacts, *, notify: Notify) -> None:
             if world.rank == 0
             else _await_verdict(world, prefix, facts, notify)
         )
-    except RuntimeError as error:  # torch's DistError: the store, and so the rank that holds it, is gone
+    except RuntimeError as error:
+        # It is torch's DistError: the store, and so the rank that holds it, is gone.
         raise Disagreed.of(
             "another rank left while the ranks compared their data",
             why=str(error),

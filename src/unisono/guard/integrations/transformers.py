@@ -59,7 +59,7 @@ class TransformersCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The same as at the end of a step."""
+        """Reports the next phase, like the end of a step."""
         self._reporter.phase(_next(control))
 
     def on_prediction_step(

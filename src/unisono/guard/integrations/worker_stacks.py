@@ -40,13 +40,13 @@ def workers_below(pid: int) -> "list[WorkerProcess]":
     """
     from unisono.guard.facts.processes import children_of
 
-    found: list[WorkerProcess] = []
+    workers: list[WorkerProcess] = []
     todo = [pid]
-    while todo and len(found) < _MOST_WORKERS:
+    while todo and len(workers) < _MOST_WORKERS:
         for child in children_of(todo.pop(0)):
             todo.append(child)
-            found += _worker(child)
-    return found
+            workers += _worker(child)
+    return workers
 
 
 def _worker(pid: int) -> "Iterator[WorkerProcess]":
@@ -54,7 +54,8 @@ def _worker(pid: int) -> "Iterator[WorkerProcess]":
 
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):  # it has ended, or belongs to a different user
-        for name in sorted(os.listdir(folder), key=int)[:_MOST_FILES]:  # noqa: PTH208 - of names alone
+        # pathlib would make paths of what are names alone.
+        for name in sorted(os.listdir(folder), key=int)[:_MOST_FILES]:  # noqa: PTH208
             link = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - its text is not a path
             number = link.removeprefix(f"/memfd:{_NAME}").partition(" ")[0]
             if number != link and number.isdecimal():

@@ -130,13 +130,13 @@ def visible_gpus(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     """The machine's GPUs that CUDA_VISIBLE_DEVICES selects, in its order."""
     if visible is None:
         return gpus
-    found = []
+    chosen = []
     for word in (part.strip() for part in visible.split(",")):
         gpu = _match(gpus, word)
         if gpu is None:  # as in CUDA: an entry that is not a device ends the list
             break
-        found.append(gpu)
-    return found
+        chosen.append(gpu)
+    return chosen
 
 
 def _match(gpus: list[Gpu], word: str) -> Gpu | None:
@@ -161,13 +161,13 @@ def _named(gpus: list[Gpu], everything: list[Gpu], word: str, visible: str | Non
     gpu = _match(gpus, word)
     if gpu is not None:
         return gpu
-    known = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
+    choices = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in gpus)
     hidden = _match(everything, word) is not None
     raise UsageError.of(
         f"there is no device {word} for this run",
         where="command line, --devices",
         why=f"CUDA_VISIBLE_DEVICES={visible} hides it" if hidden else "",
-        fix=f"one of {known}",
+        fix=f"one of {choices}",
     )
 
 

@@ -27,7 +27,7 @@ def parse_head(text: str, source: str) -> tuple[str, int]:
 
 
 def _split_head(text: str, source: str) -> tuple[str, int | None]:
-    """As `parse_head`; the port is None where none is given."""
+    """The parts of a head's address; the port is None where none is given."""
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text)
     if bracketed:
         return bracketed[1], port(bracketed[2], source) if bracketed[2] else None
@@ -161,7 +161,7 @@ Source = tuple[str, str | None]
 
 
 def with_torchrun_options(
-    own: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
+    request: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
 ) -> tuple[TopologyRequest, tuple[str, ...]]:
     """The request with torchrun's options under our names, and lines to show.
 
@@ -173,31 +173,39 @@ def with_torchrun_options(
             what unisono does not do.
     """
     _refuse_other_meaning(given)
-    nodes, nproc, head, notes = own.nodes, own.nproc, own.head, []
+    nodes, nproc, head, notes = request.nodes, request.nproc, request.head, []
     if given.nnodes is not None:
         low, _, high = given.nnodes.partition(":")
         nnodes = str(positive(high or low, "--nnodes"))
-        nodes = _agreed(("--nodes", own.nodes), ("--nnodes", nnodes), ("NNODES", variables.get("NNODES")))
+        nodes = _agreed(("--nodes", request.nodes), ("--nnodes", nnodes), ("NNODES", variables.get("NNODES")))
     if given.nproc_per_node is not None:
         declared = variables.get("NPROC_PER_NODE", "")
         agreed = _agreed(
-            ("--nproc", None if own.nproc is None else str(own.nproc)),
+            ("--nproc", None if request.nproc is None else str(request.nproc)),
             ("--nproc-per-node", given.nproc_per_node),
             ("NPROC_PER_NODE", None if declared.lower() in ("", *_AUTOMATIC) else declared),
         )
         nproc = None if agreed in _AUTOMATIC else _ranks_of_a_node(agreed)
-    address = {"--master-addr": given.master_addr, "--master-port": given.master_port, "--rdzv-endpoint": given.rdzv_endpoint}  # fmt: skip
+    address = {
+        "--master-addr": given.master_addr,
+        "--master-port": given.master_port,
+        "--rdzv-endpoint": given.rdzv_endpoint,
+    }
     typed = [f"{name} {value}" for name, value in address.items() if value is not None]
-    if typed and not (own.hosts or (nodes or variables.get("NNODES", "1")) != "1"):
+    if typed and not (request.hosts or (nodes or variables.get("NNODES", "1")) != "1"):
         notes.append(f"{' '.join(typed)}: not used, since the ranks of one node need no address")
     elif typed:
-        head = _head_of_torchrun(own, given, variables)
-    found = replace(own, nodes=nodes, nproc=nproc, head=head)
-    words = {"--nproc": (own.nproc, nproc), "--nodes": (own.nodes, nodes), "--head": (own.head, head)}
+        head = _head_of_torchrun(request, given, variables)
+    merged = replace(request, nodes=nodes, nproc=nproc, head=head)
+    words = {
+        "--nproc": (request.nproc, nproc),
+        "--nodes": (request.nodes, nodes),
+        "--head": (request.head, head),
+    }
     read = [f"{name} {new}" for name, (old, new) in words.items() if new != old]
     if read:
         notes.append(f"torchrun's options are read as {' '.join(read)}")
-    return found, tuple(notes)
+    return merged, tuple(notes)
 
 
 def _ranks_of_a_node(text: str) -> int:
@@ -234,12 +242,12 @@ def _refuse_other_meaning(given: TorchrunOptions) -> None:
 
 
 def _head_of_torchrun(
-    own: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
+    request: TopologyRequest, given: TorchrunOptions, variables: Mapping[str, str]
 ) -> str | None:
     """HOST:PORT of `--head`, `--rdzv-endpoint`, `--master-addr`, `--master-port` and their
     variables; None without a host.
     """
-    ends = {"--head": own.head, "--rdzv-endpoint": given.rdzv_endpoint}
+    ends = {"--head": request.head, "--rdzv-endpoint": given.rdzv_endpoint}
     pairs = {name: _split_head(text, name) for name, text in ends.items() if text is not None}
     hosts: list[Source] = [(name, host) for name, (host, _) in pairs.items()]
     ports: list[Source] = [(name, str(number)) for name, (_, number) in pairs.items() if number is not None]
@@ -416,7 +424,8 @@ class _Reader:
             self.origins["nodes"] = self.placed.origins["nodes"]
             return self.placed.nodes
         for option, value in (("--node-rank", self.request.node_rank), ("--head", self.request.head)):
-            if value is not None:  # alone, node 0 would train by itself, and the others would wait for it
+            # Alone, node 0 would train by itself, and the others would wait for it.
+            if value is not None:
                 raise UsageError.of(
                     f"{option} {value} indicates several nodes, but not how many",
                     where="command line",
@@ -578,12 +587,12 @@ def _others(request: TopologyRequest, is_local: Callable[[str], bool]) -> tuple[
         return hosts[1:]
     own_host = next((host for host in hosts if is_local(host)), None)
     if own_host is not None:
-        rest = [host for host in hosts if host != own_host]
+        other_hosts = [host for host in hosts if host != own_host]
         raise UsageError.of(
             f"--hosts: {own_host} is this machine and is not the first",
             where="command line",
             why="this machine is node 0",
-            fix=f"--hosts {','.join([own_host, *rest])}",
+            fix=f"--hosts {','.join([own_host, *other_hosts])}",
         )
     return hosts
 

@@ -64,14 +64,17 @@ _TORCHRUN_FLAGS = frozenset(
 _ACCELERATE_FLAGS = frozenset(
     {
         "quiet", "q", "cpu", "multi_gpu", "tpu", "enable_cpu_affinity", "dynamo_use_fullgraph", "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm", "same_network",
-        "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16", "fp8_use_autocast_during_eval", "debug", "h", "help",
+        "dynamo_use_regional_compilation", "use_deepspeed", "use_fsdp", "use_parallelism_config",
+        "use_megatron_lm", "same_network",
+        "m", "module", "no_python", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
+        "fp8_use_autocast_during_eval", "debug", "h", "help",
         "use_xpu", "ipex", "use_mps_device",
     }
 )
 _DEEPSPEED_FLAGS = frozenset(
     {
-        "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help", "elastic_training",
+        "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "module", "m", "h", "help",
+        "elastic_training",
         "enable_each_rank_log", "save_pid", "bind_cores_to_rank",
     }
 )
@@ -183,7 +186,7 @@ class Job:
 def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     """The job that a command describes."""
     reader = _READERS.get(command.kind)
-    own = reader(command) if reader else Job()
+    job = reader(command) if reader else Job()
     torch = command.kind in ("torchrun", "python", "other", "llamafactory")
     pet = dict(_from(variables, "PET_" if torch else ""))
     plain = dict(_from(variables, ""))
@@ -197,15 +200,15 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
 
     endpoint = pet.get("RDZV_ENDPOINT") if torch else None
     host, port = _split(endpoint)
-    backend = own.backend or (pet.get("RDZV_BACKEND") if torch else None)
+    backend = job.backend or (pet.get("RDZV_BACKEND") if torch else None)
     return Job(
-        nodes=first(own.nodes, "NNODES"),
-        node_rank=first(own.node_rank, "NODE_RANK"),
-        nproc=first(own.nproc, "NPROC_PER_NODE"),
-        host=own.host or host or first(None, "MASTER_ADDR"),
-        port=own.port or port or first(None, "MASTER_PORT"),
+        nodes=first(job.nodes, "NNODES"),
+        node_rank=first(job.node_rank, "NODE_RANK"),
+        nproc=first(job.nproc, "NPROC_PER_NODE"),
+        host=job.host or host or first(None, "MASTER_ADDR"),
+        port=job.port or port or first(None, "MASTER_PORT"),
         backend=None if backend is not None and backend.text in ("", "unisono") else backend,
-        restarts=first(own.restarts, "MAX_RESTARTS"),
+        restarts=first(job.restarts, "MAX_RESTARTS"),
     )
 
 
@@ -304,7 +307,7 @@ def comparable(command: Command) -> list[str]:
     """The arguments that must be equal on every node: without node-specific options and the
     program's directory.
     """
-    found = [PurePath(command.words[0]).name]
+    words = [PurePath(command.words[0]).name]
     end = command.script_at if command.script else len(command.words)
     at = 1
     while at < end:
@@ -312,10 +315,10 @@ def comparable(command: Command) -> list[str]:
         if _key(word.partition("=")[0]) in NODE_OPTIONS and word.startswith("-"):
             at += 1 if "=" in word else 2
             continue
-        found.append(word)
+        words.append(word)
         at += 1
     return [
-        *found,
+        *words,
         *([PurePath(command.script).name] if command.script and command.kind != "llamafactory" else []),
         *command.arguments,
     ]
@@ -371,12 +374,12 @@ class Waiting:
     @property
     def verdict(self) -> Verdict:
         """The verdict after the wait has timed out."""
-        known = find_cause("node_missing")
+        entry = find_cause("node_missing")
         return Verdict(
             cause="node_missing",
             when="before",
             hosts=self.hosts,
-            fix=known.remedy if known else (),
+            fix=entry.remedy if entry else (),
             summary=(
                 f"{self.missing} has not started its launcher within {self.since_s:.0f} s, and the other"
                 " nodes wait for it"
@@ -416,14 +419,17 @@ class LauncherFacts:
         if len(group) < (len(self.nodes) if name == LAUNCHER else int(message["world_size"])):
             return None
         del self._groups[name]
-        found = self._compare(name, group)
+        agreement = self._compare(name, group)
         return Compared(
-            name, found, list(self._answers(name, group, found)), max(at for _, _, at in group.values())
+            name,
+            agreement,
+            list(self._answers(name, group, agreement)),
+            max(at for _, _, at in group.values()),
         )
 
     def waiting(self, places: Mapping[int, RankPlace], *, now: float) -> list[Waiting]:
         """The incomplete comparisons, for ranks at these places."""
-        found = []
+        late = []
         for name, group in self._groups.items():
             since_s = now - min(at for _, _, at in group.values())
             is_due = since_s >= _FIRST_LINE_S and now - self._shown_at.get(name, 0.0) >= _NEXT_LINES_S
@@ -436,8 +442,8 @@ class LauncherFacts:
                 ranks = [place.label for rank, place in sorted(places.items()) if rank not in group]
                 missing = "; ".join(ranks[:4]) or "others"
             hosts = tuple(node.host for node in absent) if name == LAUNCHER else ()
-            found.append(Waiting(name, since_s, missing, hosts, is_due))
-        return found
+            late.append(Waiting(name, since_s, missing, hosts, is_due))
+        return late
 
     def _compare(self, name: str, group: _Group) -> Agreement:
         if name == LAUNCHER:
@@ -452,11 +458,11 @@ class LauncherFacts:
         }
         return compare_rank_facts(name, facts)
 
-    def _answers(self, name: str, group: _Group, found: Agreement) -> Iterator[tuple[int, Message]]:
-        text = found.fatal[0].summary if found.fatal else ""
+    def _answers(self, name: str, group: _Group, agreement: Agreement) -> Iterator[tuple[int, Message]]:
+        text = agreement.fatal[0].summary if agreement.fatal else ""
         facts = self._store(group) if name == LAUNCHER else {}
         for node, message, _ in group.values():
-            answer = Answer(found.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
+            answer = Answer(agreement.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
             value = {
                 "agreed": answer.agreed,
                 "text": answer.text,

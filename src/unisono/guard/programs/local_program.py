@@ -126,7 +126,8 @@ class Program:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._take_line(line.decode("utf-8", "replace"))
-            if not data and self.returncode is None:  # the subreaper was killed, and the program with it
+            # The subreaper was killed, and the program with it.
+            if not data and self.returncode is None:
                 self.returncode, self.is_subreaper_lost = _SIGKILL, True
         return self.returncode
 
@@ -153,7 +154,8 @@ class Program:
         try:
             self._subreaper.wait(_CLOSING_S)
         except subprocess.TimeoutExpired:
-            self._subreaper.kill()  # a process waits in the kernel, and ends as soon as its storage answers
+            # A process that waits in the kernel ends as soon as its storage answers.
+            self._subreaper.kill()
         if self.is_subreaper_lost:
             self._end_marked()
         if self._report >= 0:
@@ -180,18 +182,18 @@ class Program:
             time.sleep(0.01)
 
     def _take_line(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
+        word, _, argument = line.partition(" ")
         match word:
             case "started":
-                self.pid = int(rest)
+                self.pid = int(argument)
             case "gone":
-                self.program_exit = int(rest)
+                self.program_exit = int(argument)
             case "left":
-                self.left = int(rest)
+                self.left = int(argument)
             case "ended":
-                self.returncode = int(rest)
+                self.returncode = int(argument)
             case "failed":
-                self._failed = rest.partition(" ")[2]
+                self._failed = argument.partition(" ")[2]
                 self.returncode = 127
             case _:
                 pass
@@ -212,8 +214,8 @@ def refuse_missing_program(word: str, path: str | None) -> None:
     Raises:
         UsageError: if there is no such program.
     """
-    found = shutil.which(word, path=path)
-    if found is None:
+    program = shutil.which(word, path=path)
+    if program is None:
         file, name = Path(word), one_line(word, limit=200)
         if os.sep not in word or not file.exists():
             raise _cannot_start(f"program not found: {name}")
@@ -223,12 +225,12 @@ def refuse_missing_program(word: str, path: str | None) -> None:
             f"{name} is not executable",
             f"chmod +x {name}, or start it with its interpreter: unisono run -- python {name}",
         )
-    first = _first_line(Path(found))
+    first = _first_line(Path(program))
     interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
     if interpreter and not Path(os.fsdecode(interpreter[0])).exists():
         named = one_line(os.fsdecode(interpreter[0]), limit=200)
         raise _cannot_start(
-            f"{one_line(found, limit=200)} cannot be started: its first line names the interpreter {named},"
+            f"{one_line(program, limit=200)} cannot be started: its first line names the interpreter {named},"
             " which does not exist",
             "fix that line, or start it with an interpreter that exists: unisono run -- python SCRIPT",
         )
@@ -309,8 +311,8 @@ class LocalProgram:
         """News of this node, after waiting for the first, or for one of `also` to become
         readable.
         """
-        own = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
-        select.select([*own, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
+        fds = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
+        select.select([*fds, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
         messages = self._passed_on()
         messages += self._orphaned()
         messages += self.ranks.new_messages()
@@ -416,13 +418,13 @@ class LocalProgram:
         return messages
 
     def _new_facts(self) -> list[border.ReportedFacts]:
-        found = []
+        facts = []
         for one in border.reported_facts(self.folder):
             name = f"{one.pid}-{one.name}"
             if self._facts.get(name) != one:
                 self._facts[name] = one
-                found.append(one)
-        return found
+                facts.append(one)
+        return facts
 
     @staticmethod
     def _as_message(one: border.ReportedFacts) -> Message:

@@ -39,11 +39,11 @@ def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
     result.json.
     """
     with join_meeting(party, start.report, tries_collective=False) as member_side:
-        found, number = _one_start(start, member_side, member_side.wait_for("start")), 1
-        while isinstance(found, NewStart):
+        result, number = _one_start(start, member_side, member_side.wait_for("start")), 1
+        while isinstance(result, NewStart):
             start.set_log_aside(number)
-            found, number = _one_start(start, member_side, found.message), number + 1
-        return found
+            result, number = _one_start(start, member_side, result.message), number + 1
+        return result
 
 
 def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -> dict[str, Any] | NewStart:
@@ -59,8 +59,8 @@ def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -
         member.run()
         if member.new_start is not None:
             return member.new_start
-        own = local.program.returncode if local.program is not None else None
-        code = member.exit_code(own)
+        returncode = local.program.returncode if local.program is not None else None
+        code = member.exit_code(returncode)
         with contextlib.ExitStack() as stack:
             writes = not shared
             if shared and member.loss is not None:
@@ -116,17 +116,17 @@ class MemberProgram:
         finally:
             reports.close()
 
-    def exit_code(self, own: int | None) -> int:
+    def exit_code(self, returncode: int | None) -> int:
         """The exit code: that of the verdict, or the program's.
 
         Args:
             own: the program's return code here; None: it has not ended.
         """
-        if self.verdict is not None or own is None:
+        if self.verdict is not None or returncode is None:
             return self._code if self._code is not None else 5
-        if own == 0 and self._code:  # it failed on a different node
+        if returncode == 0 and self._code:  # it failed on a different node
             return self._code
-        return exit_code_of_program(own)
+        return exit_code_of_program(returncode)
 
     def _take(self, event: NodeMessage | Left, reports: MonitorReports) -> None:
         if isinstance(event, Left):
@@ -147,8 +147,10 @@ class MemberProgram:
             case "look":
                 reports.look(message)
             case "diagnose":
-                found = self.diagnose()
-                self.member_side.send({"kind": "diagnosed", "verdict": found.to_json() if found else None})
+                verdict = self.diagnose()
+                self.member_side.send(
+                    {"kind": "diagnosed", "verdict": verdict.to_json() if verdict else None}
+                )
             case "start":
                 self._over, self.new_start = True, NewStart(message)
                 self._end_program()
@@ -179,8 +181,8 @@ class MemberProgram:
         self._over = True
         self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.member_side.party.host)
         verdict = name_loss(self.loss, head=str(self.member_side.welcome.get("head_host", "")))
-        known = find_cause(verdict.cause)
-        self._code = known.exit_code if known is not None else 4
+        entry = find_cause(verdict.cause)
+        self._code = entry.exit_code if entry is not None else 4
         self._show_verdict(verdict)
         self._end_program()
 

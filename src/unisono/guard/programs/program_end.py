@@ -93,10 +93,10 @@ def exit_code_of_program(returncode: int) -> int:
 
 def exit_code_of_verdict(verdict: Verdict) -> int:
     """The catalogue's exit code; 3 if ranks were refused before their first step."""
-    known = find_cause(verdict.cause)
-    if verdict.when == "before" and known is not None and known.exit_code == 4:
+    entry = find_cause(verdict.cause)
+    if verdict.when == "before" and entry is not None and entry.exit_code == 4:
         return 3
-    return known.exit_code if known is not None else 5
+    return entry.exit_code if entry is not None else 5
 
 
 def signal_of(returncode: int, command: Command) -> signal.Signals | None:
@@ -155,13 +155,13 @@ def name_program_death(
     cause = "host_oom_killed" if by_kernel else "rank_killed"
     what = "the OOM killer" if by_kernel else number.name
     who = "the program" if direct else "a process of the program"
-    known = find_cause(cause)
+    entry = find_cause(cause)
     return Verdict(
         cause=cause,
         when="during",
         hosts=(end.host,),
         evidence=tuple(evidence),
-        fix=known.remedy if known else (),
+        fix=entry.remedy if entry else (),
         summary=f"{who} was killed by {what} on {end.where}",
         confidence=1.0 if direct else 0.9,
     )
@@ -174,9 +174,9 @@ def for_program(verdict: Verdict, framework: str) -> Verdict:
         verdict: as for a run of `train`.
         framework: that the program trains with; empty: unknown, or before its first step.
     """
-    found = _by_its_words(verdict)
-    way = framework if found.when != "before" else ""
-    return found.model_copy(update={"fix": remedy_for_foreign_program(found.fix, way)})
+    reworded = _by_its_words(verdict)
+    way = framework if reworded.when != "before" else ""
+    return reworded.model_copy(update={"fix": remedy_for_foreign_program(reworded.fix, way)})
 
 
 def may_be_port_taken(verdict: Verdict | None, framework: str) -> bool:
@@ -195,11 +195,11 @@ def _by_its_words(verdict: Verdict) -> Verdict:
     if verdict.cause != "user_code_error" or not verdict.evidence:
         return verdict
     causes = [signature.cause for signature in match_line(verdict.evidence[0].text)]
-    known = next((find_cause(cause) for cause in causes if cause in _PLAIN), None)
-    if known is None:
+    entry = next((find_cause(cause) for cause in causes if cause in _PLAIN), None)
+    if entry is None:
         return verdict
-    when = "during" if "during" in known.when else "after"
-    return verdict.model_copy(update={"cause": known.id, "when": when, "fix": known.remedy})
+    when = "during" if "during" in entry.when else "after"
+    return verdict.model_copy(update={"cause": entry.id, "when": when, "fix": entry.remedy})
 
 
 def _explains(diagnosed: Verdict, number: signal.Signals) -> bool:

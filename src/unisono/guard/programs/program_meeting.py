@@ -97,10 +97,10 @@ def find_token(
     """
     if topology.hosts and request.token_file is None and given is None:
         return make_token()
-    found = read_token(request.token_file, given or token_of_step(environment), nodes=topology.nodes)
-    if found is not None and found.from_stdin:
+    token = read_token(request.token_file, given or token_of_step(environment), nodes=topology.nodes)
+    if token is not None and token.from_stdin:
         watch_lifeline()
-    return found
+    return token
 
 
 def program_environment(request: RunRequest, variables: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +115,7 @@ def program_environment(request: RunRequest, variables: Mapping[str, str]) -> di
 
 
 def remote_run(request: RunRequest, output_dir: Path) -> RemoteCommand:
-    """The same `unisono run` on a different node, with the same output directory."""
+    """This `unisono run` for a different node, with the same output directory."""
     return RemoteCommand(
         ("run",),
         {
@@ -204,8 +204,8 @@ def runs_in_our_environment(words: tuple[str, ...]) -> bool:
     """Whether a program runs in unisono's Python environment: only of that one the versions are
     known.
     """
-    found = shutil.which(words[0]) if words else None
-    return found is None or Path(found).parent == Path(sys.executable).parent
+    program = shutil.which(words[0]) if words else None
+    return program is None or Path(program).parent == Path(sys.executable).parent
 
 
 def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
@@ -213,12 +213,12 @@ def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
     nodes.
     """
     words = keyed_arguments(comparable(shape.command))
-    found = {
+    given = {
         key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
     }  # some secrets are recognized only by their name
     if request.uneven:
-        found["--uneven"] = "given"
-    return found
+        given["--uneven"] = "given"
+    return given
 
 
 def _script(shape: RunShape) -> dict[str, str]:

@@ -75,7 +75,7 @@ def search(root: int, host: str) -> Search:
     """Finds the ranks among all descendants of a process."""
     parents: dict[int, int] = {}
     claims: dict[int, tuple[int, int]] = {}
-    found: list[FoundRank] = []
+    ranks: list[FoundRank] = []
     for pid, parent in processes_below(root):
         parents[pid] = parent
         variables = variables_of(pid, _VARIABLES)
@@ -103,8 +103,8 @@ def search(root: int, host: str) -> Search:
             sees=(),
             restarts=restarts,
         )
-        found.append(FoundRank(registration, parent))
-    return Search(parents, claims, tuple(found))
+        ranks.append(FoundRank(registration, parent))
+    return Search(parents, claims, tuple(ranks))
 
 
 UNKNOWN_END = "how it ended is not known"
@@ -213,8 +213,8 @@ class ProgramRanks:
 
     def pid(self, rank: int) -> int | None:
         """The pid of a rank's process while it lives."""
-        known = self._ranks.get(rank)
-        return known.registration.pid if known is not None and known.end is None else None
+        process = self._ranks.get(rank)
+        return process.registration.pid if process is not None and process.end is None else None
 
     def workers(self, rank: int) -> list[WorkerProcess]:
         """Processes that a rank has started, e.g. those of its loaders; the caller closes their
@@ -225,8 +225,8 @@ class ProgramRanks:
 
     def final_message(self, rank: int) -> Message | None:
         """The final message of a rank, once it has arrived."""
-        known = self._ranks.get(rank)
-        return known.last if known is not None else None
+        process = self._ranks.get(rank)
+        return process.last if process is not None else None
 
     def fds(self) -> list[int]:
         """File descriptors that are readable when a rank has ended."""
@@ -277,17 +277,17 @@ class ProgramRanks:
         if now - self._searched >= _SEARCH_EVERY_S:
             self._searched = now
             seen = search(self.root, self.host)
-            for found in seen.found:
-                changed |= self._take(found.registration, registered=False)
+            for rank in seen.found:
+                changed |= self._take(rank.registration, registered=False)
             changed |= self._keep_to_one_launcher(seen)
-            others = [text for found in seen.found for text in self._unwatched_launchers(found, seen)]
+            others = [text for rank in seen.found for text in self._unwatched_launchers(rank, seen)]
         return changed, others
 
     def _take(self, one: border.Registration, *, registered: bool) -> bool:
-        known = self._ranks.get(one.rank)
-        if known is not None and _identity(known.registration) == _identity(one):
-            return self._update(known, one, registered=registered)
-        start = self._start_of(one, known, registered=registered)
+        previous = self._ranks.get(one.rank)
+        if previous is not None and _identity(previous.registration) == _identity(one):
+            return self._update(previous, one, registered=registered)
+        start = self._start_of(one, previous, registered=registered)
         rank = self._open_process(one) if start is not None else None
         if start is None or rank is None:
             return False
@@ -295,33 +295,33 @@ class ProgramRanks:
             self._earlier |= {_identity(other.registration) for other in self._ranks.values()}
             self.close()
             self.newest, self._starts_before = start, start - one.attempt
-        elif known is not None:
-            known.close()
+        elif previous is not None:
+            previous.close()
         self._ranks[one.rank] = rank
         if registered:
             self._attach(rank)
         return True
 
-    def _start_of(self, one: border.Registration, known: Rank | None, *, registered: bool) -> int | None:
+    def _start_of(self, one: border.Registration, previous: Rank | None, *, registered: bool) -> int | None:
         """The start that a process belongs to; None if it is not watched: of two processes with the
         same rank the first counts.
         """
         if _identity(one) in self._earlier:
             return None
         start = self._starts_before + one.attempt
-        if start <= self.newest and self._follows(one, known, registered=registered):
+        if start <= self.newest and self._follows(one, previous, registered=registered):
             return self.newest + 1
-        is_free = start > self.newest or known is None or _runs(known, one, registered=registered)
+        is_free = start > self.newest or previous is None or _runs(previous, one, registered=registered)
         return start if start >= self.newest and is_free else None
 
-    def _follows(self, one: border.Registration, known: Rank | None, *, registered: bool) -> bool:
+    def _follows(self, one: border.Registration, previous: Rank | None, *, registered: bool) -> bool:
         """Whether a process is a rank of a new launcher, started after all ranks of the previous
         one had ended.
 
         Processes that ranks leave behind have the same environment, but started before the ranks
         ended, and do not register.
         """
-        if not self.all_ended or (known is None and one.world_size == self.world_size):
+        if not self.all_ended or (previous is None and one.world_size == self.world_size):
             return False
         if registered:
             return all(one.started > rank.registration.started for rank in self._ranks.values())
@@ -337,41 +337,41 @@ class ProgramRanks:
         launchers = {number: seen.launcher_of(rank.registration.pid) for number, rank in living.items()}
         one = next((launcher for launcher in launchers.values() if launcher is not None), None)
         changed = False
-        for found in seen.found:
-            number = found.registration.rank
-            known = living.get(number)
-            if known is None or found.launcher != one or launchers[number] in (None, one):
+        for candidate in seen.found:
+            number = candidate.registration.rank
+            previous = living.get(number)
+            if previous is None or candidate.launcher != one or launchers[number] in (None, one):
                 continue
-            if (rank := self._open_process(found.registration)) is not None:
-                known.close()
+            if (rank := self._open_process(candidate.registration)) is not None:
+                previous.close()
                 self._ranks[number] = rank
                 changed = True
         return changed
 
-    def _unwatched_launchers(self, found: FoundRank, seen: Search) -> list[Message]:
+    def _unwatched_launchers(self, candidate: FoundRank, seen: Search) -> list[Message]:
         """Reports, once per launcher, that ranks of a further launcher are not watched."""
-        known = self._ranks.get(found.registration.rank)
-        if known is None or known.end is not None or found.launcher in (self.root, *self._unwatched):
+        watched = self._ranks.get(candidate.registration.rank)
+        if watched is None or watched.end is not None or candidate.launcher in (self.root, *self._unwatched):
             return []
-        pid, launcher = known.registration.pid, seen.launcher_of(known.registration.pid)
-        if launcher in (None, found.launcher) or seen.is_below(found.registration.pid, pid):
+        pid, launcher = watched.registration.pid, seen.launcher_of(watched.registration.pid)
+        if launcher in (None, candidate.launcher) or seen.is_below(candidate.registration.pid, pid):
             return []
-        self._unwatched.add(found.launcher)
+        self._unwatched.add(candidate.launcher)
         text = (
-            f"process {found.launcher} starts ranks while those of process {launcher} run; only one launcher"
+            f"process {candidate.launcher} starts ranks while those of process {launcher} run; only one launcher"
             " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
         )
         return [{"kind": "unwatched", "text": text}]
 
-    def _update(self, known: Rank, one: border.Registration, *, registered: bool) -> bool:
+    def _update(self, rank: Rank, one: border.Registration, *, registered: bool) -> bool:
         """Updates a known rank by its newer registration; whether it changed."""
-        if not registered or known.end is not None:
+        if not registered or rank.end is not None:
             return False
-        is_new = not known.registered or known.registration.uuid != one.uuid
-        known.registration = one
-        known.grouped |= one.grouped
-        if not known.registered:
-            self._attach(known)
+        is_new = not rank.registered or rank.registration.uuid != one.uuid
+        rank.registration = one
+        rank.grouped |= one.grouped
+        if not rank.registered:
+            self._attach(rank)
         return is_new
 
     @staticmethod
@@ -468,11 +468,11 @@ def _identity(one: border.Registration) -> tuple[int, int]:
     return one.pid, one.started
 
 
-def _runs(known: Rank, one: border.Registration, *, registered: bool) -> bool:
+def _runs(previous: Rank, one: border.Registration, *, registered: bool) -> bool:
     """Whether a process found by its environment is only the shell in which the rank runs."""
-    if known.registered or not registered or known.end is not None:
+    if previous.registered or not registered or previous.end is not None:
         return False
-    return any(pid == one.pid for pid, _ in processes_below(known.registration.pid))
+    return any(pid == one.pid for pid, _ in processes_below(previous.registration.pid))
 
 
 def _ticks() -> int:

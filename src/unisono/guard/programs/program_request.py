@@ -140,7 +140,7 @@ def read_shape(
     job = read_job(command, variables)
     _refuse_contradictions(request, job, variables)
     _refuse_elastic(request, job)
-    own = (
+    starts_ranks = (
         command.kind in ("accelerate", "deepspeed")
         or job.backend is not None
         or "standalone" in command.options
@@ -170,8 +170,8 @@ def read_shape(
         nproc_origin=origins.get(topology.nproc_origin, topology.nproc_origin),
         nproc_declared=topology.nproc_declared and not _is_automatic(job, request),
     )
-    topology, notes = _ports(request, job, topology, own=own)
-    return RunShape(topology, command, job, own, notes)
+    topology, notes = _ports(request, job, topology, starts_ranks=starts_ranks)
+    return RunShape(topology, command, job, starts_ranks, notes)
 
 
 def _origin_shown(origin: str, origins: Mapping[str, str]) -> str:
@@ -185,14 +185,14 @@ def _is_automatic(job: Job, request: RunRequest) -> bool:
 
 def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
     """The program's values under the names that read_topology knows, and their real origins."""
-    found = {
+    values = {
         "NNODES": job.nodes,
         "NODE_RANK": job.node_rank,
         "NPROC_PER_NODE": job.nproc,
         "MASTER_ADDR": job.host,
         "MASTER_PORT": job.port,
     }
-    declared = {name: value for name, value in found.items() if value is not None}
+    declared = {name: value for name, value in values.items() if value is not None}
     if "MASTER_PORT" in declared and declared["MASTER_PORT"].text == "0":  # means any port
         del declared["MASTER_PORT"]
     merged = {name: value.text for name, value in declared.items()}
@@ -224,17 +224,17 @@ def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str
         ("--head", host, job.host),
     ]
     problems = []
-    for option, own, program_value in pairs:
+    for option, value, program_value in pairs:
         if (
-            own is None
+            value is None
             or program_value is None
             or program_value.origin in variables
-            or _is_same(str(own), program_value.text)
+            or _is_same(str(value), program_value.text)
         ):
             continue
         problems.append(
             Problem(
-                f"{option} {own} and {program_value.origin} {program_value.text} contradict each other",
+                f"{option} {value} and {program_value.origin} {program_value.text} contradict each other",
                 where="command line",
                 why="the program would follow its own argument",
                 fix=f"pass one of them, or the same value in both: {option} {program_value.text}",
@@ -280,12 +280,12 @@ def _refuse_other_hosts(
         )
 
 
-def _is_same(own: str, program_value: str) -> bool:
+def _is_same(value: str, program_value: str) -> bool:
     if not program_value[:1].isdigit() and program_value in ("auto", "gpu", "cpu", "xpu"):
         return True  # not a number
-    spans = {own, f"{own}:{own}"}
+    spans = {value, f"{value}:{value}"}
     return program_value in spans or (
-        program_value.isdigit() and own.isdigit() and int(program_value) == int(own)
+        program_value.isdigit() and value.isdigit() and int(program_value) == int(value)
     )
 
 
@@ -306,12 +306,12 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
 
 
 def _ports(
-    request: RunRequest, job: Job, topology: Topology, *, own: bool
+    request: RunRequest, job: Job, topology: Topology, *, starts_ranks: bool
 ) -> tuple[Topology, tuple[str, ...]]:
     """Chooses the port of the control channel: the head's, or the next one if the program listens
     there.
     """
-    if topology.nodes == 1 or not own:
+    if topology.nodes == 1 or not starts_ranks:
         return topology, ()
     program_value = int(job.port.text) if job.port is not None and job.port.text.isdigit() else None
     if program_value is None or topology.head_port != program_value:
@@ -363,30 +363,34 @@ def build_environment(
         guard_file: of the border.
         store: address of torch's store on node 0; None for one node.
     """
-    found = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
+    variables = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
     notes: list[str] = []
     unguardable = why_unguardable(request.words)
     if unguardable is not None:
         notes.append(f"{unguardable}: only deaths of its ranks are detected")
-    found = injected(found, guard_file)
+    variables = injected(variables, guard_file)
     topology = shape.topology
     if request.devices is not None:
-        found["CUDA_VISIBLE_DEVICES"] = request.devices
+        variables["CUDA_VISIBLE_DEVICES"] = request.devices
     if request.nproc is not None:
-        found |= {"NPROC_PER_NODE": str(request.nproc), "PET_NPROC_PER_NODE": str(request.nproc)}
+        variables |= {"NPROC_PER_NODE": str(request.nproc), "PET_NPROC_PER_NODE": str(request.nproc)}
     if request.debug_comm:
-        found |= {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+        variables |= {
+            "NCCL_DEBUG": "INFO",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TORCH_CPP_LOG_LEVEL": "INFO",
+        }
     if topology.nodes == 1 or store is None:
-        return ProgramEnvironment(found, tuple(notes))
+        return ProgramEnvironment(variables, tuple(notes))
     host, port = store
-    place = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
-    found |= place | {"PET_NNODES": str(topology.nodes)}
+    node_variables = {"NNODES": str(topology.nodes), "NODE_RANK": str(topology.node_rank)}
+    variables |= node_variables | {"PET_NNODES": str(topology.nodes)}
     if shape.own_rendezvous:
-        found["PET_NODE_RANK"] = str(
+        variables["PET_NODE_RANK"] = str(
             topology.node_rank
         )  # our rendezvous knows it, and torchrun would warn that it does not
     else:
-        found |= {
+        variables |= {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "PET_MASTER_ADDR": host,
@@ -395,9 +399,13 @@ def build_environment(
             "PET_RDZV_ENDPOINT": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
             "PET_RDZV_CONF": f"rank={topology.node_rank}",
         }
-    if shape.command.kind == "llamafactory" and found.get("FORCE_TORCHRUN", "") not in ("1", "true", "True"):
-        found["FORCE_TORCHRUN"] = "1"
+    if shape.command.kind == "llamafactory" and variables.get("FORCE_TORCHRUN", "") not in (
+        "1",
+        "true",
+        "True",
+    ):
+        variables["FORCE_TORCHRUN"] = "1"
         notes.append(
             "FORCE_TORCHRUN=1 is set: with one device, LLaMA-Factory would train on each node separately"
         )
-    return ProgramEnvironment(found, tuple(notes))
+    return ProgramEnvironment(variables, tuple(notes))

@@ -173,7 +173,8 @@ class FolderWatch:
         self.is_lost = False
         self._run, self._lock, self._show, self._write_plan = run, lock, show, write_plan
         self._root = identity_of(run.root)
-        self._thread = BackgroundThread("output_dir")  # the storage may hang, and the front must not
+        # The storage may hang, and the front must not.
+        self._thread = BackgroundThread("output_dir")
         self._next = 0.0
         self._gone_twice = [False, False]
 
@@ -326,14 +327,14 @@ class ProgramStart:
                     ENDS_WITH_FRONT: True,
                 },
             )
-            found = build_environment(
+            built = build_environment(
                 request, self.shape, self.variables, guard_file=guard.write(), store=store
             )
-            for note in found.notes:
+            for note in built.notes:
                 notify(self.show, note)
             with Program(
                 request.words,
-                environment=found.environment,
+                environment=built.environment,
                 log=self.log,
                 folder=folder,
                 owns_stdout=request.json,

@@ -59,7 +59,8 @@ _OTHER_NODES_S = 10.0  # for the program on other nodes, after it failed on one
 _ENDING_S = 30.0
 _LEFT_EARLY_S = 3.0
 _RESTART_S = 120.0  # for a launcher to restart its ranks; torchrun alone gives the old ones 30 s
-_UNSEEN_S = 60.0  # a rank registers after it has loaded torch, which is slow over a network file system
+# A rank registers after it has loaded torch, which is slow over a network file system.
+_UNSEEN_S = 60.0
 _UNKNOWN_DEVICE = DeviceChoice(kind="cpu", name="unknown", memory_bytes=0, bfloat16=False)
 NO_RANK_SEEN = f"no rank has registered within {_UNSEEN_S:.0f} s: until one does, only deaths are detected"
 
@@ -204,8 +205,8 @@ class ProgramSupervisor:
 
     def _take_observation(self, node_rank: int, message: Message) -> None:
         if message["kind"] == "timeline":
-            own = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
-            self.local.keep_time(node_rank, message, own)
+            ranks = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
+            self.local.keep_time(node_rank, message, ranks)
         elif self._stall_monitor is not None:
             self._stall_monitor.on_message(node_rank, message)
 
@@ -298,19 +299,20 @@ class ProgramSupervisor:
     # --- comparisons
 
     def _take_facts(self, node_rank: int, message: Message) -> None:
-        if message["name"] == LAUNCHER:  # a launcher that the program starts has its own --max-restarts
+        # A launcher that the program starts has its own --max-restarts.
+        if message["name"] == LAUNCHER:
             self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
         compared = self._facts.take(node_rank, message, now=time.monotonic())
         if compared is None:
             return
-        found = compared.agreement
-        self.agreements = self.agreements.merged(found)
+        agreement = compared.agreement
+        self.agreements = self.agreements.merged(agreement)
         for node, answer in compared.answers:
             self._send(node, answer)
-        self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and found.agreed)
-        if found.fatal:
+        self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and agreement.agreed)
+        if agreement.fatal:
             after_s = round(time.monotonic() - compared.complete_at, 3)
-            self._name(found.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
+            self._name(agreement.fatal[0].model_copy(update={"named_after_s": after_s}), end_in_s=0.5)
 
     def _report_missing(self, now: float) -> None:
         for waiting in self._facts.waiting(self._places, now=now):
@@ -346,28 +348,28 @@ class ProgramSupervisor:
         # is ended.
         if self._stall_monitor is None or self._ended_all or self.stop_signal is not None:
             return
-        found = self._if_lasting(self._stall_monitor.look(), now)
-        if found is not None and self._is_undecided and self._failures.first_at is None:
+        verdict = self._if_lasting(self._stall_monitor.look(), now)
+        if verdict is not None and self._is_undecided and self._failures.first_at is None:
             self._gather()
-            self._name(found, end_in_s=0.0)
+            self._name(verdict, end_in_s=0.0)
 
-    def _if_lasting(self, found: Verdict | None, now: float) -> Verdict | None:
+    def _if_lasting(self, verdict: Verdict | None, now: float) -> Verdict | None:
         """The verdict, unless it is about ranks that left early and is new: ranks of a guarded
         program may exit one by one.
         """
-        if found is None or not self._has_left(found):
+        if verdict is None or not self._has_left(verdict):
             self._early_since = None
-            return found
+            return verdict
         self._early_since = self._early_since or now
-        return found if now - self._early_since >= _LEFT_EARLY_S else None
+        return verdict if now - self._early_since >= _LEFT_EARLY_S else None
 
-    def _has_left(self, found: Verdict) -> bool:
+    def _has_left(self, verdict: Verdict) -> bool:
         """Whether the verdict's ranks have left with a result, instead of waiting in a different
         collective.
         """
         views = self._stall_monitor.run_view.views if self._stall_monitor is not None else {}
-        return found.cause == "unequal_steps" and any(
-            rank in views and views[rank].reported_result for rank in found.ranks
+        return verdict.cause == "unequal_steps" and any(
+            rank in views and views[rank].reported_result for rank in verdict.ranks
         )
 
     def _gather(self) -> None:
@@ -378,13 +380,13 @@ class ProgramSupervisor:
 
     def _decide(self, now: float) -> None:
         if self._failures.first_at is not None and self._is_undecided:
-            found = self._first_failure(now)
-            if found is not None:
+            verdict = self._first_failure(now)
+            if verdict is not None:
                 if self._may_restart(now):
-                    self._warn_once(found)
+                    self._warn_once(verdict)
                 else:
                     self._gather()
-                    self._name(found, end_in_s=_PROGRAM_ENDS_S)
+                    self._name(verdict, end_in_s=_PROGRAM_ENDS_S)
         if self._failed_at is not None and now - self._failed_at > _OTHER_NODES_S:
             self._end_by = self._end_by or now
         if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:

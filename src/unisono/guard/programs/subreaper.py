@@ -1,10 +1,11 @@
 """A small process between the front and the program: it starts the program, passes on its output,
 and leaves nothing of it behind.
 
-    python -I …/subreaper.py SETTINGS-FD     started by the front; the program is its child, and adopted processes become its children
+    python -I …/subreaper.py SETTINGS-FD
 
-It does three things that the front cannot do itself. It outlives a front that is killed by SIGKILL,
-then ends the program's process tree and removes the border's folder. It adopts processes that the
+The front starts it; the program is its child, and adopted processes become its children. It does
+three things that the front cannot do itself. It outlives a front that is killed by SIGKILL, then
+ends the program's process tree and removes the border's folder. It adopts processes that the
 program leaves behind. And it writes the log, so a disk that hangs blocks neither the front nor the
 program's output.
 
@@ -36,17 +37,15 @@ from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CHUNK_BYTES = 1 << 16
-_MOST_UNWRITTEN = (
-    1024  # chunks for the log; if the disk hangs, further output is left out of the log, with a note
-)
+# If the disk hangs, further output is left out of the log, with a note.
+_MOST_UNWRITTEN = 1024
 _LOOK_S = 1.0  # between checks that the log still exists
 _OUTPUT_S = 5.0  # after the program's end: for processes that still hold its output open
-_SEEN_S = (
-    1.0  # for the front to see which ranks ended before the program; the remaining ones end by our signals
-)
-_PATIENCE_S = (
-    3.0  # for processes that outlive a program which ended by itself, e.g. a tracker that still sends
-)
+# Meanwhile the front sees which ranks ended before the program; the remaining ones end by our
+# signals.
+_SEEN_S = 1.0
+# Processes may outlive a program that ended by itself, e.g. a tracker that still sends.
+_PATIENCE_S = 3.0
 _ENDING_S = 10.0
 _OF_TERMINALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # sent to the whole group
 
@@ -82,7 +81,8 @@ class _Log:
             fd = -1
         looked = time.monotonic()
         while (data := self._chunks.get()) is not None:
-            with contextlib.suppress(OSError):  # e.g. a full disk; the output itself is still passed on
+            # If e.g. the disk is full, the output itself is still passed on.
+            with contextlib.suppress(OSError):
                 while fd >= 0 and data:
                     data = data[os.write(fd, data) :]
             if fd >= 0 and time.monotonic() - looked > _LOOK_S:
@@ -194,13 +194,13 @@ class Subreaper:
     def run(self) -> None:
         """Runs until the program and its descendants have ended."""
         pidfd = os.pidfd_open(self._program.pid)
-        rest = b""
+        partial = b""
         ending_now = False
         while not ending_now:
             ready, _, _ = select.select([0, pidfd], [], [])
             if 0 in ready:
                 data = os.read(0, _CHUNK_BYTES)
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, partial = (partial + data).split(b"\n")
                 ending_now = not data or sum(self._obey(line) for line in lines) > 0
             if pidfd in ready:
                 break
@@ -236,7 +236,7 @@ class Subreaper:
         Args:
             patience_s: how long they have after SIGTERM; 0: no SIGTERM is sent.
         """
-        found: set[int] = set()
+        seen: set[int] = set()
         began = time.monotonic()
         while time.monotonic() < began + patience_s + _ENDING_S:
             alive = [pid for pid in _descendants(os.getpid()) if not _is_dead(pid)]
@@ -244,14 +244,14 @@ class Subreaper:
                 break
             asks = time.monotonic() < began + patience_s
             for pid in alive:  # SIGKILL also ends what is stopped
-                if not asks or pid not in found:
+                if not asks or pid not in seen:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGTERM if asks else signal.SIGKILL)
-            found.update(alive)
+            seen.update(alive)
             self._reap()
             time.sleep(0.005)
         self._reap()
-        return len(found - {self._program.pid})
+        return len(seen - {self._program.pid})
 
     def _reap(self) -> None:
         """Reaps adopted children, but keeps the program's exit status."""
@@ -281,8 +281,8 @@ class Subreaper:
 
 
 def _hold(folder: str) -> int | None:
-    """Locks the border's folder, like unisono.guard.programs.program_start: until this process ends, no
-    other front removes it as unused.
+    """Locks the border's folder, like unisono.guard.programs.program_start: until this process
+    ends, no other front removes it as unused.
     """
     if not folder:
         return None
@@ -302,12 +302,12 @@ def _descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 stat = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
                 parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, todo = [], [pid]
+    descendants, todo = [], [pid]
     while todo:
         below = parents.get(todo.pop(), [])
-        found += below
+        descendants += below
         todo += below
-    return found
+    return descendants
 
 
 def _is_dead(pid: int) -> bool:
@@ -336,7 +336,8 @@ def main() -> None:
         settings = json.load(file)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup ignores, the program ignores too
+        # The program ignores what nohup ignores.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _ignore)  # not SIG_IGN, which the program would inherit
     subreaper = None
     try:

@@ -1,10 +1,10 @@
 """A front for a torchrun that was started by hand: it joins the nodes' meeting, answers torchrun,
 and exits.
 
-    python -m unisono.guard.programs.torchrun_front      started by integrations.torchrun_handler, which sends a line of settings on stdin
+    python -m unisono.guard.programs.torchrun_front
 
-It prints the path of the border's guard.json on stdout, and messages like those of `unisono run` on
-stderr.
+integrations.torchrun_handler starts it, and sends a line of settings on stdin. It prints the path
+of the border's guard.json on stdout, and messages like those of `unisono run` on stderr.
 """
 
 import json

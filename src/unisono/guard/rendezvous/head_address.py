@@ -31,15 +31,15 @@ def listening_address(party: Party) -> str:
             different machine.
     """
     host = party.topology.head_host
-    found = _addresses(party)
-    ours = [address for address in found if is_own_address(address)]
+    addresses = _addresses(party)
+    ours = [address for address in addresses if is_own_address(address)]
     if not ours:
         raise _refused(
             "head_unreachable",
-            f"{party.label} is the head, but --head {host} resolves to {', '.join(found)}, which is not an"
+            f"{party.label} is the head, but --head {host} resolves to {', '.join(addresses)}, which is not an"
             " address of this machine",
             party,
-            found,
+            addresses,
             "start node 0 on that machine, or set --head to an address of this machine (`ip -br addr`) on"
             " every node",
         )
@@ -54,9 +54,9 @@ def refuse_unusable_head(party: Party) -> None:
         Disagreed: hostname_loopback, if the head's name resolves to this machine's loopback. A name
             without an address is left to the channel, which retries until the timeout.
     """
-    found = party.network.resolve(party.topology.head_host)
-    if found:
-        _refuse_loopback_name(party, found)
+    addresses = party.network.resolve(party.topology.head_host)
+    if addresses:
+        _refuse_loopback_name(party, addresses)
 
 
 def is_own_address(address: str) -> bool:
@@ -97,8 +97,8 @@ def address_towards(host: str, network: NetworkProbe) -> str:
 
 def _addresses(party: Party) -> list[str]:
     host = party.topology.head_host
-    found = party.network.resolve(host)
-    if not found:
+    addresses = party.network.resolve(host)
+    if not addresses:
         raise _refused(
             "dns_failure",
             f"{party.label} is the head, but its name `{host}` does not resolve here",
@@ -106,22 +106,22 @@ def _addresses(party: Party) -> list[str]:
             [],
             f"use an IP address on every node: --head IP:{party.topology.head_port}",
         )
-    return found
+    return addresses
 
 
-def _refuse_loopback_name(party: Party, found: Sequence[str]) -> None:
+def _refuse_loopback_name(party: Party, addresses: Sequence[str]) -> None:
     """Refuses a host name that resolves to loopback.
 
     A literal 127.0.0.1 or `localhost` is intended: several nodes on one machine.
     """
     host = party.topology.head_host
-    if host in _LOOPBACK_NAMES or _is_literal(host) or not all(is_loopback(address) for address in found):
+    if host in _LOOPBACK_NAMES or _is_literal(host) or not all(is_loopback(address) for address in addresses):
         return
     raise _refused(
         "hostname_loopback",
-        f"{party.label} resolves the head's name `{host}` to {', '.join(found)}, its own loopback address",
+        f"{party.label} resolves the head's name `{host}` to {', '.join(addresses)}, its own loopback address",
         party,
-        found,
+        addresses,
         f"fix the line of {host} in /etc/hosts, or use an IP address on every node: "
         f"--head IP:{party.topology.head_port}",
     )
@@ -135,9 +135,9 @@ def _is_literal(host: str) -> bool:
     return True
 
 
-def _refused(cause: str, summary: str, party: Party, found: Sequence[str], fix: str) -> Disagreed:
-    known = find_cause(cause)
-    text = f"{party.topology.head_host} resolves to {', '.join(found) or 'nothing'}"
+def _refused(cause: str, summary: str, party: Party, addresses: Sequence[str], fix: str) -> Disagreed:
+    entry = find_cause(cause)
+    text = f"{party.topology.head_host} resolves to {', '.join(addresses) or 'nothing'}"
     return disagreement(
         [
             Verdict(
@@ -147,7 +147,7 @@ def _refused(cause: str, summary: str, party: Party, found: Sequence[str], fix: 
                 hosts=(party.host,),
                 phase="agree.call",
                 evidence=(Evidence(where=party.label, text=text),),
-                fix=(fix, *(known.remedy if known else ())[1:2]),
+                fix=(fix, *(entry.remedy if entry else ())[1:2]),
             )
         ]
     )
@@ -180,7 +180,8 @@ def report_refusal(party: Party, error: UnisonoError) -> None:
 
     Never raises: the error itself matters more.
     """
-    if party.topology.nodes == 1 or party.topology.hosts:  # the fronts of --hosts are not started yet
+    # The fronts of --hosts are not started yet.
+    if party.topology.nodes == 1 or party.topology.hosts:
         return
     if isinstance(error, LockTaken) and _is_same_job(party, error.holder):
         return
@@ -269,13 +270,13 @@ def _open_servers(party: Party) -> list[HeadServer]:
 
 def _all_addresses(party: Party) -> list[str]:
     """The addresses of this machine that other machines could reach."""
-    found = [
+    addresses = [
         address
         for interface in party.network.interfaces()
         if interface.up and not interface.loopback
         for address in interface.addresses
     ]
-    return [address for address in found if not is_loopback(address) and not address.startswith("fe80")]
+    return [address for address in addresses if not is_loopback(address) and not address.startswith("fe80")]
 
 
 def _call_the_head(party: Party, error: UnisonoError) -> None:

@@ -165,10 +165,10 @@ class Meeting:
             Disagreed: if a node refuses, is lost, or is silent for too long.
         """
         limit = time.monotonic() + timeout_s
-        wanted = set(self.roll.others)
-        while not wanted <= set(self._inbox.get(kind, {})):
+        expected = set(self.roll.others)
+        while not expected <= set(self._inbox.get(kind, {})):
             if time.monotonic() > limit:
-                late = sorted(wanted - set(self._inbox.get(kind, {})))
+                late = sorted(expected - set(self._inbox.get(kind, {})))
                 why = f"no answer within {timeout_s:.0f} s: {what or kind}"
                 left_verdicts = [
                     self._left_verdict(rank, self.roll.hosts.get(rank, "?"), why) for rank in late
@@ -241,8 +241,8 @@ class Meeting:
             else verdict.model_copy(update={"named_after_s": round(after_s, 3)})
             for verdict in verdicts
         ]
-        known = {verdict.summary for verdict in self.agreement.verdicts}
-        new = [verdict for verdict in timed if verdict.summary not in known]
+        reported = {verdict.summary for verdict in self.agreement.verdicts}
+        new = [verdict for verdict in timed if verdict.summary not in reported]
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._record_agreement()
         meeting_rules.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
@@ -312,8 +312,8 @@ class Meeting:
         they are ambiguous.
         """
         named = {host for verdict in verdicts for host in verdict.hosts}
-        found = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
-        return found if len(found) == len(named) else []
+        ranks = [rank for rank, host in self.roll.hosts.items() if plain_host(host) in named]
+        return ranks if len(ranks) == len(named) else []
 
     def _record_agreement(self) -> None:
         if self._record is not None:

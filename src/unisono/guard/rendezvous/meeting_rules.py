@@ -138,9 +138,9 @@ class RollCall:
         """
         after = {"named_after_s": round(waited_s, 1)}
         left_verdicts = [node_left(rank, *self.left[rank]) for rank in self.missing if rank in self.left]
-        known = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
-        if len(known) < self.nodes:
-            left_verdicts.append(missing_nodes(self.nodes, known, self.rejected, waited_s, hosts=names))
+        seen = self.hosts | {rank: host for rank, (host, _) in self.left.items()}
+        if len(seen) < self.nodes:
+            left_verdicts.append(missing_nodes(self.nodes, seen, self.rejected, waited_s, hosts=names))
         return [verdict.model_copy(update=after) for verdict in left_verdicts]
 
     def _has_left(self, node_rank: int) -> str:
@@ -204,8 +204,8 @@ def stop_of_message(message: dict[str, Any]) -> Stopped | None:
 
 def parse_stop(name: Any, where: str) -> Stopped:
     """The signal with a name that a different node sent; an unknown name counts as SIGTERM."""
-    known = signal.Signals.__members__.get(str(name), signal.SIGTERM)
-    return Stopped(known, one_line(where, limit=200))
+    number = signal.Signals.__members__.get(str(name), signal.SIGTERM)
+    return Stopped(number, one_line(where, limit=200))
 
 
 def node_left(node_rank: int, host: str, why: str, *, moment: str = "the start") -> Verdict:
@@ -272,5 +272,5 @@ def _as_problem(verdict: Verdict) -> Problem:
 
 
 def _remedy(cause: str) -> tuple[str, ...]:
-    known = find_cause(cause)
-    return known.remedy if known else ()
+    entry = find_cause(cause)
+    return entry.remedy if entry else ()

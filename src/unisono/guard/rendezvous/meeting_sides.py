@@ -89,7 +89,8 @@ def hold_meeting(
     """
     try:
         meeting = Meeting(party, welcome=welcome, record=record)
-    except Disagreed as error:  # the others connect to an address on which this machine can still answer
+    except Disagreed as error:
+        # The others connect to an address on which this machine can still answer.
         if error.verdict is not None and error.verdict.cause == "hostname_loopback":
             report_refusal(party, error)
         raise
@@ -153,14 +154,14 @@ def _wait_for_nodes(
         Disagreed: if nodes are missing, one refuses, or one has a different token.
     """
     channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, probe_ports)
-    own = BackgroundWork(lambda show: make_report(channel, show))
+    work = BackgroundWork(lambda show: make_report(channel, show))
     roll = meeting.roll
     next_line = meeting.began + _FIRST_LINE_S
     while not roll.complete:
         meeting.listen(_POLL_S if 0 in roll.reports else _BUSY_POLL_S)
-        meeting.show_output(own)
-        if own.done and 0 not in roll.reports:
-            roll.reports[0] = own.result()
+        meeting.show_output(work)
+        if work.done and 0 not in roll.reports:
+            roll.reports[0] = work.result()
         now = time.monotonic()
         if now >= next_line and not roll.complete:
             meeting.note(roll.waiting_line(now - meeting.began), everywhere=True)
@@ -195,13 +196,13 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 # ---- Before a restart: a short form of the agreement
 #
 #     head → member   again: round, question       (launch.node_report describes the question)
-#     member → head   here_again_ROUND: report     made again; file contents are not digested a second time
+#     member → head   here_again_ROUND: report     made again, without a second digest of files
 #     head → member   dial, as before the first start
 #     member → head   reached
 #     head → member   plan; or again, if a node was lost and enough are left; or ended
 #
-# A new round begins when the set of nodes changes. A member answers in order: after its report of a round, nothing of an
-# earlier round follows.
+# A new round begins when the set of nodes changes. A member answers in order: after its report of a
+# round, nothing of an earlier round follows.
 
 _ANSWER_S = 20.0
 """For a report. Most of it is the storage check, with 5 s of its own and 5 s for the caches of a
@@ -226,22 +227,22 @@ def rejoin_at_head(
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
         meeting.broadcast({"kind": "again", "round": round_, "question": question})
         channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
-        own = meeting.run_in_background(lambda _show: make_report(channel, question))
+        report = meeting.run_in_background(lambda _show: make_report(channel, question))
         answers = meeting.gather(
             restart_report_kind(round_), timeout_s=_ANSWER_S, what="its report before the restart"
         )
         meeting.forget("reached")  # of an earlier round
-        meeting.roll.reports = {0: own}
+        meeting.roll.reports = {0: report}
         for node_rank, message in sorted(answers.items()):
             verdict = meeting.roll.record_report(node_rank, message.get("report"))
             if verdict is not None:
                 meeting.refuse([verdict], nodes=[node_rank])
-        found = compare_again(meeting.reports)
-        if found.agreed and len(meeting.reports) > 1:
-            found = found.merged(head_dials(meeting))
-    if found.fatal:
-        meeting.refuse(found.fatal)
-    return found
+        agreement = compare_again(meeting.reports)
+        if agreement.agreed and len(meeting.reports) > 1:
+            agreement = agreement.merged(head_dials(meeting))
+    if agreement.fatal:
+        meeting.refuse(agreement.fatal)
+    return agreement
 
 
 def _refuse_lost_nodes(meeting: Meeting) -> None:
@@ -311,12 +312,12 @@ class MemberSide:
         self.link.send(message)
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
-        """As `link.receive`, preceded by messages that arrived earlier and were not read yet."""
+        """Messages that arrived earlier and were not read yet, then those of `link.receive`."""
         unread, self._unread = self._unread, []
         return [*unread, *self.link.receive(0 if unread else timeout_s)]
 
     def fileno(self) -> int:
-        """As `link.fileno`: readable while messages wait."""
+        """The descriptor of `link`, readable while messages wait."""
         return self.link.fileno()
 
     def wait_for(self, *kinds: str) -> Message:
@@ -386,8 +387,8 @@ class MemberSide:
             self._over = True
             self.head_left = event
             if event.gave_up:  # this process was suspended: the same verdict as the head's
-                own = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
-                raise meeting_rules.disagreement([own.model_copy(update={"named_after_s": event.silent_s})])
+                loss = meeting_rules.node_left(self.party.topology.node_rank, self.party.host, event.why)
+                raise meeting_rules.disagreement([loss.model_copy(update={"named_after_s": event.silent_s})])
             lost = meeting_rules.head_lost(self.party.label, self.party.head, event.why)
             raise meeting_rules.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
         message = event.message
@@ -473,7 +474,7 @@ def try_network_as_member(
         Disagreed: with the head's verdict.
     """
     request = member_side.wait_for("dial")
-    present = nodes_present(request, own=member_side.party.topology.node_rank)
+    present = nodes_present(request, node_rank=member_side.party.topology.node_rank)
     if not tries_collective:
         node_dials(member_side, request)
         return

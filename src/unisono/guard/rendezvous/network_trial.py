@@ -59,14 +59,14 @@ def head_dials(meeting: HeadSide) -> Agreement:
         }
         meeting.server.send(peer.node_rank, request)
     key = reach_key(meeting.party.token, meeting.run_nonce)
-    own = meeting.run_in_background(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
+    dials = meeting.run_in_background(lambda _show: dial_all(choose_peers(peers, 0), key, source=0))
     answers = meeting.gather(
         "reached", timeout_s=_DIALLING_S, what="its test of the connections to the other nodes"
     )
-    found = [DialReport.model_validate(asdict(one)) for one in own]
+    reports = [DialReport.model_validate(asdict(one)) for one in dials]
     for node_rank, message in sorted(answers.items()):
-        found += _dial_reports(node_rank, message)
-    return compare_network(found, meeting.reports)
+        reports += _dial_reports(node_rank, message)
+    return compare_network(reports, meeting.reports)
 
 
 def node_dials(member_side: NodeSide, request: Message) -> None:
@@ -78,48 +78,52 @@ def node_dials(member_side: NodeSide, request: Message) -> None:
     peers = _peers(request)
     key = reach_key(member_side.party.token, str(member_side.welcome["run_nonce"]))
     source = member_side.party.topology.node_rank
-    found = member_side.run_in_background(lambda _show: dial_all(peers, key, source=source))
-    member_side.send({"kind": "reached", "reached": [asdict(one) for one in found]})
+    dials = member_side.run_in_background(lambda _show: dial_all(peers, key, source=source))
+    member_side.send({"kind": "reached", "reached": [asdict(one) for one in dials]})
 
 
-def nodes_present(request: Message, *, own: int) -> list[int]:
+def nodes_present(request: Message, *, node_rank: int) -> list[int]:
     """The ranks of the nodes that take part, from the head's `dial`.
 
     Raises:
         Disagreed: if this node is not one of them.
     """
-    found = request.get("present")
-    if not isinstance(found, list) or own not in found or not all(isinstance(rank, int) for rank in found):
+    present = request.get("present")
+    if (
+        not isinstance(present, list)
+        or node_rank not in present
+        or not all(isinstance(rank, int) for rank in present)
+    ):
         raise Disagreed.of(
-            f"node {own} is missing from the head's list of participating nodes",
+            f"node {node_rank} is missing from the head's list of participating nodes",
             why="the head runs a different version of unisono",
             fix="install the same unisono on all nodes",
         )
-    return found
+    return present
 
 
 def _peers(message: Message) -> list[Peer]:
-    found = []
+    peers = []
     for value in message.get("peers") or []:
         try:
-            found.append(Peer.from_json(value))
+            peers.append(Peer.from_json(value))
         except (
             ValueError
         ):  # from a head of a different version; a pair it gets no answer about is unknown to it
             continue
-    return found
+    return peers
 
 
 def _dial_reports(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
     """The results in a node's message, limited to its own connections."""
-    found = []
+    reports = []
     for value in message.get("reached") or []:
         try:
             one = DialReport.model_validate(value)
         except ValidationError:  # an unreadable result counts as untested: the pair is unknown
             continue
-        found += [one] if one.source == node_rank else []
-    return found
+        reports += [one] if one.source == node_rank else []
+    return reports
 
 
 DEADLINE_S = 15.0
@@ -159,16 +163,16 @@ def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     """
     reports = meeting.reports
     messages = task.messages()
-    own = meeting.run_in_background(lambda _show: _until_ready(messages))
+    head_result = meeting.run_in_background(lambda _show: _until_ready(messages))
     answers = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
-    results = {0: own, **answers}
+    results = {0: head_result, **answers}
     if all(result.get("ok") is True for result in results.values()):
-        store = [meeting.server.address[0], own["port"]]
+        store = [meeting.server.address[0], head_result["port"]]
         meeting.broadcast({"kind": "collective", "store": store})
         task.send({"kind": "collective", "store": store})
-        own = meeting.run_in_background(lambda _show: _outcome(messages))
+        head_result = meeting.run_in_background(lambda _show: _outcome(messages))
         answers = meeting.gather("collective", timeout_s=DEADLINE_S + _ENDING_S, what="the collective")
-        results = {0: own, **answers}
+        results = {0: head_result, **answers}
     return _judge(results, reports)
 
 
@@ -249,7 +253,7 @@ def _judge(results: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agr
         for rank, message in sorted(bad.items())[:8]
     )
     culprits = sorted(bad) if len(bad) < len(reports) - len(bad) else []
-    known = find_cause("address_unreachable")
+    entry = find_cause("address_unreachable")
     who = ", ".join(name_node(rank, hosts[rank]) for rank in sorted(bad)[:8])
     verdict = Verdict(
         cause="address_unreachable",
@@ -258,6 +262,6 @@ def _judge(results: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agr
         phase="agree.network",
         summary=f"an all-reduce with one process on each node failed on {who}: {evidence[0].text}",
         evidence=evidence,
-        fix=known.remedy if known else (),
+        fix=entry.remedy if entry else (),
     )
     return Agreement.found("network.collective", verdict)

@@ -167,10 +167,10 @@ class BackgroundWork(Generic[Result]):
 
     def shown(self) -> list[Message]:
         """The messages of the work since the last call."""
-        found = []
+        messages = []
         while not self._messages.empty():
-            found.append(self._messages.get())
-        return found
+            messages.append(self._messages.get())
+        return messages
 
     def result(self) -> Result:
         """The result of the work; raises what the work raised."""
@@ -182,7 +182,8 @@ class BackgroundWork(Generic[Result]):
     def _run(self, work: Callable[[Callable[[Message], None]], Result]) -> None:
         try:
             self._outcome.append(work(self._messages.put))
-        except BaseException as error:  # noqa: BLE001 - raised again by `result`, in the front's thread
+        except BaseException as error:  # noqa: BLE001
+            # `result` raises it again, in the front's thread.
             self._error.append(error)
 
 

@@ -215,15 +215,15 @@ def start_others(
         UsageError: if no ssh client is installed.
     """
     folder = tempfile.TemporaryDirectory(prefix="unisono-ssh-") if logs is None else None
-    place = Path(folder.name) if folder else logs
-    assert place is not None
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    started = SshFronts([], place, folder)
+    log_folder = Path(folder.name) if folder else logs
+    assert log_folder is not None
+    log_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    started = SshFronts([], log_folder, folder)
     carried = forwarded_variables(variables or {})
     try:
         for node_rank, host in enumerate(topology.hosts, start=1):
             command = remote_command(remote, topology, node_rank, head, variables=carried)
-            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, place))
+            started.fronts.append(_start(remote.ssh, node_rank, host, command, token, log_folder))
     except BaseException:  # a partial start leaves no front behind; raised again
         started.close()
         raise
@@ -242,13 +242,13 @@ def remote_command(
     without the token.
     """
     host, port = head
-    place = {
+    placement = {
         "--nodes": topology.nodes,
         "--node-rank": node_rank,
         "--head": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--token-file": "-",
     }
-    options = option_args({**place, **remote.options})
+    options = option_args({**placement, **remote.options})
     words = [sys.executable, "-m", "unisono", *remote.words, *options, *remote.tail]
     setting = (
         ["env", *(f"{name}={value}" for name, value in sorted((variables or {}).items()))]
@@ -262,12 +262,12 @@ def forwarded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of this node that must be equal on all nodes and do not describe this node
     alone.
     """
-    found = {}
+    forwarded = {}
     for name, value in variables.items():
-        known = find_variable(name)
-        if known is not None and known.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
-            found[name] = value
-    return found
+        variable = find_variable(name)
+        if variable is not None and variable.group == "equal" and not name.startswith(_PLACEMENT_VARIABLES):
+            forwarded[name] = value
+    return forwarded
 
 
 def _start(ssh: Sequence[str], node_rank: int, host: str, command: str, token: bytes, logs: Path) -> SshFront:
@@ -317,8 +317,8 @@ def placed_by_slurm(step: SlurmStep | None, network: NetworkProbe) -> Placed | N
         return None
     port = _PORTS[(int(step.job) * 7 + int(step.step)) % len(_PORTS)]
     host, origin = hosts[0], "the first of SLURM_STEP_NODELIST"
-    found = network.resolve(host)
-    if not found or all(is_loopback(address) for address in found):
+    addresses = network.resolve(host)
+    if not addresses or all(is_loopback(address) for address in addresses):
         address = _address_of(host)  # Slurm's node names may not resolve in the network
         if address and address != host:
             host, origin = address, f"NodeAddr of {hosts[0]}, {origin}"
@@ -340,7 +340,8 @@ def token_of_step(environment: Environment) -> str | None:
         return None
     try:
         key = user_key(environment.settings_dir)
-    except UnfitError:  # the folder is not writable: a token is required, as on nodes without a scheduler
+    except UnfitError:
+        # The folder is not writable: a token is required, as on nodes without a scheduler.
         return None
     text = f"unisono, token of Slurm step {step.name}, restart {step.restart}"
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()

@@ -169,7 +169,7 @@ class RunDir:
 def runs_beside(path: Path) -> list[Path]:
     """The runs in the directory in which a path would be, by name."""
     try:
-        return sorted(place for place in path.parent.iterdir() if RunDir(place).plan.is_file())
+        return sorted(folder for folder in path.parent.iterdir() if RunDir(folder).plan.is_file())
     except OSError:
         return []
 
@@ -180,11 +180,11 @@ def or_nearest_run(path: Path, fix: str) -> str:
     """
     try:
         places = [
-            place
-            for place in path.parent.iterdir()
-            if RunDir(place).plan.is_file() or runs_beside(place / "run")
+            folder
+            for folder in path.parent.iterdir()
+            if RunDir(folder).plan.is_file() or runs_beside(folder / "run")
         ]
     except OSError:
         return fix
-    near = None if path.exists() else nearest(path.name, [place.name for place in places])
+    near = None if path.exists() else nearest(path.name, [folder.name for folder in places])
     return f"did you mean {path.with_name(near)}? Or {fix}" if near else fix

@@ -134,7 +134,8 @@ class RunLock:
             fd = self._lock_file()
         except LockTaken as taken:
             if taken.holder is not None and taken.holder.nonce == self._holder.nonce:
-                return False  # the file system was remounted, and treats our lock as a different one
+                # The file system was remounted, and treats our lock as a different one.
+                return False
             raise
         _write(fd, self._holder)
         os.close(self._fd)
@@ -154,10 +155,10 @@ class RunLock:
         remount.
         """
         try:
-            found = _parse(self.path.read_bytes()[:4096])
+            holder = _parse(self.path.read_bytes()[:4096])
         except FileNotFoundError:
             return False
-        return found is not None and found == self._holder
+        return holder is not None and holder == self._holder
 
     def release(self) -> None:
         """Releases the lock and removes the file, unless the storage does not respond.
@@ -312,12 +313,12 @@ def watched_holder(path: Path) -> Holder | None:
 
 def _is_locked(seen: os.stat_result) -> bool:
     """Whether the kernel lists an exclusive flock of a file."""
-    place = f"{os.major(seen.st_dev):02x}:{os.minor(seen.st_dev):02x}:{seen.st_ino}"
+    inode = f"{os.major(seen.st_dev):02x}:{os.minor(seen.st_dev):02x}:{seen.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return False
-    return any(words[1:2] == ["FLOCK"] and place in words for words in map(str.split, lines))
+    return any(words[1:2] == ["FLOCK"] and inode in words for words in map(str.split, lines))
 
 
 def recorded_holder(path: Path) -> Holder | None:

@@ -56,8 +56,8 @@ class LogLine:
     @property
     def signatures(self) -> list[str]:
         """Ids of the signatures that a printed line has, without those that only show progress."""
-        found = match_line(self.text) if self.source == "printed" else []
-        return [signature.id for signature in found if signature.kind not in _NOT_SIGNS]
+        matches = match_line(self.text) if self.source == "printed" else []
+        return [signature.id for signature in matches if signature.kind not in _NOT_SIGNS]
 
 
 def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
@@ -86,7 +86,7 @@ def merged_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) 
 
 
 def followed_logs(root: Path, *, on_skip: Callable[[str], None] = lambda _: None) -> Iterator[LogLine]:
-    """The same, and then what comes, until the run has ended. Lines that come late are given late.
+    """The lines of merged_logs, then new ones until the run has ended. Late lines are given late.
 
     Raises:
         UsageError: if the directory is not a run, or has no logs.
@@ -178,8 +178,9 @@ class Clocks:
         self._host_of_rank = {str(place.get("rank")): str(place.get("host")) for place in places}
 
     def ahead_s(self, rank: int, host: str = "") -> float:
-        """Of the node on which a rank is; its log's name says the host. 0 where it was not
-        measured.
+        """How far the clock of a rank's node is ahead, in seconds; 0 where it was not measured.
+
+        The name of the rank's log says the host.
         """
         host = host or self._host_of_rank.get(str(rank), "")
         if host in self._of_host:
@@ -250,7 +251,8 @@ class _Printed(_OfRank):
         seen = next(sizes, None)
         for line in self._lines(whole=whole):
             content = line.strip(b"\r\n")
-            if content and content == bytes(len(content)):  # a crash or a full disk leaves a gigabyte of NULs
+            # A crash or a full disk leaves a gigabyte of NULs.
+            if content and content == bytes(len(content)):
                 self.skipped[_NULS] += 1
                 continue
             while seen is not None and seen[1] < self._place:
@@ -293,7 +295,7 @@ class _Verdicts:
         self._last_text = ""
 
     def more(self) -> Iterator[LogLine]:
-        found: list[LogLine] = []
+        lines: list[LogLine] = []
         for path in (*self._run.verdicts.glob("*.json"), self._run.verdict):
             body = read_object(path)
             at = 0.0
@@ -301,17 +303,18 @@ class _Verdicts:
                 at = path.stat().st_mtime
             if body.get("cause") and at > self._last:
                 text = one_line(f"verdict: {body.get('summary')} [{body['cause']}]")
-                if path == self._run.verdict and text == self._last_text:  # completed with more evidence
+                # The verdict was completed with more evidence.
+                if path == self._run.verdict and text == self._last_text:
                     continue
                 self._last_text = text
-                found.append(LogLine(at, _NOBODY, len(found), "", "verdict", text))
-        self._last = max((line.time for line in found), default=self._last)
-        yield from sorted(found)
+                lines.append(LogLine(at, _NOBODY, len(lines), "", "verdict", text))
+        self._last = max((line.time for line in lines), default=self._last)
+        yield from sorted(lines)
 
 
 def _sizes(path: Path) -> list[tuple[float, int]]:
     """(time, bytes) as the front noted them; empty where there is no such file."""
-    found = []
+    sizes = []
     try:
         lines = read_text(path, errors="replace").splitlines()
     except OSError:
@@ -322,8 +325,8 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
         except (ValueError, TypeError):
             continue  # torn by a kill
         if is_time(when) and isinstance(size, int):
-            found.append((float(when), size))
-    return found
+            sizes.append((float(when), size))
+    return sizes
 
 
 def _as_text(message: dict[str, Any]) -> str:

@@ -102,7 +102,8 @@ class MetricsWriter:
             if self._fd is None:
                 return None
             error = self._flush()
-            with contextlib.suppress(OSError):  # the directory was removed, and is not created again
+            # The directory was removed, and is not created again.
+            with contextlib.suppress(OSError):
                 self._follow_path()
             with contextlib.suppress(
                 OSError
@@ -309,7 +310,7 @@ def best_key(metric: str) -> tuple[str, int]:
 
 
 def without_nan(value: Any) -> Any:
-    """The same JSON value with null for NaN and infinities, which JSON cannot represent."""
+    """A JSON value with null for NaN and infinities, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -40,8 +40,8 @@ def base_environment(*, threads: int, without: Iterable[str] = ()) -> dict[str, 
 
 
 def early_environment() -> dict[str, str]:
-    """The same before anything is planned: with the threads that are declared, or one for each
-    core, and without another launcher's variables.
+    """The base environment before anything is planned: with the declared number of threads, or one
+    for each core, and without another launcher's variables.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     count = int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0))

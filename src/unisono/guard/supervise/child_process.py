@@ -89,7 +89,8 @@ def child_environment(
     if device is not None:
         environment["TOKENIZERS_PARALLELISM"] = "false"  # it warns and stalls if a process forks
         environment["CUDA_VISIBLE_DEVICES"] = (device.uuid or "") if device.kind == "cuda" else ""
-        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of the indices that unisono shows
+        # The indices that unisono shows are in this order.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return environment
 
 
@@ -134,14 +135,15 @@ def interface_name(interfaces: Iterable[HasAddresses], address: str) -> str | No
 
     Addresses like 127.0.0.2 are not in any list, and belong to the loopback interface.
     """
-    known = list(interfaces)
-    found = next((one.name for one in known if address in one.addresses), None)
-    if found is None and is_loopback(address):
-        return next((one.name for one in known if one.loopback), None)
-    return found
+    all_interfaces = list(interfaces)
+    name = next((one.name for one in all_interfaces if address in one.addresses), None)
+    if name is None and is_loopback(address):
+        return next((one.name for one in all_interfaces if one.loopback), None)
+    return name
 
 
-_PIPE_BYTES = 1 << 20  # minutes of messages: a front that is stopped (Ctrl-Z) does not block its worker
+# It holds minutes of messages: a front that is stopped (Ctrl-Z) does not block its worker.
+_PIPE_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.2
 _KILLED_S = 3.0  # for the end after SIGKILL; freeing much memory takes time
@@ -322,8 +324,8 @@ class ChildProcess:
                 break
             data += chunk
         *lines, self._rest = (self._rest + data).split(b"\n")
-        found = (read_message(line.decode("utf-8", "replace")) for line in lines)
-        return [message for message in found if message is not None]
+        messages = (read_message(line.decode("utf-8", "replace")) for line in lines)
+        return [message for message in messages if message is not None]
 
     def _has_ended(self) -> bool:
         """Whether the process has ended; it is not reaped yet, so its pid cannot belong to a
@@ -340,7 +342,8 @@ class ChildProcess:
             time.sleep(0.01)
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # e.g. data loaders; the leader has ended already
+                # Others of the group, e.g. data loaders, may run on after the leader has ended.
+                os.killpg(self.pid, signal.SIGKILL)
             self._collect()
 
     def _collect(self) -> None:

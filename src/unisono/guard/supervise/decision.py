@@ -38,12 +38,12 @@ class NodeLoss:
 
     @classmethod
     def at_head(cls, left: Left) -> "NodeLoss":
-        """As the head sees the end of a connection."""
+        """The head's view of the end of a connection."""
         return cls(left.node_rank, left.host, left.why, left.silent_s, left.is_cut, lost_head=left.gave_up)
 
     @classmethod
     def at_node(cls, left: Left, *, node_rank: int, host: str) -> "NodeLoss":
-        """As that node sees the end of its connection to the head."""
+        """That node's view of the end of its connection to the head."""
         return cls(node_rank, host, left.why, left.silent_s, left.is_cut, lost_head=not left.gave_up)
 
 
@@ -90,10 +90,11 @@ def first_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
         ends: in the order in which they became known.
     """
     bad = [end for end in ends if not ended_well(end)]
-    own = [end for end in bad if not is_victim(end)]
-    if own:
-        return next((end for end in own if _was_killed(end)), own[0])
-    early = [end for end in ends if ended_well(end)]  # left with a result while others still counted on it
+    causes = [end for end in bad if not is_victim(end)]
+    if causes:
+        return next((end for end in causes if _was_killed(end)), causes[0])
+    # They left with a result while others still counted on them.
+    early = [end for end in ends if ended_well(end)]
     return early[0] if early and bad else None
 
 
@@ -233,7 +234,7 @@ class Decider:
 
     @property
     def ends(self) -> dict[int, RankEnd]:
-        """Of the ranks, by rank."""
+        """The ends of ranks, by rank."""
         return self.failures.ends
 
     def rank_reported(self, report: RankReport) -> tuple[str, int] | None:
@@ -283,9 +284,9 @@ class Decider:
         return self._decision
 
     def _decide(self, now: float) -> Decision | None:
-        for found in (self.refusal, self.agreement):
-            if found is not None and not found.agreed:
-                return Decision(agreement=found)
+        for agreement in (self.refusal, self.agreement):
+            if agreement is not None and not agreement.agreed:
+                return Decision(agreement=agreement)
         if self.failures.first_at is None and self.error is not None:
             return Decision(error=self.error)
         if self.failures.first_at is None and self.verdict is not None:

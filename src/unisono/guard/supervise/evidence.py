@@ -44,7 +44,7 @@ class RawEvidence:
     log: str = ""
 
     def bounded(self) -> Self:
-        """The same in bounded sizes, without control characters and without anything that looks
+        """A copy in bounded sizes, without control characters and without anything that looks
         like a secret.
         """
         return type(self)(
@@ -54,11 +54,11 @@ class RawEvidence:
         )
 
     def to_json(self) -> dict[str, str]:
-        """As a message for the head, at most 1 MiB; what is still too large is cut again."""
-        found = self.bounded()
-        value = {"stacks": found.stacks, "flight": found.flight, "log": found.log}
+        """A message for the head, at most 1 MiB; what is still too large is cut again."""
+        bounded = self.bounded()
+        value = {"stacks": bounded.stacks, "flight": bounded.flight, "log": bounded.log}
         if len(json.dumps(value)) > MESSAGE_BYTES:  # each character of some scripts takes six bytes
-            value = {"stacks": found.stacks[: 64 << 10], "flight": "", "log": found.log}
+            value = {"stacks": bounded.stacks[: 64 << 10], "flight": "", "log": bounded.log}
         return value
 
     @classmethod
@@ -131,7 +131,8 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
     within 5 s.
     """
     request = {"table": str(table), "sequences": list(sequences)}
-    with contextlib.suppress(UnisonoError, OSError):  # the sequences' numbers are written in any case
+    # The sequences' numbers are written in any case.
+    with contextlib.suppress(UnisonoError, OSError):
         return [
             str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
         ]

@@ -27,7 +27,8 @@ class Forked:
     """A process that the fork server has forked. It offers what ChildProcess needs of a process."""
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid = pid  # no other process gets the number before `wait` has given how this one ended
+        # No other process gets the number before `wait` has given how this one ended.
+        self.pid = pid
         self.stdin: IO[bytes] | None = None
         self._channel = channel
         self._pidfd = os.pidfd_open(pid)
@@ -64,7 +65,8 @@ class ForkServer:
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.notify = notify
-        self.waits = True  # ranks wait for its imports. A front that has to answer other nodes must not
+        # Ranks wait for its imports. A front that has to answer other nodes must not.
+        self.waits = True
         self.process: subprocess.Popen[bytes] | None = None
         self._printed: IO[bytes] | None = None
         self._control: socket.socket | None = None
@@ -125,9 +127,13 @@ class ForkServer:
         control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other_end:
             process = subprocess.Popen(
-                [sys.executable, "-m", _SERVER, str(os.getpid())], env=environment, stdin=other_end.fileno(),
-                stdout=self._printed, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", _SERVER, str(os.getpid())],
+                env=environment,
+                stdin=other_end.fileno(),
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return process, control
 
     def close(self) -> None:

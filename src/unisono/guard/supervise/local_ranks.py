@@ -212,7 +212,7 @@ class RankEnd:
     end_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As a message for the head."""
+        """A message for the head."""
         return dict(vars(self))
 
     @classmethod
@@ -449,7 +449,8 @@ def _beyond_reach(rank: _Rank) -> Message:
 
 def _last_log_matches(rank: _Rank) -> list[Message]:
     """Matches at the end of the log, which often show the cause."""
-    with contextlib.suppress(Hung, OSError):  # reading the end of the log, which is next, reports it
+    # Reading the end of the log, which is next, reports it.
+    with contextlib.suppress(Hung, OSError):
         unless_stuck(lambda: rank.followed.grew(os.fstat(rank.log.fileno()).st_size))
     return rank.followed.take_matches()
 

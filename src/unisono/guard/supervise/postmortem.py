@@ -71,9 +71,9 @@ def name_failure(
     """
     if decision.loss is not None:
         return name_loss(decision.loss, head=job.nodes[0].host, after_s=after_s or 0.0)
-    found = apart(seen, decision.culprit)
-    if found is not None:
-        return found.model_copy(update={"named_after_s": after_s})
+    divergence = apart(seen, decision.culprit)
+    if divergence is not None:
+        return divergence.model_copy(update={"named_after_s": after_s})
     if decision.culprit is None or decision.culprit.rank >= job.world_size:
         return None
     return name_death(decision.culprit, job, after_s=after_s, seen=seen)
@@ -92,17 +92,18 @@ def name_death(
     if view is not None and view.beat is not None:
         evidence.append(Evidence(where=where, text=f"last sign of life: {describe_activity(view)}"))
     evidence += _tail(end, where)
-    known = find_cause(cause)
+    entry = find_cause(cause)
     return Verdict(
         cause=cause,
         when="during",
         summary=f"{where} {what.format(at=at)}{origin}",
-        ranks=() if cause == "collective_mismatch" else (place.rank,),  # which of both is wrong is not known
+        # It is not known which of both ranks is wrong.
+        ranks=() if cause == "collective_mismatch" else (place.rank,),
         hosts=(place.host,),
         phase=end.phase,
         step=end.step or None,
         evidence=tuple(evidence),
-        fix=fix or (known.remedy if known else ()),
+        fix=fix or (entry.remedy if entry else ()),
         named_after_s=after_s,
     )
 
@@ -126,9 +127,17 @@ def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tup
 
 
 _NO_TRACEBACK = "Read the end of its log: without a traceback, exit() or os._exit() in a library ended it."
-_OF_DEVICES = frozenset({
-    "cuda_oom", "no_cuda_build", "driver_too_old", "cuda_arch_unsupported", "ecc_error", "gpu_fell_off", "duplicate_gpu",
-})  # fmt: skip
+_OF_DEVICES = frozenset(
+    {
+        "cuda_oom",
+        "no_cuda_build",
+        "driver_too_old",
+        "cuda_arch_unsupported",
+        "ecc_error",
+        "gpu_fell_off",
+        "duplicate_gpu",
+    }
+)
 """Causes that the text of an exception tells, whatever code raised it."""
 
 
@@ -136,9 +145,9 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     """Cause, what happened (with `{at}` for phase and step), and the evidence."""
     last = end.last
     if last is not None and last["kind"] == "crashed":
-        place, error = str(last.get("where", "")), str(last.get("error", ""))
+        where_raised, error = str(last.get("where", "")), str(last.get("error", ""))
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
-        evidence = [Evidence(where=f"{where}, {place}", text=error)]
+        evidence = [Evidence(where=f"{where}, {where_raised}", text=error)]
         cause = next((one.cause for one in match_line(error) if one.cause in _OF_DEVICES), None)
         if cause == "cuda_oom":
             return cause, f"ran out of GPU memory {{at}}: {text}", evidence
@@ -168,7 +177,7 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
 
 def _printed(end: RankEnd, signature: str) -> bool:
     """Whether the end of a rank's output has a line with this signature of the catalogue."""
-    return any(found.id == signature for line in end.tail.splitlines() for found in match_line(line))
+    return any(match.id == signature for line in end.tail.splitlines() for match in match_line(line))
 
 
 def name_task_death(
@@ -188,7 +197,7 @@ def name_task_death(
     end = RankEnd(0, returncode, crash, name, 0, tail=tail, oom_killed=oom_killed)
     where = f"{label} ({host})"
     cause, what, evidence = _how(end, where)
-    known = find_cause(cause)
+    entry = find_cause(cause)
     return Verdict(
         cause=cause,
         when="during",
@@ -196,7 +205,7 @@ def name_task_death(
         hosts=(host,),
         phase=name,
         evidence=(*evidence, *_tail(end, where)),
-        fix=tuple(line for line in known.remedy if not isinstance(line, OwnRunOnly)) if known else (),
+        fix=tuple(line for line in entry.remedy if not isinstance(line, OwnRunOnly)) if entry else (),
     )
 
 
@@ -221,7 +230,7 @@ def name_task_hang(
         Evidence(where=where, text=f"process state {state or 'unknown'}, silent for {silent_s:.0f} s")
     ]
     evidence += [Evidence(where=f"{where}, stack", text=frame) for frame in stack[:_STACK_FRAMES]]
-    known = find_cause(cause)
+    entry = find_cause(cause)
     return Verdict(
         cause=cause,
         when="during",
@@ -229,7 +238,7 @@ def name_task_hang(
         hosts=(host,),
         phase=name,
         evidence=tuple(evidence),
-        fix=tuple(line for line in known.remedy if not isinstance(line, OwnRunOnly)) if known else (),
+        fix=tuple(line for line in entry.remedy if not isinstance(line, OwnRunOnly)) if entry else (),
         named_after_s=round(silent_s, 3),
     )
 
@@ -247,12 +256,12 @@ def _how_it_hangs(state: str, waits_in: str) -> tuple[str, str]:
 def name_victims(ends: Sequence[RankEnd], plan: Job, *, after_s: float | None = None) -> Verdict:
     """The verdict if every rank lost a peer and none failed by itself: it names no rank."""
     evidence = tuple(_lost_peer(end, plan.ranks[end.rank]) for end in ends if end.last is not None)[:8]
-    known = find_cause("rank_died_first")
+    entry = find_cause("rank_died_first")
     return Verdict(
         cause="rank_died_first",
         when="during",
         evidence=evidence,
-        fix=known.remedy if known else (),
+        fix=entry.remedy if entry else (),
         named_after_s=after_s,
         summary=(
             f"{len(ends)} of {plan.world_size} ranks lost the connection to a peer, and none is known to have"
@@ -296,8 +305,8 @@ def name_lost_node(loss: NodeLoss, *, after_s: float | None = None) -> Verdict:
 
 def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
     """The fix. It mentions the network only if nothing came through it."""
-    known = find_cause("node_unreachable")
-    remedy = known.remedy if known else ()
+    entry = find_cause("node_unreachable")
+    remedy = entry.remedy if entry else ()
     if loss.is_cut:
         return remedy
     if loss.silent_s:
@@ -313,19 +322,19 @@ def _remedy_of(loss: NodeLoss, where: str) -> tuple[str, ...]:
     return (first, *remedy[1:])
 
 
-def name_cut_off(own: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:
+def name_cut_off(loss: NodeLoss, *, head: str, after_s: float | None = None) -> Verdict:
     """The verdict of a node on itself, after it lost the head."""
-    where = f"node {own.node_rank} ({own.host})"
-    known = find_cause("node_unreachable")
-    text = f"it lost the connection to the head, node 0 ({head}): {one_line(own.why, limit=200)}"
+    where = f"node {loss.node_rank} ({loss.host})"
+    entry = find_cause("node_unreachable")
+    text = f"it lost the connection to the head, node 0 ({head}): {one_line(loss.why, limit=200)}"
     return Verdict(
         cause="node_unreachable",
         when="during",
-        hosts=(own.host,),
+        hosts=(loss.host,),
         named_after_s=after_s,
         summary=f"{where} is cut off: {text}",
         evidence=(Evidence(where=f"{where}, the control channel", text=text),),
-        fix=known.remedy if known else (),
+        fix=entry.remedy if entry else (),
     )
 
 
@@ -346,13 +355,14 @@ def _tail(end: RankEnd, where: str) -> list[Evidence]:
 
 def verdicts_in(message: Message) -> list[Verdict]:
     """The verdicts of an `ended` message, without those that cannot be read."""
-    found = []
+    verdicts = []
     for value in message.get("verdicts") or []:
         try:
-            found.append(Verdict.from_json(value))
-        except (ValueError, TypeError):  # from a head of a different version; its other verdicts still count
+            verdicts.append(Verdict.from_json(value))
+        except (ValueError, TypeError):
+            # The head has a different version; its other verdicts still count.
             continue
-    return found
+    return verdicts
 
 
 def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
@@ -362,5 +372,5 @@ def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
     """
     problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
     verdict = error.get("verdict")
-    own = verdicts_in({"verdicts": [verdict]}) if verdict else []
-    return refused_node(node_rank, host, problems, verdict=own[0] if own else None)
+    verdicts = verdicts_in({"verdicts": [verdict]}) if verdict else []
+    return refused_node(node_rank, host, problems, verdict=verdicts[0] if verdicts else None)

@@ -141,9 +141,9 @@ class LogMatch:
     time: float
 
     def to_message(self) -> Message:
-        """As a warning for the screen."""
-        known = find_signature(self.signature)
-        source = f" ({known.source.partition(',')[0].partition(':')[0]})" if known else ""
+        """A warning for the screen."""
+        entry = find_signature(self.signature)
+        source = f" ({entry.source.partition(',')[0].partition(':')[0]})" if entry else ""
         return {
             "kind": "warning",
             "time": self.time,
@@ -168,18 +168,18 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that are complete now. A line that is too long is given once, cut."""
-        *whole, rest = data.replace(b"\r", b"\n").split(b"\n")
-        found = []
+        *whole, partial = data.replace(b"\r", b"\n").split(b"\n")
+        lines = []
         for piece in whole:
             if not self._too_long:
-                found.append((self._rest + piece)[: 4 * LINE_LIMIT])
+                lines.append((self._rest + piece)[: 4 * LINE_LIMIT])
             self._rest, self._too_long = b"", False
         if not self._too_long:
-            self._rest += rest
+            self._rest += partial
             if len(self._rest) > 4 * LINE_LIMIT:
-                found.append(self._rest[: 4 * LINE_LIMIT])
+                lines.append(self._rest[: 4 * LINE_LIMIT])
                 self._rest, self._too_long = b"", True
-        return [line.decode("utf-8", "replace") for line in found if line]
+        return [line.decode("utf-8", "replace") for line in lines if line]
 
 
 class RateLimit:
@@ -240,10 +240,10 @@ class FollowedLog:
 
     def take_matches(self) -> list[Message]:
         """Matches since the last call, as warnings."""
-        found = []
+        matches = []
         while self._pending:
-            found.append(self._pending.popleft())
-        return found
+            matches.append(self._pending.popleft())
+        return matches
 
     def _look_at(self, line: str) -> None:
         for signature in _reportable(match_line(line)):
@@ -255,9 +255,9 @@ class FollowedLog:
                 )
 
 
-def _reportable(found: list[Signature]) -> list[Signature]:
+def _reportable(matches: list[Signature]) -> list[Signature]:
     """The signature to report for a line: at most one, preferably with a cause."""
-    reported = [one for one in found if one.kind in _REPORTED_KINDS and one.id not in _REPORTED_ELSEWHERE]
+    reported = [one for one in matches if one.kind in _REPORTED_KINDS and one.id not in _REPORTED_ELSEWHERE]
     return sorted(reported, key=lambda one: one.cause is None)[:1]
 
 
@@ -302,12 +302,12 @@ class LogEvents:
 
         They do not change cause or ranks.
         """
-        found = [
+        evidence = [
             Evidence(where=f"the log of {self._places[rank].label}", text=match.text)
             for rank in verdict.ranks[:_CITED_RANKS]
             for match in self.matches(rank)[-_CITED_MATCHES:]
         ]
-        return verdict.model_copy(update={"evidence": (*verdict.evidence, *found)})
+        return verdict.model_copy(update={"evidence": (*verdict.evidence, *evidence)})
 
 
 class LogTimes:

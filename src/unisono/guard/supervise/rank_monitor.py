@@ -129,7 +129,7 @@ class RankMonitor:
 
     def looks(self) -> list[Look]:
         """Collections completed since the last call; each takes at most 1.5 s."""
-        found = []
+        looks = []
         for rank, collection in list(self._collections.items()):
             if rank not in self._local.beats:  # the ranks are gone, and their memory too
                 self._drop(rank)
@@ -140,8 +140,8 @@ class RankMonitor:
             if look is not None:
                 self._raw[rank] = collection.raw
                 self._drop(rank)
-                found.append(look)
-        return found
+                looks.append(look)
+        return looks
 
     def raw(self, rank: int) -> RawEvidence:
         """The unparsed result of the last collection of a rank, and the end of its log; in bounded
@@ -391,23 +391,23 @@ class StallMonitor:
             KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different
                 node.
         """
-        own = {place.rank for place in self._plan.on_node(node_rank)}
+        node_ranks = {place.rank for place in self._plan.on_node(node_rank)}
         if message["kind"] == "beats":
             views = [RankView.from_json(value) for value in message["views"]]
-            if not own.issuperset(view.rank for view in views):
+            if not node_ranks.issuperset(view.rank for view in views):
                 raise ValueError("reports ranks that are not its own")
             self._views |= {view.rank: view for view in views}
             self._links[node_rank] = tuple(str(link) for link in message.get("links", ())[:16])
         else:
             looks = [Look.from_json(value) for value in message["looks"]]
-            if not own.issuperset(look.rank for look in looks):
+            if not node_ranks.issuperset(look.rank for look in looks):
                 raise ValueError("reports ranks that are not its own")
             raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
             if self._episode is not None:  # else the ranks move again, and the request is obsolete
                 self._looks |= {look.rank: look for look in looks}
                 self._raw |= {
                     rank: raw[rank]
-                    for rank in own & raw.keys()
+                    for rank in node_ranks & raw.keys()
                     if len(self._raw) < _MOST_RAW or rank in self._raw
                 }
 
@@ -428,14 +428,14 @@ class StallMonitor:
             return self._found
         self._next = now + _JUDGE_EVERY_S
         self._take(now)
-        found = judge(self.run_view, self._patience)
-        if isinstance(found, Verdict):
-            self._found = self._with_first_detection(found)
+        result = judge(self.run_view, self._patience)
+        if isinstance(result, Verdict):
+            self._found = self._with_first_detection(result)
             return self._found
         self._found = None
         self._note_recovery(now)
-        if found is not None:
-            self._suspect(found, now)
+        if result is not None:
+            self._suspect(result, now)
         self._pace.note(self._views, now)
         slow = self._pace.straggler(self.run_view)
         if slow is not None:
@@ -480,29 +480,31 @@ class StallMonitor:
                 del self._looks[rank]  # it has moved since
         self.run_view = RunView(self._places, responding, nodes, dict(self._looks), self._plan.total_steps)
 
-    def _suspect(self, found: Suspicion, now: float) -> None:
+    def _suspect(self, suspicion: Suspicion, now: float) -> None:
         self._request_stacks(
             [
                 rank
-                for rank in found.wanted
+                for rank in suspicion.to_inspect
                 if now - self._requested_at.get(rank, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
             ],
             now,
         )
         if self._episode is None:
-            self._episode = Episode(found)
-            self._notify(f"investigating: {found.verdict.summary}")
-            self._mark(self._episode.ranks, f"investigating: {found.verdict.summary}", found.verdict.cause)
-        self._episode.take(found)
-        who = (found.verdict.cause, found.verdict.ranks)
-        if found.is_named and (who not in self._warned or self._episode.is_due):
-            self._episode.reported_s = found.since_s
-            self._warned.setdefault(who, found.since_s)
-            self._warn(found.verdict, ends_in_s=found.ends_in_s)
+            self._episode = Episode(suspicion)
+            self._notify(f"investigating: {suspicion.verdict.summary}")
             self._mark(
-                found.verdict.ranks,
-                with_deadline(found.verdict.summary, found.ends_in_s),
-                found.verdict.cause,
+                self._episode.ranks, f"investigating: {suspicion.verdict.summary}", suspicion.verdict.cause
+            )
+        self._episode.take(suspicion)
+        who = (suspicion.verdict.cause, suspicion.verdict.ranks)
+        if suspicion.is_named and (who not in self._warned or self._episode.is_due):
+            self._episode.reported_s = suspicion.since_s
+            self._warned.setdefault(who, suspicion.since_s)
+            self._warn(suspicion.verdict, ends_in_s=suspicion.ends_in_s)
+            self._mark(
+                suspicion.verdict.ranks,
+                with_deadline(suspicion.verdict.summary, suspicion.ends_in_s),
+                suspicion.verdict.cause,
             )
 
     def _request_stacks(self, ranks: Sequence[int], now: float) -> None:
@@ -536,23 +538,23 @@ class StallMonitor:
             gathered.clear()
         self._monitor.forget()
 
-    def _with_first_detection(self, found: Verdict) -> Verdict:
+    def _with_first_detection(self, verdict: Verdict) -> Verdict:
         """The verdict with the time of its warning, which comes long before the run is ended."""
-        since_s = self._warned.get((found.cause, found.ranks))
-        return found if since_s is None else found.model_copy(update={"named_after_s": since_s})
+        since_s = self._warned.get((verdict.cause, verdict.ranks))
+        return verdict if since_s is None else verdict.model_copy(update={"named_after_s": since_s})
 
-    def _warn(self, found: Verdict, *, ends_in_s: float | None = None) -> None:
+    def _warn(self, verdict: Verdict, *, ends_in_s: float | None = None) -> None:
         """Warns of a cause while the run continues."""
-        text = with_deadline(found.summary, ends_in_s)
-        fix = found.fix[0] if found.fix else ""
+        text = with_deadline(verdict.summary, ends_in_s)
+        fix = verdict.fix[0] if verdict.fix else ""
         self._show(
             {
                 "kind": "warning",
                 "time": time.time(),
-                "code": found.cause,
+                "code": verdict.cause,
                 "text": text,
                 "fix": fix,
-                "verdict": found.to_json(),
+                "verdict": verdict.to_json(),
             }
         )
         if self._server is not None:

@@ -54,7 +54,8 @@ class RunObserver(Protocol):
 
 
 _POLL_S = 0.2
-_TEARDOWN_S = 20.0  # results are final before teardown, so a teardown that hangs is ended without loss
+# Results are final before teardown, so a teardown that hangs is ended without loss.
+_TEARDOWN_S = 20.0
 _GONE_S = 10.0  # for the other nodes to report that their ranks have ended
 _WAITING_EVERY_S = 10.0
 _SHARD_KINDS = ("shard_written", "shard_moves", "shards_over", "moved")
@@ -136,8 +137,8 @@ class Attempt:
             case "checkpoint":
                 self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
             case "eval":
-                found = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
-                self.evals |= {name: value for name, value in found.items() if value is not None}
+                values = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
+                self.evals |= {name: value for name, value in values.items() if value is not None}
             case kind:
                 self.last = message if kind in FINAL_KINDS else self.last
 
@@ -288,7 +289,8 @@ class _RankSupervision:
         if message["kind"] in _SHARD_KINDS:
             self._take_shard_message(rank, message)
             return
-        if message["kind"] == "asked":  # a signal to the rank itself, or the echo of one that was passed on
+        # It is a signal to the rank itself, or the echo of one that was passed on.
+        if message["kind"] == "asked":
             self._interrupts.request_stop(
                 signal.Signals[str(message["signal"])], where=self.job.ranks[rank].label
             )
@@ -333,11 +335,11 @@ class _RankSupervision:
         if verdict is not None:
             self.decider.judged(verdict)
         for observer in self._observers:
-            found = observer.look()
-            if isinstance(found, Verdict):
-                self.decider.judged(found)
-            elif found is not None:
-                self.decider.refused_by_us(found)
+            result = observer.look()
+            if isinstance(result, Verdict):
+                self.decider.judged(result)
+            elif result is not None:
+                self.decider.refused_by_us(result)
 
     def _take_report(self, report: RankReport) -> None:
         store = self.decider.rank_reported(report)
@@ -369,20 +371,20 @@ class _RankSupervision:
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
     def _take_node_message(self, node_rank: int, message: Message) -> None:
-        own = {place.rank for place in self.job.on_node(node_rank)}
+        node_ranks = {place.rank for place in self.job.on_node(node_rank)}
         match message["kind"]:
             case "rank_report":
                 report = RankReport.model_validate(message["report"])
-                if report.rank in own:
+                if report.rank in node_ranks:
                     self._take_report(report)
-            case "rank_said" if int(message["rank"]) in own:
+            case "rank_said" if int(message["rank"]) in node_ranks:
                 self._take_message(int(message["rank"]), dict(message["message"]))
-            case "rank_ended" if int(message["end"]["rank"]) in own:
+            case "rank_ended" if int(message["end"]["rank"]) in node_ranks:
                 self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
             case "beats" | "looked":
                 self.stall_monitor.on_message(node_rank, message)
             case "timeline":
-                self._timeline.take(node_rank, message, own)
+                self._timeline.take(node_rank, message, node_ranks)
             case "all_ended":
                 self._away.discard(node_rank)
             case "refused":  # it has not started its ranks, so there is nothing to wait for

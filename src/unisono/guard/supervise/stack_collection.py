@@ -261,5 +261,5 @@ def py_spy() -> Path | None:
     beside = Path(sys.executable).parent / "py-spy"
     if beside.exists():
         return beside
-    found = shutil.which("py-spy")
-    return Path(found) if found else None
+    path = shutil.which("py-spy")
+    return Path(path) if path else None

@@ -104,7 +104,8 @@ class TaskProcess:
         """
         self.name = name
         self.crash: Message | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700: requests hold prompts
+        # The folder has mode 0700: requests hold prompts.
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-")
         path = Path(self._folder.name) / "request.json"
         text = json.dumps(request, ensure_ascii=False)
         self._trusts_code = '"trust_remote_code": true' in text
@@ -139,11 +140,11 @@ class TaskProcess:
         """
         last_message_at = time.monotonic()
         while not self._child.ended:
-            found = self._child.read()
-            last_message_at = time.monotonic() if found else last_message_at
+            batch = self._child.read()
+            last_message_at = time.monotonic() if batch else last_message_at
             if silence_s is not None and time.monotonic() - last_message_at > silence_s:
                 raise UnfitError.of(f"nothing has moved for {show_seconds(silence_s)}", where=self.name)
-            for message in found:
+            for message in batch:
                 yield self._checked(message)
                 if message["kind"] == "result":
                     return
@@ -158,10 +159,10 @@ class TaskProcess:
             UnisonoError: what the task refused, in the class of its exit code.
             RankDied: if it crashed or was killed.
         """
-        found = [self._checked(message) for message in self._child.read(0)]
-        if not found and self._child.ended:
+        messages = [self._checked(message) for message in self._child.read(0)]
+        if not messages and self._child.ended:
             raise self._ended()
-        return found
+        return messages
 
     def _checked(self, message: Message) -> Message:
         if message["kind"] == "refused":
@@ -185,7 +186,7 @@ class TaskProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process's id."""
         return self._child.pid
 
     @property
@@ -283,9 +284,9 @@ def refusal(message: Message) -> UnisonoError:
 
 def cannot_start(name: str, error: OSError) -> RankDied:
     """The error for a task that the system cannot start."""
-    place = f"{error.filename}: " if error.filename else ""
+    prefix = f"{error.filename}: " if error.filename else ""
     return RankDied.of(
-        f"the task {name} cannot be started: {place}{error.strerror or error}",
+        f"the task {name} cannot be started: {prefix}{error.strerror or error}",
         fix=storage_remedy(error, else_="check the limits of memory and processes"),
     )
 

@@ -1,17 +1,18 @@
 """Where the ranks of a node spend their time: the front samples their heartbeats and appends
 events/timeline-NODE.jsonl.
 
-    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}      a phase that lasted more than 0.1 s; time: its start
-    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41, "seconds": {"data": 0.2,
-    "compute": 7.9, "comm": 1.7, "other": 0.2}}
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 40, "seconds": 0.31}
+    {"schema": 1, "time": …, "rank": 3, "phase": "comm", "step": 41,
+     "seconds": {"data": 0.2, "compute": 7.9, "comm": 1.7, "other": 0.2}}
 
-A line with a text `warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall,
-which one without text ends. The second kind is a summary, at least one every 10 s and rank: the
-seconds since the last one, the current phase and, if that has lasted for longer than 0.1 s,
-`since`, its start. Times are UTC seconds by the node's own clock. A file has at most 125 kB for
-each rank, and 1 MB for up to 8: then its older half is thinned. Nothing here waits for a disk in
-the thread of the caller. A node whose output_dir is not the head's sends the same lines to the head
-every 3 s, which keeps a copy of the file.
+The first kind is a phase that lasted more than 0.1 s; time: its start. A line with a text
+`warning`, its `cause` and `ranks`, and 0 seconds is a suspicion of a stall, which one without text
+ends. The second kind is a summary, at least one every 10 s and rank: the seconds since the last
+one, the current phase and, if that has lasted for longer than 0.1 s, `since`, its start. Times are
+UTC seconds by the node's own clock. A file has at most 125 kB for each rank, and 1 MB for up to 8:
+then its older half is thinned. Nothing here waits for a disk in the thread of the caller. A node
+whose output_dir is not the head's sends the same lines to the head every 3 s, which keeps a copy of
+the file.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ _LINE_CHARS = 1_000
 _BYTES_OF_RANK = 125_000
 _LEAST_BYTES = 1_000_000
 _KEPT_SHARE = 0.25
-"""Of the phases in the older half, the longest ones."""
+"""Share of the phases in the older half that stay: the longest ones."""
 _MOST_WARNED = 64
 _SHARES = ("data", "compute", "comm", "other")
 _SHARE_OF = {phase.name: phase.share for phase in PHASES}
@@ -84,22 +85,22 @@ class RankTime:
             now: the time of the sample.
             at: the time of the heartbeat.
         """
-        found = []
+        entries = []
         if (glance.phase, glance.visit) != (self._phase, self._visit):
             if self._phase and at - self._began > LEAST_S:
-                found.append(self._entry(self._began, at - self._began))
+                entries.append(self._entry(self._began, at - self._began))
             self._phase, self._visit, self._began = glance.phase, glance.visit, at
         self._step = glance.step
         if now - self.summary_at >= SUMMARY_S:
-            found.append(self._summary(glance, now))
-        return found
+            entries.append(self._summary(glance, now))
+        return entries
 
     def end(self, glance: Glance | None, now: float) -> list[Entry]:
         """The current phase, which the end of the rank cuts, and a last summary."""
-        found = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
+        entries = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
         if self._phase and now - self._began > LEAST_S:
-            found.append(self._entry(self._began, now - self._began))
-        return found
+            entries.append(self._entry(self._began, now - self._began))
+        return entries
 
     def _entry(self, when: float, seconds: float) -> Entry:
         return {
@@ -239,10 +240,10 @@ class Timeline:
             if glance is None:
                 continue
             at = now - (ns - glance.at_ns) / 1e9
-            known = self._ranks.get(rank)
-            if known is None:
-                known = self._ranks[rank] = RankTime(rank, min(at, now))
-            self._add(known.note(glance, now, at=at))
+            rank_time = self._ranks.get(rank)
+            if rank_time is None:
+                rank_time = self._ranks[rank] = RankTime(rank, min(at, now))
+            self._add(rank_time.note(glance, now, at=at))
 
     def _add(self, entries: Iterable[Entry]) -> None:
         lines = [_line(entry) for entry in entries]
@@ -264,15 +265,16 @@ class Timeline:
     def _run(self) -> None:
         with contextlib.suppress(OSError), self._closing_files():
             make_private_dir(self._run_dir.timeline(self._node_rank).parent)
-            while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311 - steps of a fixed length must not fall into step with the samples
+            # Steps of a fixed length must not fall into step with the samples.
+            while not self._over.wait(_SAMPLE_S * random.uniform(0.5, 1.0)):  # noqa: S311
                 self.sample()
                 if time.monotonic() - self._written_at > _WRITE_S:
                     self._write()
             now, present = time.time(), dict(self._present())
-            for rank, known in self._ranks.items():
+            for rank, rank_time in self._ranks.items():
                 memory = present.get(rank)
                 glance = _glance_at(memory) if memory is not None else None
-                self._add(known.end(glance, now))
+                self._add(rank_time.end(glance, now))
             self._write()
 
     @contextlib.contextmanager
@@ -334,7 +336,9 @@ class _File:
         try:
             fd = self._opened()
         except FileNotFoundError:
-            return  # the run's directory was removed or replaced; whoever makes it again makes this one, too
+            # The run's directory was removed or replaced; whoever makes it again makes this one,
+            # too.
+            return
         data, self.waiting = b"".join(self.waiting), []
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":  # torn by a kill of an earlier front

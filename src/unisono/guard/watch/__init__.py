@@ -327,7 +327,8 @@ class _Waiting:
         self._beats._change(_COMM)  # noqa: SLF001
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is None:  # a rank usually exits at a collective that fails: the record keeps which one
+        # A rank usually exits at a collective that fails: the record keeps which one.
+        if error is None:
             self._beats._change(self._before)  # noqa: SLF001
 
 
@@ -377,7 +378,8 @@ class Pulse:
         if self.answer is not None and self._answers_fd is not None:
             try:
                 data = self.answer()
-            except Exception as error:  # noqa: BLE001 - what is asked for in trouble must not make more of it
+            except Exception as error:  # noqa: BLE001
+                # A request in trouble must not make more of it.
                 data = f'{{"error": "{type(error).__name__}"}}'.encode()
             os.ftruncate(self._answers_fd, 0)  # removes a late answer to an earlier request
             os.pwrite(self._answers_fd, data, 0)

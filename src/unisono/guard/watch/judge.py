@@ -83,10 +83,10 @@ def _stopped(run_view: RunView, alive: Sequence[RankView]) -> Suspicion | Verdic
         f"{labels(run_view, ranks)} {are} stopped ({how}), {describe_activity(stopped[0])}, for"
         f" {since_s:.0f} s"
     )
-    found = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
+    named = verdict("rank_stopped", summary, run_view, ranks=ranks, since_s=since_s)
     if since_s >= _STOPPED_S:
-        return found
-    return Suspicion(found, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, wanted=tuple(ranks))
+        return named
+    return Suspicion(named, since_s, is_named=False, ends_in_s=_STOPPED_S - since_s, to_inspect=tuple(ranks))
 
 
 def _is_stopped(view: RankView) -> bool:
@@ -114,8 +114,8 @@ def _participated(left: RankView, stuck: Sequence[RankView]) -> bool:
 
     Known only for our own ranks, whose collectives are all counted.
     """
-    known = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
-    return len(known) == 1 + len(stuck) and known[0].comm >= max(beat.comm for beat in known)
+    beats = [view.beat for view in (left, *stuck) if view.beat is not None and not view.beat.is_foreign]
+    return len(beats) == 1 + len(stuck) and beats[0].comm >= max(beat.comm for beat in beats)
 
 
 def _interpreter_stalled(
@@ -124,16 +124,16 @@ def _interpreter_stalled(
     """The second thread of a rank is silent, too: native code holds the GIL, or the process gets no
     CPU.
     """
-    found = [
+    stalled = [
         view
         for view in alive
         if min(view.pulse_idle_s, view.idle_s) >= _GIL_S
         and view.process.state not in ("T", "t", "Z", "")
         and _may_be_named(view, alive, run_view)
     ]
-    if not found:
+    if not stalled:
         return None
-    view = max(found, key=lambda v: v.pulse_idle_s)
+    view = max(stalled, key=lambda v: v.pulse_idle_s)
     if view.process.state == "D":
         return _graded(
             "io_blocked",
@@ -164,22 +164,22 @@ def _does_not_come(
     late = [v for v in late if v.idle_s >= ends_s / 2]
     view = min(late, key=lambda v: (_position(v, run_view), -v.idle_s))
     cause, how = _how_it_is_late(view)
-    found = _graded(cause, how, run_view, view, patience)
-    if not isinstance(found, Suspicion):
-        return found
+    graded = _graded(cause, how, run_view, view, patience)
+    if not isinstance(graded, Suspicion):
+        return graded
     # A foreign rank is reported with its line, and with the collective of a rank that waits for it;
     # until then it is delayed.
     is_ours = view.beat is not None and not view.beat.is_foreign
     unseen = tuple(v.rank for v in late if not _is_seen(v, run_view))
     if not is_ours:
-        others = (run_view.views[rank] for rank in found.wanted if rank != view.rank)
+        others = (run_view.views[rank] for rank in graded.to_inspect if rank != view.rank)
         unseen += tuple(other.rank for other in others if not _is_seen(other, run_view))
     if not unseen:
-        return found
+        return graded
     # Only stacks show which of several ranks waits for the others; a missing stack does not delay
     # the report forever.
-    is_certain = (len(late) == 1 and is_ours) or found.since_s > _limits(view, patience).name_s + _LOOK_S
-    return replace(found, is_named=found.is_named and is_certain, wanted=(*found.wanted, *unseen))
+    is_certain = (len(late) == 1 and is_ours) or graded.since_s > _limits(view, patience).name_s + _LOOK_S
+    return replace(graded, is_named=graded.is_named and is_certain, to_inspect=(*graded.to_inspect, *unseen))
 
 
 def _may_be_named(view: RankView, alive: Sequence[RankView], run_view: RunView) -> bool:
@@ -250,14 +250,14 @@ def _apart_in_collectives(
     limits, since_s = _limits_of_all(stuck, patience), min(view.idle_s for view in stuck)
     if since_s < limits.suspect_s:
         return None
-    found = mismatch(run_view, stuck)
-    if found is None or _network_has_problems(run_view):
+    named = mismatch(run_view, stuck)
+    if named is None or _network_has_problems(run_view):
         return None
     unseen = tuple(view.rank for view in stuck if view.rank not in run_view.looks)
     name_s = limits.name_s
     if since_s >= name_s + (_LOOK_S if unseen else 0.0):
-        return found
-    return Suspicion(found, since_s, is_named=not unseen, ends_in_s=name_s - since_s, wanted=unseen)
+        return named
+    return Suspicion(named, since_s, is_named=not unseen, ends_in_s=name_s - since_s, to_inspect=unseen)
 
 
 def _network_has_problems(run_view: RunView) -> bool:
@@ -293,7 +293,7 @@ def _together_in_a_collective(
     if silent:
         names = ", ".join(f"node {node.node_rank} ({node.host})" for node in silent)
         summary = f"all reachable ranks wait {describe_activity(first)}, and nothing is received from {names}"
-        found = verdict(
+        named = verdict(
             "node_unreachable",
             summary,
             run_view,
@@ -307,17 +307,17 @@ def _together_in_a_collective(
             f"all ranks wait ({describe_activity(first)}), and what they send does not arrive:"
             f" {links[0].text}"
         )
-        found = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
+        named = verdict("node_unreachable", summary, run_view, ranks=(), since_s=since_s, evidence=links)
     else:
         summary = (
             f"all ranks{' that are left' if ended else ''} wait {describe_activity(first)}, and it does not"
             " end; which rank or connection is silent is unknown: NCCL_DEBUG=INFO (--debug-comm) would"
             " show it"
         )
-        found = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
+        named = verdict("rank_stalled", summary, run_view, ranks=(), since_s=since_s, confidence=0.5)
     name_s = max(limits.name_s, _LONG_COLLECTIVE_S) if is_foreign else limits.name_s
-    wanted = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
-    return _by_time(found, since_s, name_s, limits.act_s, wanted=wanted)
+    to_inspect = [view.rank for view in stuck if not is_foreign or not _is_seen(view, run_view)]
+    return _by_time(named, since_s, name_s, limits.act_s, to_inspect=to_inspect)
 
 
 def _idle_everywhere(
@@ -339,12 +339,12 @@ def _idle_everywhere(
     ranks = [view.rank for view in alive]
     lines = _lines_of(alive, run_view)
     summary = f"no rank computes, reads, writes or waits in a collective, for {since_s:.0f} s: {lines}"
-    found = verdict(_why_idle(alive, run_view), summary, run_view, ranks=ranks, since_s=since_s)
+    named = verdict(_why_idle(alive, run_view), summary, run_view, ranks=ranks, since_s=since_s)
     ends_in_s = None if patience.idle_limit_s is None else patience.idle_limit_s - since_s
     if ends_in_s is not None and ends_in_s <= 0:
-        return found
+        return named
     is_named = since_s >= limit_s + _LOOK_S or all(_is_seen(view, run_view) for view in alive)
-    return Suspicion(found, since_s, is_named=is_named, ends_in_s=ends_in_s, wanted=tuple(ranks))
+    return Suspicion(named, since_s, is_named=is_named, ends_in_s=ends_in_s, to_inspect=tuple(ranks))
 
 
 def _idle_limit_s(beat: Beat) -> float:
@@ -388,22 +388,22 @@ def _graded(
         f"{labels(run_view, [view.rank])} {what}; it has been {describe_activity(view)} for {since_s:.0f}"
         f" s{at}"
     )
-    found = verdict(cause, summary, run_view, ranks=[view.rank], since_s=since_s)
+    named = verdict(cause, summary, run_view, ranks=[view.rank], since_s=since_s)
     others = [
         v.rank
         for v in run_view.views.values()
         if v.rank != view.rank and not v.has_ended and _waits(v, run_view)
     ]
-    return _by_time(found, since_s, limits.name_s, limits.act_s, wanted=[view.rank, *others[:1]])
+    return _by_time(named, since_s, limits.name_s, limits.act_s, to_inspect=[view.rank, *others[:1]])
 
 
 def _by_time(
-    found: Verdict, since_s: float, name_s: float, act_s: float, *, wanted: Sequence[int]
+    named: Verdict, since_s: float, name_s: float, act_s: float, *, to_inspect: Sequence[int]
 ) -> Suspicion | Verdict:
     if since_s >= act_s:
-        return found
+        return named
     return Suspicion(
-        found, since_s, is_named=since_s >= name_s, ends_in_s=act_s - since_s, wanted=tuple(wanted)
+        named, since_s, is_named=since_s >= name_s, ends_in_s=act_s - since_s, to_inspect=tuple(to_inspect)
     )
 
 

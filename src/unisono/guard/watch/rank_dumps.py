@@ -54,10 +54,10 @@ def read_flight(text: str) -> Flight:
             Group.of(str(number), status).with_entries(entries)
             for number, status in dump["pg_status"].items()
         ]
-        found = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
-        if not found:
+        entered = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
+        if not entered:
             return Flight()
-        group, entry = max(found, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
+        group, entry = max(entered, key=lambda pair: (pair[0].waits, _is_default(pair[1]), pair[0].enqueued))
         may_step, thread = dump.get("may_step"), dump.get("thread")
         return Flight(
             _collective(entry, group) if entry is not None else None,
@@ -109,15 +109,15 @@ class Group:
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
 
     def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
-        """The same, with completion read from its entries: all before the first incomplete one."""
-        own = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
-        if not own:
+        """A copy with completion read from its entries: all before the first incomplete one."""
+        members = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
+        if not members:
             return self
-        done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in own}
+        done = {int(entry["collective_seq_id"]): bool(entry["retired"]) for entry in members}
         pending = [number for number, is_retired in done.items() if not is_retired]
         # The newest are missing if the recorder keeps few, or was read during a call.
-        known = self.completed or 0 if self.enqueued not in done else 0
-        completed = min(pending) - 1 if pending else max(*done, known)
+        before = self.completed or 0 if self.enqueued not in done else 0
+        completed = min(pending) - 1 if pending else max(*done, before)
         return replace(self, completed=completed or None)
 
     @property
@@ -190,8 +190,8 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
                 trained = threads[-1][1]
         elif line == _CUT_SHORT:
             is_cut = True
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1][1].append(_frame(found["file"], found["line"], found["function"]))
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1][1].append(_frame(match["file"], match["line"], match["function"]))
     if not threads:
         return ()
     if trained:
@@ -202,8 +202,8 @@ def main_thread_of_faulthandler(text: str, *, trains: int | None = None) -> tupl
 
 
 def main_thread_of_py_spy(text: str, *, pid: int) -> tuple[str, ...]:
-    """The same from the output of `py-spy dump --json`; a process's main thread has the process's
-    number.
+    """The main thread's frames from the output of `py-spy dump --json`; a process's main thread has
+    the process's number.
     """
     try:
         threads: Any = json.loads(text[text.index("[") :])

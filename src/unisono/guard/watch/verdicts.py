@@ -141,10 +141,10 @@ class Pace:
 
 def _slowest(spans: Mapping[int, _Mark]) -> int | None:
     """The rank that is slower than the others by more than noise; None if there is none."""
-    own = {rank: _own_s(span) for rank, span in spans.items()}
-    middle = statistics.median_low(own.values())
-    rank = max(own, key=lambda r: own[r])
-    return rank if own[rank] >= _TIMES * middle and own[rank] - middle >= _AT_LEAST_S else None
+    seconds_of = {rank: _own_s(span) for rank, span in spans.items()}
+    middle = statistics.median_low(seconds_of.values())
+    rank = max(seconds_of, key=lambda r: seconds_of[r])
+    return rank if seconds_of[rank] >= _TIMES * middle and seconds_of[rank] - middle >= _AT_LEAST_S else None
 
 
 def _own_s(span: _Mark) -> float:
@@ -174,7 +174,7 @@ def _span(first: _Mark, last: _Mark) -> _Mark | None:
 
 
 def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int) -> Verdict:
-    own, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
+    step_s, middle = _own_s(spans[rank]), statistics.median_low(_own_s(span) for span in spans.values())
     shares = {
         name: (
             getattr(spans[rank], name) - statistics.median_low(getattr(span, name) for span in spans.values())
@@ -184,7 +184,7 @@ def _straggler_verdict(run_view: RunView, spans: Mapping[int, _Mark], rank: int)
     phase = "data" if shares["data_s"] > shares["compute_s"] else "computing"
     place = run_view.places[rank]
     summary = (
-        f"{place.label} takes {own * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over"
+        f"{place.label} takes {step_s * 1000:.0f} ms per step, and the median rank {middle * 1000:.0f} ms, over"
         f" {spans[rank].step} steps; it loses the time in {phase}, and the others wait for it"
     )
     evidence = [
@@ -257,10 +257,10 @@ def verdict(
         severity: as in Verdict.
         hosts: culprits, if they are nodes and not ranks.
     """
-    known = find_cause(cause)
+    entry = find_cause(cause)
     views = [run_view.views[rank] for rank in ranks if rank in run_view.views]
     beats = [view.beat for view in views if view.beat is not None]
-    found = [
+    look_evidence = [
         *evidence,
         *(item for view in views for item in rank_evidence(view, run_view)),
         *waiting_evidence(run_view, ranks),
@@ -275,8 +275,8 @@ def verdict(
             "hosts": tuple(hosts) or tuple(dict.fromkeys(run_view.places[rank].host for rank in ranks)),
             "phase": beats[0].phase if beats else None,
             "step": (beats[0].step or None) if beats else None,
-            "evidence": tuple(found),
-            "fix": tuple(_OWN_RUN_FIXES.get(cause) or (known.remedy if known else ())),
+            "evidence": tuple(look_evidence),
+            "fix": tuple(_OWN_RUN_FIXES.get(cause) or (entry.remedy if entry else ())),
             "confidence": confidence,
             "named_after_s": since_s,
         }
@@ -313,22 +313,22 @@ def rank_evidence(view: RankView, run_view: RunView) -> list[Evidence]:
     )
     text += f"; its GPU is at {process.gpu_percent} %" if process.gpu_percent is not None else ""
     text += f"; its child processes are in state {', '.join(process.children)}" if process.children else ""
-    found = [Evidence(where=where, text=text)]
+    evidence = [Evidence(where=where, text=text)]
     look = run_view.looks.get(view.rank)
     if look is not None:
-        found += _inspection_evidence(look, where)
-    return found
+        evidence += _inspection_evidence(look, where)
+    return evidence
 
 
 def waiting_evidence(run_view: RunView, culprits: Sequence[int]) -> list[Evidence]:
     """Evidence of the ranks that wait for the culprits."""
-    found = []
+    evidence = []
     for rank, view in sorted(run_view.views.items()):
         if rank in culprits or view.beat is None or view.has_ended:
             continue
         begun = run_view.looks[rank].begun if rank in run_view.looks else None
         recorder = f" (flight recorder: {begun})" if begun is not None else ""
-        found.append(
+        evidence.append(
             Evidence(
                 where=run_view.places[rank].label,
                 text=(
@@ -337,28 +337,28 @@ def waiting_evidence(run_view: RunView, culprits: Sequence[int]) -> list[Evidenc
                 ),
             )
         )
-    more = len(found) - _MOST_WAITING
-    rest = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
-    return [*found[:_MOST_WAITING], *rest]
+    more = len(evidence) - _MOST_WAITING
+    omitted = [Evidence(where=f"{more} more ranks", text="wait, too")] if more > 0 else []
+    return [*evidence[:_MOST_WAITING], *omitted]
 
 
 def _inspection_evidence(look: Look, where: str) -> list[Evidence]:
-    found = [
+    evidence = [
         Evidence(where=f"{where}, stack", text=one_line(line, limit=200))
         for line in look.stack[:_STACK_LINES]
     ]
     if not look.stack and look.how:
-        found.append(Evidence(where=f"{where}, stack", text=f"none: {one_line(look.how, limit=200)}"))
+        evidence.append(Evidence(where=f"{where}, stack", text=f"none: {one_line(look.how, limit=200)}"))
     if look.begun is not None:
-        found.append(
+        evidence.append(
             Evidence(
                 where=f"{where}, flight recorder",
                 text=f"in {look.begun}; last completed: #{look.completed}",
             )
         )
     if look.note:
-        found.append(Evidence(where=where, text=one_line(look.note, limit=200)))
-    return found
+        evidence.append(Evidence(where=where, text=one_line(look.note, limit=200)))
+    return evidence
 
 
 def labels(run_view: RunView, ranks: Sequence[int]) -> str:
@@ -396,8 +396,8 @@ def mismatch(run_view: RunView, views: Sequence[RankView]) -> Verdict | None:
     beats = {view.rank: view.beat for view in views if view.beat is not None and view.beat.is_foreign}
     if left_the_loop(list(beats.values())):
         return _left_the_loop(run_view, beats, since_s)
-    if len(beats) == len(views) and (found := _out_of_their_loop(run_view, beats, since_s)) is not None:
-        return found
+    if len(beats) == len(views) and (out_of_loop := _out_of_their_loop(run_view, beats, since_s)) is not None:
+        return out_of_loop
     kinds: dict[str, list[int]] = {}
     for view in views:
         kinds.setdefault(_collective(view, run_view), []).append(view.rank)

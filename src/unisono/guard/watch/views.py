@@ -529,14 +529,14 @@ class Suspicion:
             that ranks are inspected is reported.
         ends_in_s: seconds without progress after which the run is stopped; None if it is not
             stopped for that.
-        wanted: ranks to inspect: their stacks and flight recorders.
+        to_inspect: ranks to inspect: their stacks and flight recorders.
     """
 
     verdict: Verdict
     since_s: float
     is_named: bool
     ends_in_s: float | None
-    wanted: tuple[int, ...] = ()
+    to_inspect: tuple[int, ...] = ()
 
 
 _WORKS_S = 5.0  # in which a rank of a foreign program is never still
@@ -563,15 +563,15 @@ class Episode:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose progress ends it."""
-        return self.suspicion.verdict.ranks or self.suspicion.wanted
+        return self.suspicion.verdict.ranks or self.suspicion.to_inspect
 
     def has_moved(self, views: Mapping[int, RankView], now: float) -> bool:
         """Whether one of its ranks has made progress: a heartbeat, or continuous work.
 
         Call it with every look at the ranks; `now` in seconds.
         """
-        known = [views[rank] for rank in self.ranks if rank in views]
-        beaten, working = map(self._has_beaten, known), (self._works(view, now) for view in known)
+        current = [views[rank] for rank in self.ranks if rank in views]
+        beaten, working = map(self._has_beaten, current), (self._works(view, now) for view in current)
         return sum(beaten) + sum(working) > 0  # each of them is asked: they note what they see
 
     def has_ended(self, views: Mapping[int, RankView]) -> bool:

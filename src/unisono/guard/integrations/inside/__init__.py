@@ -52,8 +52,8 @@ def why_unguardable(words: Sequence[str]) -> str | None:
     """
     if not PurePath(words[0]).name.startswith(("python", "pypy")):
         return None
-    rest = iter(words[1:])
-    for word in rest:
+    arguments = iter(words[1:])
+    for word in arguments:
         if not word.startswith("-") or word.startswith("--") or word == "-":
             return None
         for at, letter in enumerate(word[1:], 2):
@@ -63,7 +63,7 @@ def why_unguardable(words: Sequence[str]) -> str | None:
                 return None
             if letter in "WX":  # its value is the rest of the word, or the next one
                 if not word[at:]:
-                    next(rest, "")
+                    next(arguments, "")
                 break
     return None
 
@@ -112,12 +112,12 @@ class StepReachability:
 
 
 def _calls_of(frame: FrameType) -> _Calls:
-    found: list[tuple[CodeType, int]] = []
+    calls: list[tuple[CodeType, int]] = []
     at: FrameType | None = frame
-    while at is not None and len(found) < _DEEPEST:
-        found.append((at.f_code, at.f_lasti))
+    while at is not None and len(calls) < _DEEPEST:
+        calls.append((at.f_code, at.f_lasti))
         at = at.f_back
-    return tuple(reversed(found)) if at is None else ()
+    return tuple(reversed(calls)) if at is None else ()
 
 
 def leads(code: CodeType, start: int, end: int) -> bool:
@@ -126,7 +126,7 @@ def leads(code: CodeType, start: int, end: int) -> bool:
     """
     follow = _followers(code)
     offsets = sorted(follow)
-    first, last = (max((at for at in offsets if at <= place), default=0) for place in (start, end))
+    first, last = (max((at for at in offsets if at <= offset), default=0) for offset in (start, end))
     seen: set[int] = set()
     todo = list(follow.get(first, ()))
     while todo:
@@ -146,12 +146,12 @@ def _followers(code: CodeType) -> dict[int, tuple[int, ...]]:
 
     rows = list(dis.get_instructions(code))
     following = [*(row.offset for row in rows[1:]), None]
-    found: dict[int, tuple[int, ...]] = {}
+    followers: dict[int, tuple[int, ...]] = {}
     for row, after in zip(rows, following, strict=True):
         jumps = (row.argval,) if row.opcode in dis.hasjrel or row.opcode in dis.hasjabs else ()
         continues = after is not None and row.opname not in _ENDS and row.opname not in _ALWAYS
-        found[row.offset] = (*jumps, after) if continues and after is not None else jumps
-    return found
+        followers[row.offset] = (*jumps, after) if continues and after is not None else jumps
+    return followers
 
 
 _ALIKE = 3
@@ -191,9 +191,9 @@ class StepStarts:
         if self._has_begun or self._reads or self._by_batches:
             return False
         self._has_begun = True
-        found = (kind, elements)
-        self._alike = self._alike + 1 if found == self._opening else 0
-        self._opening = found
+        opening = (kind, elements)
+        self._alike = self._alike + 1 if opening == self._opening else 0
+        self._opening = opening
         return self._alike >= _ALIKE
 
     def stepped(self) -> None:

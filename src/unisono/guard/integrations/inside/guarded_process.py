@@ -101,9 +101,9 @@ class GuardedProcess:
                 return
             registration = replace(registration, stacks_signal=self._begin())
         else:
-            known = self.registration
+            previous = self.registration
             registration = replace(
-                registration, stacks_signal=known.stacks_signal, uuid=registration.uuid or known.uuid
+                registration, stacks_signal=previous.stacks_signal, uuid=registration.uuid or previous.uuid
             )
         if registration == self.registration:
             return
@@ -191,7 +191,8 @@ class GuardedProcess:
 
         Any thread may call it.
         """
-        may_step = self.reachability.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001 - as faulthandler does
+        # faulthandler reads frames this way, too.
+        may_step = self.reachability.is_open(sys._current_frames().get(self.main or 0))  # noqa: SLF001
         return {"thread": self.main, "may_step": may_step}
 
     def _on_exit(self) -> None:
@@ -297,7 +298,8 @@ def this_process(
         if guard is None or not guard.is_watched:
             return None
         _this_process = GuardedProcess(Presence(guard))
-        if "LOCAL_RANK" in environment:  # otherwise RANK may be the pod's, and this process its launcher
+        # Otherwise RANK may be the pod's, and this process its launcher.
+        if "LOCAL_RANK" in environment:
             _this_process.become(own_registration(environment))
         if not _this_process.is_rank:
             _this_process.show_stacks()
@@ -356,7 +358,8 @@ class Sampling(threading.Thread):
                     os.kill(os.getpid(), signal.SIGKILL)
             written = self._beats.written
             if written == seen[0]:  # a dump takes longer than all the rest
-                with suppress(ValueError, LookupError, TypeError, RuntimeError):  # an unknown recorder
+                # An unknown recorder raises one of these.
+                with suppress(ValueError, LookupError, TypeError, RuntimeError):
                     self._begun = count_begun()
             moved = (written, self._begun)
             if moved != seen:

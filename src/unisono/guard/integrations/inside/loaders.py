@@ -265,5 +265,5 @@ def framework_in(modules: Container[str]) -> str:
     """The framework of the loop, with the names of diagnose.gather; empty for the program's own
     loop, or if unknown.
     """
-    found = next((name for name, module in _FRAMEWORKS.items() if module in modules), "")
-    return "lightning" if found == "pytorch_lightning" else found
+    framework = next((name for name, module in _FRAMEWORKS.items() if module in modules), "")
+    return "lightning" if framework == "pytorch_lightning" else framework

@@ -19,15 +19,24 @@ from unisono.guard.integrations.border import Registration, own_registration
 from unisono.guard.integrations.inside.guarded_process import GuardedProcess, this_process
 from unisono.guard.watch import KINDS
 
-# fmt: off
 _NAMES = {
     "all_reduce": ("all_reduce", "all_reduce_coalesced"),
     "broadcast": ("broadcast", "broadcast_object_list"),
     "barrier": ("barrier", "monitored_barrier"),
     "all_gather": (
-        "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced", "all_gather_object",
+        "all_gather",
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "_all_gather_base",
+        "all_gather_coalesced",
+        "all_gather_object",
     ),
-    "reduce_scatter": ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    "reduce_scatter": (
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "_reduce_scatter_base",
+    ),
     "reduce": ("reduce",),
     "gather": ("gather", "gather_object"),
     "scatter": ("scatter", "scatter_object_list"),
@@ -36,7 +45,6 @@ _NAMES = {
     "recv": ("recv", "recv_object_list"),
     "other": ("new_group", "split_group"),
 }
-# fmt: on
 """Functions of torch.distributed.distributed_c10d by kind; those that a version of torch lacks are
 skipped.
 """
@@ -47,14 +55,14 @@ def wrap_collectives(module: ModuleType, process: GuardedProcess) -> list[str]:
     """Wraps the collectives in torch.distributed.distributed_c10d; returns the names of those that
     exist.
     """
-    found = []
+    wrapped = []
     for kind, names in _NAMES.items():
         for name in names:
             function = getattr(module, name, None)
             if function is not None:
                 setattr(module, name, beating(function, KINDS.index(kind), process))
-                found.append(name)
-    return found
+                wrapped.append(name)
+    return wrapped
 
 
 def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) -> Callable[..., Any]:
@@ -77,9 +85,9 @@ def beating(function: Callable[..., Any], kind: int, process: GuardedProcess) ->
             if process.step_starts.collective(kind, elements):
                 beats.take_batch()
             before = beats.wait_in(kind, elements)
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             beats.come_back(before)
-            return found
+            return result
         finally:
             process.inside = False
 
@@ -175,7 +183,9 @@ def _forgetting(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return original(self)
         finally:
-            before.clear()  # not earlier: ranks on other nodes may use the old store until the rendezvous is complete
+            # This comes last: ranks on other nodes may use the old store until the rendezvous is
+            # complete.
+            before.clear()
 
     return next_rendezvous
 
@@ -278,7 +288,8 @@ def _is_gone(group: Any, module: ModuleType) -> bool:
     """Whether a group was destroyed, or never created. torch handles groups without this rank."""
     if group is None:
         return not module.is_initialized()
-    members = module._world.pg_map  # noqa: SLF001 - where torch itself looks; a test notices if it goes
+    # torch itself looks there; a test notices if it goes.
+    members = module._world.pg_map  # noqa: SLF001
     return group != module.GroupMember.NON_GROUP_MEMBER and members.get(group) is None
 
 
@@ -297,18 +308,20 @@ def _joining_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> R
     """The registration known before joining, so that a rank that waits for the others is already
     visible.
     """
-    known = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
-    settings = {name: str(value) for name, value in known.items() if value != -1}
+    numbers = {"RANK": given.get("rank", -1), "WORLD_SIZE": given.get("world_size", -1)}
+    settings = {name: str(value) for name, value in numbers.items() if value != -1}
     return own_registration({**environment, **settings})
 
 
 def _as_it_is(module: ModuleType, at: GuardedProcess) -> Registration | None:
     """The registration of this rank, from torch."""
     rank, world_size = module.get_rank(), module.get_world_size()
-    known = at.registration or own_registration({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    if known is None:
+    registration = at.registration or own_registration({"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    if registration is None:
         return None
-    return replace(known, rank=rank, world_size=world_size, grouped=True, sees=_SEES, uuid=device_uuid())
+    return replace(
+        registration, rank=rank, world_size=world_size, grouped=True, sees=_SEES, uuid=device_uuid()
+    )
 
 
 def _is_nccl(backend: Any) -> bool:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-_LITTLE_S = (
-    0.004  # of a processor, in a second: less is nothing, and a loop that polls four times a second is still
-)
-_BACKGROUND_S = 0.05  # the same for other threads (loggers, gloo) while the training thread never runs
+# A smaller share of a processor is nothing: a loop that polls four times a second is still.
+_LITTLE_S = 0.004
+# This applies to other threads (loggers, gloo) while the training thread never runs.
+_BACKGROUND_S = 0.05
 _BACKGROUND_TICKS = 2  # of all child processes: idle loaders wake up every few seconds
 _MUCH_BYTES = 1 << 16
 _MUCH_TRAFFIC = (
@@ -125,11 +125,11 @@ _MOST_BELOW = 256
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - of names alone
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+            children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return children
 
 
 def _io_bytes() -> int:

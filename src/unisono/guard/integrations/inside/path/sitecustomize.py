@@ -26,7 +26,8 @@ HOOKS = {
 }
 """The function of unisono.guard.integrations.inside that is given each module, once it is loaded."""
 
-_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes ten times as long as all of this
+# pathlib takes ten times as long as this whole file.
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 _HOME = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # noqa: PTH100, PTH118
 # collectives that torch's flight recorder keeps; it reads this when it is loaded, and keeps one
 # without it
@@ -48,11 +49,11 @@ class _Finder:
         if name not in HOOKS:
             return None
         for finder in sys.meta_path:
-            found = None if finder is self else getattr(finder, "find_spec", _nothing)(name, path, target)
-            if found is not None:
-                if hasattr(found.loader, "exec_module"):
-                    found.loader = _Loader(found.loader)
-                return found
+            spec = None if finder is self else getattr(finder, "find_spec", _nothing)(name, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
         return None
 
 
@@ -98,7 +99,7 @@ def _change(module: ModuleType) -> None:
 
 
 def _print_line(text: str) -> None:
-    """The same as border.Presence.emit, which may be what cannot be imported."""
+    """Does what border.Presence.emit does, which may be what cannot be imported."""
     import json
     import time
 
@@ -113,8 +114,8 @@ def _print_line(text: str) -> None:
 
 def _run_the_other() -> None:
     """Runs the sitecustomize that this one hides; Python reports its errors as usual."""
-    own = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
-    hidden = [(at, sys.path.pop(at)) for at in reversed(own)]
+    indices = [at for at, entry in enumerate(sys.path) if os.path.abspath(entry) == _HERE]  # noqa: PTH100
+    hidden = [(at, sys.path.pop(at)) for at in reversed(indices)]
     this = sys.modules.pop(__name__, None)
     try:
         if PathFinder.find_spec("sitecustomize", sys.path) is not None:
