@@ -123,19 +123,19 @@ class Connection(H11Protocol):
         return cycle is None or bool(cycle.response_complete)
 
     def _make_room(self) -> None:
-        rest = [
+        others = [
             one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
         ]
         waiting = sorted(
-            (one for one in rest if one.is_waiting and one is not self), key=lambda one: one.waiting_since
+            (one for one in others if one.is_waiting and one is not self), key=lambda one: one.waiting_since
         )
         address = self.client and self.client[0]
         same = [one for one in waiting if (one.client and one.client[0]) == address]
         if len(same) >= self.most_waiting:
             same[0].transport.abort()
-        elif len(rest) > self.most and waiting:
+        elif len(others) > self.most and waiting:
             waiting[0].transport.abort()
-        elif len(rest) > self.most:
+        elif len(others) > self.most:
             self._refuse()
 
     def _refuse(self) -> None:

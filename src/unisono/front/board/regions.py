@@ -56,13 +56,13 @@ def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b""
     problems: list[str] = []
     reader = _Reader(run, problems)
     try:
-        found = _SHOW[region](run, reader, query, key)
+        content = _SHOW[region](run, reader, query, key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = {}
+        content = {}
         problems.append(_why(error))
     if region in run.problems:
         problems.append(run.problems[region])
-    body = found if region == "curves" else harmless(found)
+    body = content if region == "curves" else harmless(content)
     return {"schema": 1, "version": run.versions[region], **body, "problems": harmless(problems)}
 
 
@@ -234,13 +234,13 @@ def _foreign_total(run: FollowedRun) -> int | None:
     state = trainer_state_of(run.root)
     if state is not None and state.name == TRAINER_STATE:
         return _whole(read_object(inside(run.root, state)).get("max_steps"))
-    found = run.curves.last.get("total_steps")
-    return int(found[1]) if found and math.isfinite(found[1]) else None
+    last = run.curves.last.get("total_steps")
+    return int(last[1]) if last and math.isfinite(last[1]) else None
 
 
 def _last(run: FollowedRun, key: str) -> float | None:
-    found = run.curves.last.get(key)
-    return found[1] if found and math.isfinite(found[1]) else None
+    point = run.curves.last.get(key)
+    return point[1] if point and math.isfinite(point[1]) else None
 
 
 def _whole(value: object) -> int | None:

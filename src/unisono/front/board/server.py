@@ -214,9 +214,9 @@ def _html(text: str) -> Response:
 
 def _language(request: Request) -> str:
     """`?lang=`, else the first of ours that the browser accepts."""
-    wanted = request.query_params.get("lang", "")
-    if wanted in ("en", "zh"):
-        return wanted
+    requested = request.query_params.get("lang", "")
+    if requested in ("en", "zh"):
+        return requested
     for part in request.headers.get("accept-language", "").split(","):
         name = part.strip()[:2].lower()
         if name in ("en", "zh"):
@@ -292,10 +292,10 @@ class Gate:
         if "token" not in request.query_params or not self._has_token(request):
             return None
         language = request.query_params.get("lang", "")
-        place = f"/?lang={language}" if language in ("en", "zh") else "/"
+        address = f"/?lang={language}" if language in ("en", "zh") else "/"
         response = _html(
             f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh"'
-            f' content="0;url={place}"><title>unisono</title>'
+            f' content="0;url={address}"><title>unisono</title>'
         )
         response.set_cookie(self._cookie, self._ticket, httponly=True, samesite="strict", path="/")
         return response

@@ -338,7 +338,7 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
-    wanted = {package: needed.words for needed in needed_packages(config) for package in needed.names}
+    required = {package: needed.words for needed in needed_packages(config) for package in needed.names}
     missing = [
         found(
             PACKAGES,
@@ -346,7 +346,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
             f"{package} is not installed, and {why} needs it",
             fix=[f"`pip install {package}`"],
         )
-        for package, why in wanted.items()
+        for package, why in required.items()
         if package not in installed
     ]
     if missing:
@@ -355,7 +355,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
         text = "py-spy is not installed: no stack of a rank that hangs in native code"
         return [found(PACKAGES, "warn", text, fix=["`pip install py-spy`"])]
     return [
-        found(PACKAGES, "pass", f"{', '.join(wanted) or 'none'} in addition to unisono's own dependencies")
+        found(PACKAGES, "pass", f"{', '.join(required) or 'none'} in addition to unisono's own dependencies")
     ]
 
 

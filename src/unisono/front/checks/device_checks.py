@@ -263,9 +263,9 @@ def _links(context: DeviceContext) -> list[Finding]:
         return []
     vendor, settings = context.processors.vendor, context.settings
     ways = transport_rows(context.details, vendor=vendor, settings=settings)
-    pairs = [(a, b) for place, a in enumerate(context.chosen) for b in context.chosen[place + 1 :]] or list(
-        context.details.pairs
-    )
+    pairs = [
+        (a, b) for position, a in enumerate(context.chosen) for b in context.chosen[position + 1 :]
+    ] or list(context.details.pairs)
     now = {
         pair: expected_transport(context.details, *pair, vendor=vendor, settings=settings) for pair in pairs
     }

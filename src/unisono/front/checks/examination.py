@@ -120,18 +120,18 @@ def examine(request: DoctorRequest) -> Examination:
     except UnisonoError as error:
         report_early_refusal(request, environment, error, token=token, show=request.show)
         raise
-    own = redacted(run_checks(read_surroundings(request, local_run)))
+    findings = redacted(run_checks(read_surroundings(request, local_run)))
     if party is None:
-        return Examination(host, own)
+        return Examination(host, findings)
     try:
         return Examination(
             host,
-            redacted(compare_nodes(request, local_run, own, party)),
+            redacted(compare_nodes(request, local_run, findings, party)),
         )
     except Disagreed as error:
         if error.verdict is None:
             raise
-        return Examination(host, redacted([*own, *disagreement_findings(error)]), error.verdict)
+        return Examination(host, redacted([*findings, *disagreement_findings(error)]), error.verdict)
 
 
 def run_checks(facts: Surroundings) -> list[Finding]:
@@ -196,10 +196,10 @@ def heading(examination: Examination) -> str:
 
 def _text_rows(finding: Finding) -> Iterator[str]:
     """One line for the finding, one for each row of its table, and its fixes."""
-    first, *rest = finding.evidence
+    first, *more = finding.evidence
     where = f"{finding.where}: " if finding.where else ""
     yield f"  {_STATUS_WORDS[finding.status]:<6} {finding.id:<{_WIDTH}} {where}{first}"
-    yield from (f"{_INDENT}{row}" for row in rest)
+    yield from (f"{_INDENT}{row}" for row in more)
     if finding.status != "pass":
         yield from (f"{_INDENT}fix: {line}" for line in finding.fix)
 

@@ -79,15 +79,15 @@ def rungs(backend: str, *, interfaces: Sequence[str], set_by_hand: Sequence[str]
         backend: `nccl` or `gloo`.
         interfaces: to pin to, the most likely first; OWN for each node's own.
     """
-    found = []
+    steps = []
     stripped = [name for name in set_by_hand if name.startswith(_FAMILIES) and name not in _NEEDED]
     if stripped:
         name = f"without the current settings ({', '.join(stripped[:4])}{' …' if len(stripped) > 4 else ''})"
-        found.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if they were leftovers"))
-    found += [_pinned_to(backend, interface) for interface in interfaces]
+        steps.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if they were leftovers"))
+    steps += [_pinned_to(backend, interface) for interface in interfaces]
     if backend == "nccl":
-        return [*found, *_NCCL]
-    return [*found, *_GLOO]
+        return [*steps, *_NCCL]
+    return [*steps, *_GLOO]
 
 
 def _pinned_to(backend: str, interface: str) -> Rung:
@@ -138,10 +138,10 @@ _GLOO = (
 
 def merged_settings(layers: Mapping[str, Rung]) -> dict[str, str | None]:
     """Settings of all layers; later ones win."""
-    found: dict[str, str | None] = {}
+    settings: dict[str, str | None] = {}
     for rung in layers.values():
-        found |= rung.settings
-    return found
+        settings |= rung.settings
+    return settings
 
 
 def export_lines(settings: Settings) -> list[str]:
@@ -278,8 +278,8 @@ class _Attempts:
         return outcome
 
     def made(self, layers: dict[str, Rung]) -> Climb:
-        wanted = merged_settings(layers)
-        chosen = next(one for one in reversed(self.tried) if dict(one.settings) == wanted)
+        settings = merged_settings(layers)
+        chosen = next(one for one in reversed(self.tried) if dict(one.settings) == settings)
         best = max(self.tried, key=lambda one: one.outcome.rate)
         costs = tuple(rung.cost for rung in layers.values() if rung.cost)
         return Climb(tuple(self.tried), chosen, best, self.enough, costs)
@@ -474,7 +474,7 @@ class _LogReader:
         self._trees |= text.startswith("Connected all trees")
 
     def made(self) -> NcclLog:
-        ways = {pair: Counter(found.values()) for pair, found in sorted(self._ways.items())}
+        ways = {pair: Counter(channels.values()) for pair, channels in sorted(self._ways.items())}
         return NcclLog(
             self.version,
             self._ranks,
@@ -493,16 +493,16 @@ class _LogReader:
     def _channel(self, matched: "re.Match[str]") -> None:
         """Over a network both ends log a channel: each direction is counted once."""
         source, target = int(matched["source"]), int(matched["target"])
-        found = self._ways.setdefault((source, target), {})
-        found[
+        channels = self._ways.setdefault((source, target), {})
+        channels[
             matched["channel"],
             matched["way"] or "",
         ] = matched["transport"]
-        if (matched["channel"], "send") in found and (matched["channel"], "receive") in found:
-            del found[matched["channel"], "receive"]
-        for rank, place in ((source, matched["source_at"]), (target, matched["target_at"])):
-            if place is not None:
-                self._devices.setdefault(rank, place)
+        if (matched["channel"], "send") in channels and (matched["channel"], "receive") in channels:
+            del channels[matched["channel"], "receive"]
+        for rank, device in ((source, matched["source_at"]), (target, matched["target_at"])):
+            if device is not None:
+                self._devices.setdefault(rank, device)
 
     def _init(self, matched: "re.Match[str]") -> None:
         self._ranks = int(matched["ranks"])

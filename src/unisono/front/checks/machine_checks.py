@@ -368,7 +368,7 @@ def check_network(around: Surroundings) -> list[Finding]:
     cuda = report.device_kind == "cuda"
     head = topology.head_host
     began = time.monotonic()
-    own = around.probes.network.resolve(report.host)
+    addresses = around.probes.network.resolve(report.host)
     took_s = time.monotonic() - began
     found_head = around.probes.network.resolve(head) if head and topology.nodes > 1 else []
     # Several "nodes" on one machine's loopback need no way out of it.
@@ -377,11 +377,11 @@ def check_network(around: Surroundings) -> list[Finding]:
     return [
         judge_interfaces(report.interfaces, several=several),
         *judge_choice(
-            report.interfaces, settings, own_addresses=own, several=several, cuda=cuda, address=address
+            report.interfaces, settings, own_addresses=addresses, several=several, cuda=cuda, address=address
         ),
         judge_names(
             report.host,
-            own,
+            addresses,
             took_s,
             head=head,
             head_addresses=found_head,

@@ -117,13 +117,13 @@ def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) ->
     usable = usable_interfaces(interfaces)
     value = settings.get("NCCL_SOCKET_IFNAME", "").strip()
     if len(value) > 1:  # as NCCL does: one letter counts as nothing
-        found = matching(value, usable)
+        matches = matching(value, usable)
         why = f"NCCL_SOCKET_IFNAME={value}"
-        return InterfaceChoice(found[0] if found else None, why, "NCCL_SOCKET_IFNAME")
+        return InterfaceChoice(matches[0] if matches else None, why, "NCCL_SOCKET_IFNAME")
     for pattern, why in _NCCL_ORDER:
-        found = matching(pattern, usable)
-        if found:
-            return InterfaceChoice(found[0], why)
+        matches = matching(pattern, usable)
+        if matches:
+            return InterfaceChoice(matches[0], why)
     return InterfaceChoice(None, "no interface is up with an address")
 
 
@@ -304,7 +304,7 @@ def _bad_choice(
 
 def judge_names(
     host: str,
-    own: Sequence[str],
+    addresses: Sequence[str],
     took_s: float,
     *,
     head: str = "",
@@ -322,7 +322,7 @@ def judge_names(
     hosts_fix = (
         "fix the line of {name} in /etc/hosts; `getent hosts {name}` must give the address that others use"
     )
-    lines = [f"{host} resolves to {', '.join(own) or 'nothing'} ({took_s * 1000:.0f} ms)"]
+    lines = [f"{host} resolves to {', '.join(addresses) or 'nothing'} ({took_s * 1000:.0f} ms)"]
     if head and several:
         lines.append(f"the head's name {head} resolves to {', '.join(head_addresses) or 'nothing'}")
         literal = list(head_addresses) == [head]
@@ -342,7 +342,7 @@ def judge_names(
                 lines[0],
                 fix=[hosts_fix.replace("{name}", head), "or --head IP:PORT on every node"],
             )
-    if several and (not own or all(map(is_loopback, own))):
+    if several and (not addresses or all(map(is_loopback, addresses))):
         text = f"{lines[0]}: ranks of other programs would give this address to their peers"
         return found(NAMES, "warn", text, *lines[1:], fix=[hosts_fix.replace("{name}", host)])
     if took_s > _SLOW_RESOLVER_S:

@@ -220,16 +220,16 @@ def _commands() -> dict[str, Any]:
 
 def command_names() -> list[tuple[str, ...]]:
     """Every command as a tuple of words: `("train",)`, `("checkpoint", "ls")`."""
-    found: list[tuple[str, ...]] = [()]
+    names: list[tuple[str, ...]] = [()]
     for name, command in _commands().items():
-        found.append((name,))
+        names.append((name,))
         if isinstance(command, typer.Typer):
-            found += [
+            names += [
                 (name, str(inner.name or inner.callback.__name__))
                 for inner in command.registered_commands
                 if inner.callback
             ]
-    return found
+    return names
 
 
 def _nothing_of_its_own() -> None:

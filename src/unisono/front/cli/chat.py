@@ -120,13 +120,13 @@ class ChatSession:
         self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
 
     def _command(self, text: str) -> None:
-        name, _, rest = text.partition(" ")
+        name, _, argument = text.partition(" ")
         if name == "/clear":
             self._forget()
             self._task.send({"kind": "clear"})
             self._printer.notify("forgotten")
         elif name == "/save":
-            self._save(rest.strip())
+            self._save(argument.strip())
         elif name == "/help":
             for command, does in _HELP:
                 self._printer.warn(f"{command:<12} {does}")

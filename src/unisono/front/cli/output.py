@@ -215,15 +215,15 @@ def set_language(translate: Callable[[str], str] | None) -> None:
 LANGUAGES = ("en", "zh")
 
 
-def choose_language(asked: str | None, variables: Mapping[str, str]) -> str:
+def choose_language(option: str | None, variables: Mapping[str, str]) -> str:
     """The language, from `--lang`, else UNISONO_LANG, else the locale as gettext reads it.
 
     Raises:
         ValueError: with the given name, if one of the first two is not known. A locale of a
             different language gives English.
     """
-    given = variables.get("UNISONO_LANG", "") if asked is None else asked
-    if given or asked is not None:
+    given = variables.get("UNISONO_LANG", "") if option is None else option
+    if given or option is not None:
         name = re.split(r"[_.@-]", given.lower())[0]
         if name not in LANGUAGES:
             raise ValueError(given)

@@ -308,10 +308,10 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
         *_evaluation(result.get("eval") or {}),
     ]
     if result.get("held_by"):
-        found = result.get("weights") or result.get("checkpoint")
-        if found is None and result.get("outcome") != "completed":
+        saved = result.get("weights") or result.get("checkpoint")
+        if saved is None and result.get("outcome") != "completed":
             return [*lines, f"checkpoints: on {result['held_by']}, in its output_dir"]
-        return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
+        return [*lines, f"result: {saved or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))

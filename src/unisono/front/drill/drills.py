@@ -525,15 +525,15 @@ def _seconds(value: float | None) -> str:
 
 
 def _problems(rows: Sequence[DrillResult]) -> list[str]:
-    found = []
+    problems = []
     for row in rows:
         if row.skipped is not None:
-            found.append(f"{row.fault} was skipped: {one_line(row.skipped)}")
+            problems.append(f"{row.fault} was skipped: {one_line(row.skipped)}")
         if row.why:
-            found.append(f"{row.fault}: {one_line(row.why)}")
-        found += [f"{row.fault} left behind: {one_line(item)}" for item in row.left_behind]
-        found += [f"{row.fault}, stderr: {one_line(line)}" for line in row.trouble.splitlines() if line]
-    return found
+            problems.append(f"{row.fault}: {one_line(row.why)}")
+        problems += [f"{row.fault} left behind: {one_line(item)}" for item in row.left_behind]
+        problems += [f"{row.fault}, stderr: {one_line(line)}" for line in row.trouble.splitlines() if line]
+    return problems
 
 
 def _summary(rows: Sequence[DrillResult]) -> str:

@@ -61,8 +61,8 @@ class Keys:
         Takes the same time for all wrong ones.
         """
         kind, _, given = (header or "").partition(" ")
-        found = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
-        return kind.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
+        return kind.lower() == "bearer" and any(matches)
 
 
 def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable[[str], None]) -> Keys:
@@ -229,19 +229,19 @@ class Api:
             return await asyncio.to_thread(read_request, kind, data, model=self._name)
 
     async def _answer(self, request: Request, kind: Any) -> Response:
-        wanted = await self._read(kind, request)
-        asks = self._model.submit(wanted.asks())
+        parsed = await self._read(kind, request)
+        asks = self._model.submit(parsed.asks())
         answer = _Answer(
             asks,
             Objects(self._name, is_chat=kind is ChatRequest),
-            reader=wanted.reader() if kind is ChatRequest else None,
-            shows_usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
+            reader=parsed.reader() if kind is ChatRequest else None,
+            shows_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
         )
         try:
             begun = await _while_connected(request, answer.begin())
             if begun is None:
                 return _nobody(self._model, asks)
-            if wanted.stream:
+            if parsed.stream:
                 return _Stream(answer.events(), on_end=lambda: self._model.drop(asks))
             whole = await _while_connected(request, answer.whole())
             return _nobody(self._model, asks) if whole is None else JSONResponse(whole)
@@ -352,20 +352,20 @@ async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any
         async for message in asks[0].rest():
             yield 0, message
         return
-    found: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:
             async for message in asks[index].rest():
-                found.put_nowait((index, message))
+                messages.put_nowait((index, message))
         except ApiError as error:
-            found.put_nowait((index, error))
+            messages.put_nowait((index, error))
 
     readers = [asyncio.create_task(pass_on(index)) for index in range(len(asks))]
     try:
         left = len(asks)
         while left:
-            index, news = await found.get()
+            index, news = await messages.get()
             if isinstance(news, ApiError):
                 raise news
             left -= news["kind"] == "answered"

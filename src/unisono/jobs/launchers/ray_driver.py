@@ -124,11 +124,11 @@ class _Driver:
         return {"last": attempt.last, "lost": lost, "restarts": self.restarts, "step": attempt.step}
 
     def _start(self) -> AttemptEnd:
-        wanted = resources_for(self.request.nproc, self.request.config.device, living_nodes())
+        resources = resources_for(self.request.nproc, self.request.config.device, living_nodes())
         unit = "node" if self.request.nodes == 1 else "nodes"
-        self._note(f"requesting {self.request.nodes} {unit} from the Ray cluster: {wanted}")
+        self._note(f"requesting {self.request.nodes} {unit} from the Ray cluster: {resources}")
         with reserved(
-            wanted,
+            resources,
             nodes=self.request.nodes,
             least=self.request.least,
             timeout_s=self.request.join_timeout_s,
@@ -234,9 +234,9 @@ def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
 
     with connected(request.address):
         connecting.set()
-        wanted = resources_for(request.nproc, request.device, living_nodes())
+        resources = resources_for(request.nproc, request.device, living_nodes())
         with reserved(
-            wanted,
+            resources,
             nodes=request.nodes,
             least=request.least,
             timeout_s=request.join_timeout_s,

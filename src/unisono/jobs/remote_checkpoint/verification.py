@@ -45,17 +45,17 @@ _SAVE_AT_MOST_S = 600.0  # leftovers of a dead writer do not delay reading for l
 _LAST_PRIORITY = 19
 
 
-def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
+def with_rehearsal(plan: RunPlan, run: RunDir, *, enabled: bool) -> RunPlan:
     """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of
     ranks, and after a storage failure.
 
     Args:
         run: whose plan.json is still that of the previous start.
-        wanted: whether it is enabled.
+        enabled: whether it is enabled.
     """
     same_ranks = _rank_layout(plan.to_json()) == _rank_layout(read_object(run.plan))
     failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # possibly in the rehearsal
-    due = wanted and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
+    due = enabled and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
     return plan.model_copy(update={"rehearse": due})
 
 
@@ -180,10 +180,10 @@ class FirstCheckpoint:
             self._task = None
         self._release()
 
-    def _release(self, found: dict[str, Any] | None = None) -> None:
+    def _release(self, estimate: dict[str, Any] | None = None) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._show({**held, "estimate": found} if found is not None else held)
+            self._show({**held, "estimate": estimate} if estimate is not None else held)
 
     def _take(self, message: Message, saved: SavedCheckpoint) -> None:
         if message["kind"] == "room":
@@ -494,11 +494,11 @@ class Verifier:
         """
         if mark in self._read:
             return self._read[mark]
-        found = last_verified(self.root, path.name, read_manifest(path))
-        if found is None or not found.read_again:
+        verified = last_verified(self.root, path.name, read_manifest(path))
+        if verified is None or not verified.read_again:
             return None
         try:
-            return datetime.fromisoformat(found.at).astimezone(UTC).timestamp()
+            return datetime.fromisoformat(verified.at).astimezone(UTC).timestamp()
         except ValueError:
             return None
 

@@ -157,10 +157,10 @@ RULES: dict[str, Rule] = {
 
 def rule_of(key: str) -> Rule:
     """The rule of a key: its own, or that of its section."""
-    place = key
-    while place not in RULES and "." in place:
-        place = place.rpartition(".")[0]
-    return RULES.get(place, Rule("meaning", "the run becomes a different one"))
+    prefix = key
+    while prefix not in RULES and "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+    return RULES.get(prefix, Rule("meaning", "the run becomes a different one"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,37 +232,37 @@ def judge_key(change: Change) -> ChangeFinding | None:
     return ChangeFinding(name, change.text, change.before, change.after, verdict)
 
 
-def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
+def not_allowed(findings: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
     """The findings that prevent a resume."""
-    return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
+    return [f for f in findings if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
 def refusal(
-    found: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
+    findings: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
 ) -> UsageError:
     """Why a run cannot resume: a headline with the alternatives, and each change with its place and
     its fix.
 
     Args:
-        found: the findings that prevent it; at least one.
+        findings: the findings that prevent it; at least one.
         new_name: the new name after `--fresh`.
         origins: where keys of the new config were set, e.g. `train.yaml:7`.
     """
-    fixed = [finding.name for finding in found if finding.verdict == "fixed"]
-    flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
+    fixed = [finding.name for finding in findings if finding.verdict == "fixed"]
+    flags = " ".join(f"--allow {finding.name}" for finding in findings if finding.verdict != "fixed")
     if fixed:
         way = f"revert {', '.join(fixed)}, which cannot be allowed" + (
             f", and pass {flags} for the rest" if flags else ""
         )
     else:
-        way = f"revert {'it' if len(found) == 1 else 'them'}, or pass {flags} to resume anyway"
+        way = f"revert {'it' if len(findings) == 1 else 'them'}, or pass {flags} to resume anyway"
     headline = Problem(
-        f"the run in {root} would become a different one: {len(found)} change{'s' if len(found) > 1 else ''}",
+        f"the run in {root} would become a different one: {len(findings)} change{'s' if len(findings) > 1 else ''}",
         "output_dir",
         "a resumed run must mean the same from its first step to its last",
         f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {new_name}",
     )
-    return UsageError(headline, *(_problem(finding, root, origins or {}) for finding in found))
+    return UsageError(headline, *(_problem(finding, root, origins or {}) for finding in findings))
 
 
 def _problem(finding: ChangeFinding, root: str, origins: Mapping[str, str]) -> Problem:
@@ -288,15 +288,15 @@ def read_allowed(words: Iterable[str]) -> frozenset[str]:
         UsageError: with all unknown names.
     """
     known = all_keys(RunConfig)
-    found, problems = set(), []
+    names, problems = set(), []
     for word in words:
         if word in NAMES or (word in known and not _is_section(word, known)):
-            found.add(name_of(word))
+            names.add(name_of(word))
         else:
             problems.append(_unknown(word, known))
     if problems:
         raise UsageError(*problems)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def name_of(key: str) -> str:

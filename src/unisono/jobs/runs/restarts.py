@@ -188,11 +188,11 @@ class Restarts:
         """Nodes that take part no more: those that are gone, and the one whose machine is the
         cause, where it can be done without.
         """
-        found = self._lost(plan, attempt)
+        unusable = self._lost(plan, attempt)
         blamed = {plan.ranks[rank].node_rank for rank in verdict.ranks if rank < plan.world_size}
-        if verdict.cause in OF_ITS_NODE and self._can_do_without(found | blamed):
-            found |= blamed
-        return found
+        if verdict.cause in OF_ITS_NODE and self._can_do_without(unusable | blamed):
+            unusable |= blamed
+        return unusable
 
     def _agree(self, resume: ResumePoint | None) -> None:
         """The short agreement, on all nodes or on this one alone."""
@@ -223,10 +223,10 @@ class Restarts:
             ChannelFacts(first.address, {}, 0.0, []),
             question,
         )
-        found = compare_again([report])
-        if found.fatal:
-            self.table.of_nodes = (self.table.of_nodes or Agreement()).merged(found)
-            raise refusal_alone(found.fatal[0], again=True)
+        agreement = compare_again([report])
+        if agreement.fatal:
+            self.table.of_nodes = (self.table.of_nodes or Agreement()).merged(agreement)
+            raise refusal_alone(agreement.fatal[0], again=True)
 
     def _is_smaller(self, plan: RunPlan) -> bool:
         return self.others is not None and len(self.others.meeting.reports) < len(plan.nodes)

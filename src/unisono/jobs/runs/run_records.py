@@ -131,14 +131,14 @@ class Table:
 
 def write_agreement(run: RunDir, table: Table) -> None:
     """Writes agreement.json of several ranks."""
-    found = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
-    outcome = "refused" if not found.agreed else "agreed" if table.of_ranks is not None else "unfinished"
+    agreement = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
+    outcome = "refused" if not agreement.agreed else "agreed" if table.of_ranks is not None else "unfinished"
     body = {
         "schema": 1,
         "outcome": outcome,
         "nodes": [report.to_json() for report in table.nodes],
         "ranks": [report.to_json() for report in table.ranks],
-        **found.to_json(),
+        **agreement.to_json(),
     }
     write_json(run.agreement, body)
 
@@ -156,9 +156,9 @@ def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoErr
 
     A finished run's result stays.
     """
-    found = table.of_nodes or Agreement()
-    if error.verdict is not None and not found.fatal:
-        table.of_nodes = found.merged(Agreement.found("joining", error.verdict))
+    agreement = table.of_nodes or Agreement()
+    if error.verdict is not None and not agreement.fatal:
+        table.of_nodes = agreement.merged(Agreement.found("joining", error.verdict))
     if not run.config.exists():
         write_text(run.config, config_yaml(config, command=command), mode=0o600)
     write_agreement(run, table)
