@@ -210,9 +210,17 @@ async def running_server(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # invalid requests are not worth a line each
     outermost = ServerMiddleware(app, send_s=send_s)
     config = Config(
-        outermost, http=connection, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
-        server_header=False, proxy_headers=False, **settings,
-    )  # fmt: skip
+        outermost,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        **settings,
+    )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -570,7 +570,11 @@ def summarize_run(name: str, root: Path, *, now: float) -> Region:
     row["age_s"] = max(0.0, now - (max(written[:-1]) or written[-1]))
     newest = verdict.get("verdict") or next(iter(verdict.get("earlier") or []), None)
     if newest is not None:
-        row["verdict"] = {"cause": newest.get("cause"), "summary": newest.get("summary"), "of_last_start": bool(verdict.get("verdict"))}  # fmt: skip
+        row["verdict"] = {
+            "cause": newest.get("cause"),
+            "summary": newest.get("summary"),
+            "of_last_start": bool(verdict.get("verdict")),
+        }
     return row
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from unisono.base._version import __version__
@@ -216,14 +217,6 @@ def summary_line(examination: Examination) -> str:
     return f"{len(examination.findings)} checks: {totals}"
 
 
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
-table{border-collapse:collapse;width:100%;margin-bottom:1.5rem}td,th{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}
-code,pre{font:13px/1.4 ui-monospace,monospace;white-space:pre-wrap;margin:0}.pass{color:#1a6e36}.warn{color:#8a5a00}.fail{color:#b00020;font-weight:700}.unknown{color:#666}
-small{color:#555}@media(prefers-color-scheme:dark){body{background:#16181b;color:#ddd}td,th{border-color:#333}small{color:#aaa}.pass{color:#6fcf8f}.warn{color:#e0b050}.fail{color:#ff6b7d}}
-"""
-
-
 def html_page(examination: Examination, *, made: str) -> str:
     """The report as one HTML page.
 
@@ -231,10 +224,11 @@ def html_page(examination: Examination, *, made: str) -> str:
         examination: with findings that are already redacted.
         made: date and time as text.
     """
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>unisono doctor: {escape(examination.host)}</title><style>{_STYLE}</style>",
+        f"<title>unisono doctor: {escape(examination.host)}</title><style>{style}</style>",
         (
             "<h1>unisono doctor:"
             f" {escape(examination.host)}</h1><p>{escape(heading(examination))}<br>{escape(made)}</p>"

@@ -39,7 +39,8 @@ _INFO = re.compile(r"NCCL (?:INFO|WARN) (?P<text>.*)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _CHANNEL = re.compile(
     r"^(?:Channel|Ring)"
-    r" (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
+    r" (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?"
+    r"\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
     r"(?:\s*\[(?P<way>send|receive)\])?\s+via\s+(?P<transport>\S+(?: pointer)?)"
 )
 _INIT = re.compile(

@@ -1,12 +1,15 @@
 """Checks between all nodes of a job: the agreement of a start without the run; and trials led by
 the head: speed of each pair, and the ladder.
 
-                                                               node → head  measures_ready {port}
-    head → node  measure {target: [address, port] or null}     node → head  measured {…}
-    head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials and:
-    head → node  ladder {settings, …}                          node → head  ladder_ready {ok, port, text}
-    head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
+                                                             node → head  measures_ready {port}
+    head → node  measure {target: [address, port] or null}   node → head  measured {…}
+    head → node  measures_end
+    head → node  ladder {settings, …}                        node → head  ladder_ready {ok, port, …}
+    head → node  ladder_go {store: [address, port] or null}  node → head  ladder_done {…}
     head → node  ladder_end
+
+After measures_end follow the dials and the collective, as before a run; with --ladder the dials and
+the ladder.
 
 All nodes run the same command; if only one of node and head has --ladder, the node refuses.
 """

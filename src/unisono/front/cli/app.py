@@ -430,9 +430,21 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
 
 
 _TORCHRUN_ALONE = dict.fromkeys(
-    ("--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr", "--monitor-interval", "--start-method", "--role"),
+    (
+        "--rdzv-backend",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--standalone",
+        "--local-addr",
+        "--monitor-interval",
+        "--start-method",
+        "--role",
+    ),
     "omit it",
-) | {"--max-restarts": "--restarts N, or `restarts` in the config", "--log-dir": "each rank's output is in logs/ of the run"}  # fmt: skip
+) | {
+    "--max-restarts": "--restarts N, or `restarts` in the config",
+    "--log-dir": "each rank's output is in logs/ of the run",
+}
 
 
 def _unknown_option(error: Any, path: str) -> dict[str, str]:
@@ -456,11 +468,24 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
 
 
 _OTHER_WORDS = {
-    "preview": "data preview", "ls": "checkpoint ls", "verify": "checkpoint verify", "prune": "checkpoint prune",
-    "sft": "train", "finetune": "train", "resume": "train CONFIG --resume", "infer": "generate", "predict": "generate",
-    "test": "eval", "evaluate": "eval", "list": "runs", "ui": "board", "webui": "board", "merge": "export RUN OUT --merge",
-    "help": "--help", "version": "--version",
-}  # fmt: skip
+    "preview": "data preview",
+    "ls": "checkpoint ls",
+    "verify": "checkpoint verify",
+    "prune": "checkpoint prune",
+    "sft": "train",
+    "finetune": "train",
+    "resume": "train CONFIG --resume",
+    "infer": "generate",
+    "predict": "generate",
+    "test": "eval",
+    "evaluate": "eval",
+    "list": "runs",
+    "ui": "board",
+    "webui": "board",
+    "merge": "export RUN OUT --merge",
+    "help": "--help",
+    "version": "--version",
+}
 """Commands of a group typed without it, and words of other programs."""
 _OF_A_GROUP = {"unisono data": "preview", "unisono checkpoint": "ls"}
 """The command that is meant where a group is given a path."""

@@ -1,6 +1,7 @@
 """Execution of one drill: a real run, the fault, and what the run reported.
 
-`python -m unisono.front.drill.execution REQUEST.json` is the front of that run; it prints JSON lines.
+`python -m unisono.front.drill.execution REQUEST.json` is the front of that run and prints JSON
+lines.
 """
 
 import contextlib
@@ -525,7 +526,8 @@ def main(path: Path) -> int:
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
             _show({"kind": "verdict", **verdict})
-        _show({"kind": "result", **refused_result(error.exit_code, body["problems"], verdict)})  # type: ignore[arg-type]
+        result = refused_result(error.exit_code, body["problems"], verdict)  # type: ignore[arg-type]
+        _show({"kind": "result", **result})
         return error.exit_code
 
 

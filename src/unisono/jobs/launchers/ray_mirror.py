@@ -32,7 +32,8 @@ _MOST_FAILURES = 3  # consecutive failures, of a minute each: a node may be slow
 _GROWS = (".jsonl", ".log")
 _LAST = ("result.json", "verdict.json")
 _NOT_TAKEN = re.compile(
-    r"-front\.log$|(^|/)(run\.lock|\.bringing|\.unisono-head-[^/]*|\..+\.tmp-[^/]*|\.trash-[^/]*)($|/)|\.tmp-[0-9a-f]+($|/)|^nodes/"
+    r"-front\.log$|(^|/)(run\.lock|\.bringing|\.unisono-head-[^/]*|\..+\.tmp-[^/]*|\.trash-[^/]*)($|/)"
+    r"|\.tmp-[0-9a-f]+($|/)|^nodes/"
 )
 """Files that concern the head alone, or are incomplete."""
 _CHECKPOINT = re.compile(r"checkpoints/(step-\d+[^/]*)/.+")

@@ -4,7 +4,7 @@ its output, and read and write files.
 Ray sends the actor's code to the node, since unisono may be missing there or have a different
 version, and the actor reports that. So it needs only the standard library.
 
-The process guard is `python -m unisono.jobs.launchers.ray_node_actor FOLDER`: it runs the node's front,
+The process guard is `python -m unisono.jobs.launchers.ray_node_actor FOLDER`: it runs the front,
 and removes everything it leaves. Ray kills an actor at once, together with its child processes. So
 the guard detaches from the actor, and runs as long as the actor holds the other end of its stdin,
 whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job is over
@@ -267,7 +267,7 @@ def main(folder: Path) -> int:
     commands.start()
     code = front.wait()
     with contextlib.suppress(OSError):  # the actor is dead, but the folder still has to be removed
-        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol of this process
+        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, sys.stdout.fileno())  # the actor has read everything
     os.dup2(devnull, sys.stderr.fileno())

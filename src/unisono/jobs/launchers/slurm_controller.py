@@ -263,7 +263,8 @@ _ENDED = frozenset(
     ]
 )
 _NEVER = re.compile(  # reasons that never change; all others may
-    r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
+    r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS"
+    r"|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
     r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't"
     r" use this partition|not permitted",
 )

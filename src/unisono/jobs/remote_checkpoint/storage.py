@@ -477,7 +477,7 @@ def summary(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any], *, loc
 
     Args:
         copied: the first copy.
-        read_back: the result of reading it back: seconds, bytes, existing steps, free_bytes or None.
+        read_back: result of reading it back: seconds, bytes, existing steps, free_bytes or None.
     """
     size, duration = show_bytes(read_back["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"

@@ -353,7 +353,8 @@ def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
             problem.why
             or f"step {saved.step} was read from the disk in a new process: later checkpoints would be damaged as well",
             problem.fix
-            or "test this disk and the memory of this machine, or set output_dir to a different disk; then start again with --fresh",
+            or "test this disk and the memory of this machine, or set output_dir to a different disk; then start"
+            " again with --fresh",
         )
         for problem in error.problems
     ]
@@ -469,7 +470,7 @@ class Verifier:
                     self._look_for_work()
         except _RunEndedError:
             return
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the run continues without its verifier, with a warning
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: the run continues without it
             self._warn(
                 "verifier_ended",
                 f"checkpoints are no longer read again in the background: {error!r}",

@@ -53,11 +53,12 @@ _OLD_SIZE = Rule(
     "fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"
 )
 
-# fmt: off
 RULES: dict[str, Rule] = {
     "output_dir": Rule("silent"),  # the run was found in it: it was moved, or has a different path
     "reasons": Rule("silent"),  # comments on environment variables; no step depends on them
-    "restarts": Rule("line", "number of automatic restarts, counted again in each start; training does not change"),
+    "restarts": Rule(
+        "line", "number of automatic restarts, counted again in each start; training does not change"
+    ),
     "grace": Rule("line", "the time for the last checkpoint after a stop signal; training does not change"),
     "watch": Rule("line", "when ranks count as hung or diverged; training does not change"),
     "track": Rule("line", "tracking starts or stops here"),
@@ -85,14 +86,22 @@ RULES: dict[str, Rule] = {
     "model.quantize": Rule("meaning", "the frozen weights have different values"),
     "model.quantize_double": Rule("meaning", "the frozen weights have different values"),
     "model.quantize_embeddings": Rule("meaning", "the frozen weights have different values"),
-    "model.quantize_compute": Rule("meaning", "products with the frozen weights are rounded differently from here on"),
+    "model.quantize_compute": Rule(
+        "meaning", "products with the frozen weights are rounded differently from here on"
+    ),
     "adapter": Rule("fixed", _TENSORS_DIFFER),
-    "adapter.kind": Rule("meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"),
+    "adapter.kind": Rule(
+        "meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"
+    ),
     "adapter.rank": Rule("fixed", _TENSORS_DIFFER),
     "adapter.alpha": Rule("meaning", "the trained adapter is scaled differently at once"),
     "adapter.dropout": Rule("meaning", "dropout differs from here on"),
-    "adapter.targets": Rule("meaning", "different modules may be adapted, whose tensors the checkpoint lacks"),
-    "adapter.modules_to_save": Rule("meaning", "different modules may be trained, whose tensors the checkpoint lacks"),
+    "adapter.targets": Rule(
+        "meaning", "different modules may be adapted, whose tensors the checkpoint lacks"
+    ),
+    "adapter.modules_to_save": Rule(
+        "meaning", "different modules may be trained, whose tensors the checkpoint lacks"
+    ),
     "adapter.init": Rule("fixed", "the frozen weights differ"),
     "adapter.init_steps": Rule("fixed", "the frozen weights differ"),
     "adapter.from": Rule("contents", name="model"),
@@ -149,10 +158,12 @@ RULES: dict[str, Rule] = {
     "batch.global": _OLD_SIZE,
     "batch.per_rank": _OLD_SIZE,
     "batch.accumulate": _OLD_SIZE,
-    "seed": Rule("meaning", "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
-                 " and evaluation rows may have been trained on"),
+    "seed": Rule(
+        "meaning",
+        "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
+        " and evaluation rows may have been trained on",
+    ),
 }
-# fmt: on
 
 
 def rule_of(key: str) -> Rule:

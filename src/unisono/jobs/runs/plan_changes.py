@@ -48,18 +48,33 @@ class _Decided:
     key: str = ""
 
 
-# fmt: off
 _DECIDED = (
-    _Decided("dtype", "frozen weights and the computation are rounded differently", "set model.dtype to {0}", "model.dtype"),
+    _Decided(
+        "dtype",
+        "frozen weights and the computation are rounded differently",
+        "set model.dtype to {0}",
+        "model.dtype",
+    ),
     _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks have a different order"),
-    _Decided("strategy", f"{_SAME_ROWS}: gradients and norms are summed in different parts", "set parallel.strategy to {0}"),
+    _Decided(
+        "strategy",
+        f"{_SAME_ROWS}: gradients and norms are summed in different parts",
+        "set parallel.strategy to {0}",
+    ),
     _Decided("device.kind", f"{_ROUNDING}: it sums in a different order", "set device to {0}"),
     _Decided("device.name", f"{_ROUNDING}: it may sum in a different order"),
-    _Decided("threads", f"{_ROUNDING}: sums are split among the threads of a rank", "set OMP_NUM_THREADS={0}"),
-    _Decided("micro_batch", f"{_SAME_ROWS}: sums are over different groups of sequences", "set batch.micro to {0}"),
-    _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at different times", "set memory.gradient_checkpointing to {0}"),
+    _Decided(
+        "threads", f"{_ROUNDING}: sums are split among the threads of a rank", "set OMP_NUM_THREADS={0}"
+    ),
+    _Decided(
+        "micro_batch", f"{_SAME_ROWS}: sums are over different groups of sequences", "set batch.micro to {0}"
+    ),
+    _Decided(
+        "gradient_checkpointing",
+        f"{_ROUNDING}: activations are computed at different times",
+        "set memory.gradient_checkpointing to {0}",
+    ),
 )
-# fmt: on
 
 
 @dataclass(frozen=True)

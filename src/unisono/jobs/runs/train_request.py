@@ -101,7 +101,7 @@ def _joined(value: str, base: Path) -> Path:
 
 def _matches(pattern: Path) -> bool:
     """Whether a glob pattern finds anything."""
-    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - absolute patterns
 
 
 @dataclass(frozen=True)
