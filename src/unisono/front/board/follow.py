@@ -23,7 +23,7 @@ from unisono.guard.rundir.records import parse_metrics_line
 _CHUNK_BYTES = 4 << 20
 _MARK_BYTES = 64
 _MOST_SPANS = 600
-"""Of each rank, the latest phases."""
+"""The latest phases of each rank."""
 _MOST_SAMPLES = 600
 _LOG_BYTES = 512 << 10
 _MOST_LOG_LINES = 4_000
@@ -31,8 +31,8 @@ _MOST_READ = 20
 Version = tuple[int, ...]
 
 TRAINER_LOG, TRAINER_STATE = "trainer_log.jsonl", "trainer_state.json"
-"""Of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show curves and
-status.
+"""Files of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show
+curves and status.
 """
 
 

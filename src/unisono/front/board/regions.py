@@ -54,7 +54,7 @@ def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b""
         key: the user's key; checkpoints that are not signed with it are foreign.
     """
     problems: list[str] = []
-    reader = _Reader(run, problems)
+    reader = _RunFileReader(run, problems)
     try:
         content = _SHOW[region](run, reader, query, key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -66,7 +66,7 @@ def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b""
     return {"schema": 1, "version": run.versions[region], **body, "problems": harmless(problems)}
 
 
-class _Reader:
+class _RunFileReader:
     """Reads the small JSON files of a run."""
 
     def __init__(self, run: FollowedRun, problems: list[str]) -> None:
@@ -106,7 +106,7 @@ def _why(error: Exception) -> str:
 
 
 def harmless(value: Any, depth: int = 0) -> Any:
-    """The same JSON value with text that is safe to show: no control or direction marks, no
+    """A JSON value with text that is safe to show: no control or direction marks, no
     secrets, a bounded length; NaN is null.
     """
     if isinstance(value, str):
@@ -135,7 +135,7 @@ def harmless(value: Any, depth: int = 0) -> Any:
 # ---- how the run stands
 
 
-def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _status(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan, result = reader.read(run.run.plan), reader.read(run.run.result)
     kind = "unisono" if plan or result or run.run.lock.exists() else "other"
     total = _whole(plan.get("total_steps")) or _foreign_total(run)
@@ -250,7 +250,7 @@ def _whole(value: object) -> int | None:
 # ---- what is wrong
 
 
-def _verdict(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _verdict(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     earlier = sorted(run.run.verdicts.glob("*.json"), reverse=True)[:50]
     body = reader.read(run.run.verdict)
     return {
@@ -311,7 +311,7 @@ def _explained(cause: Cause) -> Region:
 # ---- curves
 
 
-def _curves(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _curves(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     curves = run.curves
     head = {"generation": curves.generation, "lines": curves.lines}
     since = _number(query, "since", -1)
@@ -346,7 +346,7 @@ def _number(query: Query, name: str, default: float) -> float:
 # ---- ranks
 
 
-def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _ranks(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan, verdict = reader.read(run.run.plan), reader.read(run.run.verdict)
     culprits = {rank for rank in verdict.get("ranks") or () if type(rank) is int}
     places = {place.get("rank"): place for place in objects_of(plan.get("ranks"))}
@@ -384,7 +384,7 @@ def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regio
 # ---- the rest
 
 
-def _data(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _data(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     ledger = reader.read(run.run.data)
     rows = objects_of(ledger.get("rows"))
     return {
@@ -395,7 +395,7 @@ def _data(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region
     }
 
 
-def _checkpoints(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _checkpoints(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
     paths = [
         path
@@ -415,7 +415,7 @@ def _checkpoints(run: FollowedRun, reader: _Reader, query: Query, key: bytes) ->
     return {"checkpoints": rows, "best_by": str(metric)}
 
 
-def _samples(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _samples(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     by_step: dict[int, dict[str, Region]] = {}
     for message in run.samples:
         step = _whole(message.get("step"))
@@ -432,7 +432,7 @@ def _samples(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Reg
     }
 
 
-def _config(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _config(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
     origins: Region = plan["origins"] if isinstance(plan.get("origins"), dict) else {}
     config = plan.get("config")
@@ -483,7 +483,7 @@ def _masked(name: str, value: Any) -> Any:
     )
 
 
-def _log(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _log(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     """The last lines; with `q` or `rank` those that match, also far from the end."""
     words, rank = query.get("q", "").strip().lower(), query.get("rank", "")
     if not words and not rank:
@@ -528,7 +528,7 @@ def _line(one: LogLine) -> Region:
     }
 
 
-_SHOW: dict[str, Callable[[FollowedRun, _Reader, Query, bytes], Region]] = {
+_SHOW: dict[str, Callable[[FollowedRun, _RunFileReader, Query, bytes], Region]] = {
     "status": _status,
     "verdict": _verdict,
     "curves": _curves,

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, list_runs, show_region
-from unisono.front.http_server import Connection, address_of, host_name, origin_host, running_server
+from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
 _RUNS_EVERY = 10
@@ -301,7 +301,7 @@ class Gate:
         return response
 
 
-class _Connection(Connection):
+class _BrowserConnection(HttpConnection):
     """A connection of a browser."""
 
     most = most_waiting = MOST_CONNECTIONS
@@ -346,7 +346,7 @@ def serve(
             loop.add_signal_handler(number, stop.set)
         following = asyncio.create_task(follower.run())
         async with running_server(
-            app, listener, connection=_Connection, send_s=_SEND_S, **settings
+            app, listener, connection=_BrowserConnection, send_s=_SEND_S, **settings
         ) as server:
             on_start(f"{address_of(listener, host)}/?token={token}", board)
             await stop.wait()

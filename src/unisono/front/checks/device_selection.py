@@ -69,7 +69,7 @@ def nvlinks_between(details: DevicesDetails, one: int, other: int) -> int:
 
 
 def link_word(details: DevicesDetails, one: int, other: int) -> str:
-    """As nvidia-smi writes it: NV18, PIX, PXB, PHB, NODE, SYS."""
+    """The link between two devices in the words of nvidia-smi: NV18, PIX, PXB, PHB, NODE, SYS."""
     links = nvlinks_between(details, one, other)
     return f"NV{links}" if links else _LEVEL_WORDS[details.pair(one, other).level]
 
@@ -209,7 +209,7 @@ _MAX_CANDIDATES = 16  # devices: 12,870 ways to choose 8 of them
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectionCost:
     """Cost of a selection of devices; fields in order of weight, less is better.
 
     Attributes:
@@ -333,11 +333,11 @@ class _Weigher:
             for a, b in combinations(sorted(self._devices), 2)
         }
 
-    def weigh(self, chosen: Sequence[int]) -> Selection:
+    def weigh(self, chosen: Sequence[int]) -> SelectionCost:
         devices = [self._devices[index] for index in chosen if index in self._devices]
         ranks = [self.ways[pair].rank for pair in combinations(sorted(device.index for device in devices), 2)]
         indices = [device.index for device in devices]
-        return Selection(
+        return SelectionCost(
             faulty=sum(index in self._faulty for index in indices) + len(chosen) - len(devices),
             held=sum(index in self._held for index in indices),
             sliced=sum(device.mig is not None for device in devices),
@@ -375,7 +375,9 @@ class _Weigher:
         )
 
 
-def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, scales: _Weigher) -> list[str]:
+def _troubles(
+    details: DevicesDetails, chosen: Sequence[int], now: SelectionCost, scales: _Weigher
+) -> list[str]:
     devices = [device for index in chosen if (device := details.device(index)) is not None]
     troubles = [f"device {device.index}: {words}" for device in devices if (words := holders_of(device))]
     troubles += [
@@ -413,7 +415,7 @@ def _grouped_by(devices: Sequence[DeviceDetails], key: Callable[[DeviceDetails],
     return "; ".join(f"{one_line(name)}: {', '.join(indices)}" for name, indices in groups.items())
 
 
-def _why(now: Selection, better: Selection) -> str:
+def _why(now: SelectionCost, better: SelectionCost) -> str:
     """All improvements of the better selection."""
     kinds = list(TRANSPORTS.values())
     gains = [

@@ -17,8 +17,8 @@ from unisono.base.text import plain, redact
 from unisono.front.checks.check import (
     AREAS,
     Area,
-    Check,
     CheckFunction,
+    DoctorCheck,
     DoctorRequest,
     Finding,
     Status,
@@ -52,7 +52,7 @@ REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
 )
 """In display order; areas run concurrently."""
 
-CATALOGUE: tuple[Check, ...] = (
+CATALOGUE: tuple[DoctorCheck, ...] = (
     *SYSTEM,
     *SETTINGS,
     *NEEDS,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.text import one_line, show_seconds
-from unisono.front.checks.check import Check, Finding, found
+from unisono.front.checks.check import DoctorCheck, Finding, found
 
 Settings = Mapping[str, str | None]
 """Variables of the child processes; None removes one."""
@@ -286,7 +286,7 @@ class _Attempts:
         return Climb(tuple(self.tried), chosen, best, self.enough, costs)
 
 
-LADDER = Check(
+LADDER = DoctorCheck(
     "network.ladder",
     "a real collective, and the settings with which it works",
     "settings found by trial and error stay for years; the ladder finds the setting that is needed, and its"

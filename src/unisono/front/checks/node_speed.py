@@ -17,7 +17,7 @@ from math import ceil
 
 from unisono.base.files import parse_json
 from unisono.base.text import one_line
-from unisono.front.checks.check import Check, Finding, found
+from unisono.front.checks.check import DoctorCheck, Finding, found
 from unisono.guard.agree.reports import NodeReport, name_node
 from unisono.guard.control.reachability import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
 
@@ -134,7 +134,7 @@ class LinkSpeed:
 
     @property
     def speed(self) -> float:
-        """Of the slower direction."""
+        """The speed of the slower direction."""
         return min(self.up, self.down)
 
 
@@ -228,7 +228,7 @@ async def _count_stream(reader: asyncio.StreamReader) -> float:
     return total / max(time.monotonic() - began, 1e-6)
 
 
-SPEED = Check(
+SPEED = DoctorCheck(
     "peers.speed",
     "speed between the nodes",
     "one slow link or node slows down every step of all nodes",

@@ -25,7 +25,7 @@ from typing import Any
 from unisono.base.errors import Disagreed, UsageError
 from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
-from unisono.front.checks.check import NO_FILES, Check, DoctorRequest, Finding, LocalRun, findings_of
+from unisono.front.checks.check import NO_FILES, DoctorCheck, DoctorRequest, Finding, LocalRun, findings_of
 from unisono.front.checks.ladder import OWN, SETTABLE, AttemptOutcome, Settings, climb, ladder_finding, rungs
 from unisono.front.checks.ladder_attempts import (
     DEADLINE_S,
@@ -73,7 +73,7 @@ _STORE_PORTS = range(29_510, 29_520)
 """Below the ephemeral ports: if only those are blocked, ranks still meet, and the backend is what
 fails.
 """
-AGREEMENT = Check(
+AGREEMENT = DoctorCheck(
     "peers.agreement",
     "whether all nodes have the same run",
     "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each"
@@ -91,7 +91,7 @@ AGREEMENT = Check(
         "address_unreachable",
     ),
 )
-CATALOGUE: tuple[Check, ...] = (AGREEMENT, SPEED)
+CATALOGUE: tuple[DoctorCheck, ...] = (AGREEMENT, SPEED)
 
 _FINDINGS_S = 60.0
 _CONFIG_RULES = ("files.data", "files.tokenizer", "files.model", "storage.shared")

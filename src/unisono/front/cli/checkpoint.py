@@ -72,7 +72,7 @@ def export(
     from unisono.base.errors import UsageError, require_writable
     from unisono.base.files import expand
     from unisono.front.cli.llamafactory_file import read_inference_file, split_prompt
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
     if format_ not in (None, "diffusers", "kohya", "gguf"):
@@ -91,7 +91,7 @@ def export(
     why, fix = f"the export would be {target_path}", "name a directory that you may write"
     require_writable(target_path.parent, where="OUT", why=why, fix=fix)
     printer = output()
-    with Progress(printer) as progress:
+    with TaskProgress(printer) as progress:
         task_request = (
             request
             | {"step": step, "read_back": not no_read_back}
@@ -313,11 +313,11 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
 
 
 def _replay(run: Path, step: int | None, steps: int, *, trust_code: bool) -> "Replayed":
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.rundir import RunDir
     from unisono.jobs.runs.replay import Replay
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         return Replay(RunDir(run), steps, step, progress.show, trust_code=trust_code).carry_out()
 
 

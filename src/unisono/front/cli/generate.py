@@ -12,7 +12,7 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
 
 
 Target = Annotated[
@@ -260,10 +260,10 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         shown = _Tokens(progress) if streams else None
 
         def show(message: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
 class _Tokens:
     """Streams an answer."""
 
-    def __init__(self, progress: "Progress") -> None:
+    def __init__(self, progress: "TaskProgress") -> None:
         self._progress = progress
         self._answer = AnswerWriter()
         self.started = False
@@ -410,10 +410,10 @@ def evaluate(
 
 
 def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         return run_task(name, request, on_message=progress.show)
 
 

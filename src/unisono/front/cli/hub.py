@@ -125,7 +125,7 @@ def push(
     run.
     """
     from unisono.base.text import show_bytes
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.front.hub import publish
 
     publish.refuse_unready(run, step)
@@ -133,7 +133,7 @@ def push(
         publish.refuse_without_token(repo)
     printer = output()
     with tempfile.TemporaryDirectory(prefix="unisono-push-") as folder:
-        with Progress(printer) as progress:
+        with TaskProgress(printer) as progress:
             made = publish.prepare(
                 run, repo, Path(folder) / "files", merge=merge, step=step, show=progress.show
             )

@@ -86,7 +86,7 @@ class LiveLine:
             self._live = None
 
 
-class Progress:
+class TaskProgress:
     """Shows the messages of a task on stderr. A context manager; the line is removed at its end."""
 
     def __init__(self, printer: Output) -> None:

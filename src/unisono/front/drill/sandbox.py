@@ -198,13 +198,13 @@ class SmallDisk(Sandbox):
 
 
 class ReadOnlyDisk(SmallDisk):
-    """The same disk, which becomes read-only.
+    """A small disk that becomes read-only.
 
     Without root: directories that lose their write permission.
     """
 
     def why_unavailable(self) -> str:
-        """As for the small disk; without root nothing is mounted."""
+        """Why it cannot be mounted; empty without root, since nothing is mounted then."""
         return (super().why_unavailable() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ class RemoteRepo:
 
 
 @dataclass(frozen=True)
-class Selection:
+class FileSelection:
     """Which files of a repository are downloaded, and why others are not."""
 
     files: tuple[RemoteFile, ...]
@@ -194,7 +194,7 @@ def _remote_file(file: Any) -> RemoteFile:
     return RemoteFile(file.rfilename, size, str((file.lfs.sha256 if file.lfs else file.blob_id) or ""))
 
 
-def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
+def select_files(repo: RemoteRepo, *, trust: bool) -> FileSelection:
     """All files of a dataset; of a model all but weights that unisono does not read.
 
     Args:
@@ -204,7 +204,7 @@ def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
         ModelError: if a model has only pickled weights, without `trust`.
     """
     if repo.kind == "dataset":
-        return Selection(repo.files)
+        return FileSelection(repo.files)
     pickles = [file for file in repo.files if file.path.lower().endswith(PICKLES)]
     has_safe = any(file.path.endswith(".safetensors") for file in repo.files)
     if pickles and not has_safe and not trust:
@@ -218,11 +218,11 @@ def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
     if has_safe:
         left_out |= {file.path for file in repo.files if file.path.lower().endswith(_OF_OTHERS)}
     kept = tuple(file for file in repo.files if file.path not in left_out)
-    return Selection(kept, tuple(sorted(left_out)))
+    return FileSelection(kept, tuple(sorted(left_out)))
 
 
 def download(
-    repo: RemoteRepo, revision: str | None, selection: Selection, on_progress: Callable[[int], None]
+    repo: RemoteRepo, revision: str | None, selection: FileSelection, on_progress: Callable[[int], None]
 ) -> Path:
     """The directory of the cache with the files.
 
@@ -290,7 +290,7 @@ def _reported(blobs: Path, on_progress: Callable[[int], None]) -> Iterator[None]
         thread.join()
 
 
-def verify_download(repo: RemoteRepo, selection: Selection, directory: Path) -> CacheCheck:
+def verify_download(repo: RemoteRepo, selection: FileSelection, directory: Path) -> CacheCheck:
     """Reads the downloaded files, and compares them with the digests that the hub lists.
 
     A damaged one is removed from the cache.
@@ -503,7 +503,7 @@ def _denied(name: str, hub: Hub, status: int, *, writes: bool, gated: bool) -> t
     return f"there is no {name} at {hub.endpoint}, or it is private", fix
 
 
-def describe_selection(repo: RemoteRepo, selection: Selection) -> str:
+def describe_selection(repo: RemoteRepo, selection: FileSelection) -> str:
     """One line: what will be downloaded."""
     skipped = f"; {len(selection.skipped)} not needed" if selection.skipped else ""
     return (

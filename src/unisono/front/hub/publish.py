@@ -360,7 +360,7 @@ def _versions(run: RunDir) -> str:
 
 
 def public_config(value: Any, key: str = "") -> Any:
-    """The same config without secrets, outputs, null values, and the directories of local paths."""
+    """The config without secrets, outputs, null values, and the directories of local paths."""
     if isinstance(value, dict):
         kept = {name: public_config(inner, name) for name, inner in value.items() if name not in _HIDDEN_KEYS}
         return {name: inner for name, inner in kept.items() if inner not in (None, {}, [])}

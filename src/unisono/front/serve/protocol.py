@@ -171,7 +171,7 @@ class ChatRequest(_Request):
         return bool(self.tools) and self.tool_choice != "none"
 
     def asks(self) -> list[dict[str, Any]]:
-        """As in `_Request`."""
+        """One request to the task, with the messages."""
         if self.messages[-1].role == "assistant":
             raise ApiError(
                 400, "the conversation ends with an answer; it must end with a question", param="messages"
@@ -206,7 +206,7 @@ class CompletionRequest(_Request):
     suffix: Literal[""] | None = None
 
     def asks(self) -> list[dict[str, Any]]:
-        """As in `_Request`."""
+        """The requests to the task, one for each prompt."""
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]

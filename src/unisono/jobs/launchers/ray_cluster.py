@@ -139,9 +139,9 @@ def find_ray_head() -> RayHead:
 def living_nodes() -> list[RayNode]:
     """The live nodes of the cluster, sorted by host."""
     import ray
-    from ray._private.state import (
-        available_resources_per_node,
-    )  # 2.60: no public function gives the free resources of each node
+
+    # 2.60: no public function gives the free resources of each node.
+    from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
     alive = [
@@ -210,7 +210,7 @@ def reserved(
 
     ray.cloudpickle.register_pickle_by_value(ray_node_actor)
     began = time.monotonic()
-    patience = _Waiting(began, began + timeout_s, note, stopped)
+    patience = _Patience(began, began + timeout_s, note, stopped)
     group, count = _reserve(request, nodes=nodes, least=least, patience=patience)
     actors: list[Any] = []
     try:
@@ -234,7 +234,7 @@ def reserved(
         _bounded(partial(remove_placement_group, group))
 
 
-def _reserve(request: ResourceRequest, *, nodes: int, least: int, patience: "_Waiting") -> tuple[Any, int]:
+def _reserve(request: ResourceRequest, *, nodes: int, least: int, patience: "_Patience") -> tuple[Any, int]:
     """A ready placement group, and the number of its nodes.
 
     Raises:
@@ -260,14 +260,14 @@ def _reserve(request: ResourceRequest, *, nodes: int, least: int, patience: "_Wa
 
 
 @dataclass
-class _Waiting:
+class _Patience:
     began: float
     until: float
     note: Callable[[str], None]
     stopped: Callable[[], bool]
 
 
-def _wait_for_group(group: Any, request: ResourceRequest, count: int, patience: _Waiting) -> bool:
+def _wait_for_group(group: Any, request: ResourceRequest, count: int, patience: _Patience) -> bool:
     """Waits until the placement group is ready; False if the cluster has become too small for it.
 
     Raises:

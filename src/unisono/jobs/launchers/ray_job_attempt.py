@@ -88,7 +88,7 @@ class SignalSource(Protocol):
 
 
 @dataclass
-class AttemptEnd:
+class JobAttemptEnd:
     """How an attempt ended.
 
     Attributes:
@@ -119,7 +119,7 @@ class JobAttempt:
     front: SignalSource
     nodes: list[JobNode]
     ray_head: RayHead
-    _ended: AttemptEnd = field(default_factory=AttemptEnd)
+    _ended: JobAttemptEnd = field(default_factory=JobAttemptEnd)
     _planned: bool = False
     _lost_node: JobNode | None = None
     _missing_node: JobNode | None = None
@@ -131,7 +131,7 @@ class JobAttempt:
     _hosts_in_verdicts: set[str] = field(default_factory=set)
     _signals_sent: int = 0
 
-    def run(self) -> AttemptEnd:
+    def run(self) -> JobAttemptEnd:
         """How the attempt ended, after starting the fronts, following them to their end and copying
         their files here.
 

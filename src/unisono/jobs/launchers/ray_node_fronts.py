@@ -113,21 +113,21 @@ class JobNode:
                 raise ActorLost(one_line(str(error), limit=600), self) from error
 
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
-        """As `NodeActor.listing`."""
+        """Calls `NodeActor.listing`."""
         stamps: dict[str, tuple[int, int, int]] = self.call("listing", root)
         return stamps
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """As `NodeActor.read`."""
+        """Calls `NodeActor.read`."""
         content: bytes = self.call("read", path, offset, size)
         return content
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """As `NodeActor.write`."""
+        """Calls `NodeActor.write`."""
         self.call("write", path, offset, data, mode)
 
     def command(self, text: str) -> None:
-        """As `NodeActor.command`; nothing is sent to a lost actor."""
+        """Calls `NodeActor.command`; nothing is sent to a lost actor."""
         if not self.lost:
             self.actor.command.remote(text)
 

@@ -380,7 +380,7 @@ class _RunEndedError(Exception):
 
 
 @dataclass
-class Pace:
+class ReadThrottle:
     """Limits the rate of a reader, and pauses it while a checkpoint is written.
 
     Attributes:
@@ -504,7 +504,7 @@ class Verifier:
             return None
 
     def _read_again(self, path: Path, mark: tuple[str, int]) -> None:
-        pace = Pace(self.rhythm.bytes_per_s, self.clock, self._stop.wait, self._is_saving)
+        pace = ReadThrottle(self.rhythm.bytes_per_s, self.clock, self._stop.wait, self._is_saving)
         reading = read_through(path, key=self.key, pace=pace)
         self._read[mark] = self.clock.wall()
         if _mark_of(path) != mark:  # pruned in the meantime

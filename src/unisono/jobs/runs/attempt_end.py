@@ -31,13 +31,13 @@ from unisono.guard.supervise.local_ranks import SharedMemory
 from unisono.guard.supervise.rank_logs import LogEvents
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep, ended_with_result, needs_other_nodes, rescue
-from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.curve_drawing import CurveDrawing
 from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.read_back import read_back_result
 from unisono.jobs.runs.run_records import (
+    AgreementReports,
     Ending,
-    Table,
     ending_of,
     is_about_nodes,
     write_agreement,
@@ -60,7 +60,7 @@ class AttemptEnd:
     lock: RunLock
     disk: RunsDisk
     interrupts: Interrupts
-    table: Table
+    table: AgreementReports
     others: HeadNodes | None
     show: Show
 
@@ -236,7 +236,7 @@ def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:
 
 
 def keep_result(
-    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: Drawing
+    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: CurveDrawing
 ) -> None:
     """Writes result.json and the last loss curve; a start that was stopped before training keeps
     the earlier result.

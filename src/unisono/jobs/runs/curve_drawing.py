@@ -193,7 +193,7 @@ def draw(run: RunDir, *, title: str) -> None:
         write_text(run.curve, draw_curve(losses, evaluations, title=title))
 
 
-class Drawing:
+class CurveDrawing:
     """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds,
     the first of which count from here.
 

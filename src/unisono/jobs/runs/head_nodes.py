@@ -27,7 +27,7 @@ from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
 from unisono.jobs.runs.planning import LocalNode, prepared_facts
-from unisono.jobs.runs.run_records import Ending, Table, result_of
+from unisono.jobs.runs.run_records import AgreementReports, Ending, result_of
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig
 from unisono.trainer.plan import RunPlan
@@ -52,7 +52,7 @@ class HeadNodes:
     """
 
     meeting: "Meeting"
-    table: Table
+    table: AgreementReports
     _rounds: int = 0
 
     def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def together(
     *,
     run: RunDir,
     disk: RunsDisk,
-    table: Table,
+    table: AgreementReports,
 ) -> Iterator[HeadNodes]:
     """Brings all nodes together; an exception that leaves the context is sent to them.
 
@@ -245,7 +245,7 @@ def together(
 
 
 def remote_train(request: TrainRequest) -> RemoteCommand:
-    """The same training, on another node."""
+    """The command that joins this training on another node."""
     return RemoteCommand(
         ("train", str(request.config_path), *request.overrides),
         {

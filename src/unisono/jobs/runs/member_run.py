@@ -59,7 +59,7 @@ def take_part(
     """
     show, began = party.show, time.monotonic()
     disk = RunsDisk(Path(loaded.config.output_dir), show)
-    seen = _Seen(report_maker(request, loaded, local_node))
+    seen = _ReportMaker(report_maker(request, loaded, local_node))
     try:
         with join_meeting(party, seen.make) as member_side:
             member_side.wait_for("prepare")
@@ -88,7 +88,7 @@ def take_part(
 
 
 @dataclass
-class _Seen:
+class _ReportMaker:
     """Makes this node's report, and remembers whether its output_dir is the head's."""
 
     maker: MakeReport

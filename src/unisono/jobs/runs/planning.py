@@ -50,12 +50,12 @@ class LocalNode:
     environment: Environment
     topology: Topology
     devices: list[DeviceChoice]
-    """Of this node's ranks, by local rank."""
+    """The devices of this node's ranks, by local rank."""
     device_origin: str
 
     @property
     def threads(self) -> tuple[int, str]:
-        """Of each rank of this node, and where the number comes from."""
+        """The threads of each rank of this node, and where the number comes from."""
         return threads_of(
             cores=self.machine.cores, nproc=len(self.devices), declared=self.environment.omp_num_threads
         )

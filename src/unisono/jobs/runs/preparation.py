@@ -45,7 +45,7 @@ from unisono.jobs.runs.planning import (
     refusal_alone,
     with_step_difference,
 )
-from unisono.jobs.runs.run_records import Table, as_warning
+from unisono.jobs.runs.run_records import AgreementReports, as_warning
 from unisono.jobs.runs.start_decision import StartDecision, decide_start, refuse_if_shrunk, set_aside
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
@@ -131,7 +131,7 @@ def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousStartFiles:
     """The files of the previous start that a start overwrites before its ranks train.
 
     The next start compares with what really ran. So a start that came to nothing puts these files
@@ -141,7 +141,7 @@ class Earlier:
     files: dict[Path, str]
 
     @classmethod
-    def of(cls, run: RunDir) -> "Earlier":
+    def of(cls, run: RunDir) -> "PreviousStartFiles":
         """Reads them; those that are not there are left out."""
         contents = {}
         for path in (run.config, run.environment, run.data, run.plan):
@@ -175,7 +175,7 @@ class Claim:
     run: RunDir
     decision: StartDecision
     made: bool
-    earlier: Earlier
+    earlier: PreviousStartFiles
     lock: RunLock
     worth_keeping: bool = False
     trained: bool = False
@@ -190,7 +190,7 @@ class Claim:
         """
         self.worth_keeping = True
         self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow, origins=origins)
-        self.earlier = Earlier.of(self.run)
+        self.earlier = PreviousStartFiles.of(self.run)
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def claim(
             if remove_partial_download(run):
                 notify(f"removed the incomplete download of a killed start from {run.root}")
             decision = decide(fresh=False)
-            claimed = Claim(run, decision, made, Earlier.of(run), lock)
+            claimed = Claim(run, decision, made, PreviousStartFiles.of(run), lock)
             try:
                 yield claimed
             finally:
@@ -426,7 +426,7 @@ def prepare_all(
     claimed: Claim,
     others: HeadNodes | None,
     *,
-    table: Table,
+    table: AgreementReports,
     show: Show,
 ) -> tuple[dict[str, Any], Layout]:
     """The facts of data and model, the same on all nodes, and which rank runs where.

@@ -26,7 +26,7 @@ from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.node_report import look_again, question_of, refuse_old_ranks
 from unisono.jobs.runs.planning import LocalNode, make_plan, offer_of, refusal_alone
 from unisono.jobs.runs.preparation import find_resume_point, with_changes
-from unisono.jobs.runs.run_records import Table
+from unisono.jobs.runs.run_records import AgreementReports
 from unisono.jobs.runs.start_decision import StartDecision
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore
@@ -91,7 +91,7 @@ class Restarts:
     run: RunDir
     prepared: dict[str, Any]
     others: HeadNodes | None
-    table: Table
+    table: AgreementReports
     show: Show
     restarts: list[dict[str, Any]] = field(default_factory=list)
     _deaths: list[Death] = field(default_factory=list)

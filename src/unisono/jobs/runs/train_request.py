@@ -41,7 +41,7 @@ class LostNodeSource(Protocol):
 
 
 def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
-    """The same config with every path absolute.
+    """The config with every path absolute.
 
     Hub ids, URLs and `builtin:` names stay as they are.
 
