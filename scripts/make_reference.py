@@ -19,7 +19,7 @@ from memory_page import memory_page
 from python_page import python_page
 from unisono.base.causes.variables import GROUP_MEANING, VARIABLES, Variable
 from unisono.base.causes.verdict import EXIT_CODES
-from unisono.front.checks.check import AREAS, Check
+from unisono.front.checks.check import AREAS, DoctorCheck
 from unisono.front.checks.examination import CATALOGUE as CHECKS
 from unisono.front.cli.app import build_app
 from unisono.guard.agree.environment_rules import LAUNCH, LINTS, ONLY_WARN
@@ -190,7 +190,7 @@ def doctor_page() -> list[str]:
     return lines
 
 
-def check_section(check: Check) -> list[str]:
+def check_section(check: DoctorCheck) -> list[str]:
     """A check's paragraph."""
     causes = ", ".join(f"[{cause}](causes/{cause}.md)" for cause in check.causes)
     why = f"{check.why[0].upper()}{check.why[1:]}."

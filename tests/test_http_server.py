@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from unisono.base.errors import UnfitError
-from unisono.front.http_server import Connection, host_name, origin_host, running_server
+from unisono.front.http_server import HttpConnection, host_name, origin_host, running_server
 from unisono.guard.facts.network import bind_listener
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
-class Few(Connection):
+class Few(HttpConnection):
     """A connection of a server that takes three."""
 
     most = 3

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol  # 0.54: no public hook limits connections
 
 from unisono.base.errors import UnfitError
 from unisono.base.text import one_line
@@ -63,7 +63,7 @@ def address_of(listener: socket.socket, host: str) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection that sends the head of its request soon, and makes room for others until
     then.
 
@@ -123,19 +123,21 @@ class Connection(H11Protocol):
         return cycle is None or bool(cycle.response_complete)
 
     def _make_room(self) -> None:
-        rest = [
-            one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
+        others = [
+            one
+            for one in self.connections
+            if isinstance(one, HttpConnection) and not one.transport.is_closing()
         ]
         waiting = sorted(
-            (one for one in rest if one.is_waiting and one is not self), key=lambda one: one.waiting_since
+            (one for one in others if one.is_waiting and one is not self), key=lambda one: one.waiting_since
         )
         address = self.client and self.client[0]
         same = [one for one in waiting if (one.client and one.client[0]) == address]
         if len(same) >= self.most_waiting:
             same[0].transport.abort()
-        elif len(rest) > self.most and waiting:
+        elif len(others) > self.most and waiting:
             waiting[0].transport.abort()
-        elif len(rest) > self.most:
+        elif len(others) > self.most:
             self._refuse()
 
     def _refuse(self) -> None:
@@ -192,7 +194,7 @@ class _Server(Server):
 
 @contextlib.asynccontextmanager
 async def running_server(
-    app: ASGIApp, listener: socket.socket, *, connection: type[Connection], send_s: float, **settings: Any
+    app: ASGIApp, listener: socket.socket, *, connection: type[HttpConnection], send_s: float, **settings: Any
 ) -> AsyncIterator[Server]:
     """A server that answers on `listener`; it has answered a request of its own, so no other
     program has the port.
@@ -210,9 +212,17 @@ async def running_server(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # invalid requests are not worth a line each
     outermost = ServerMiddleware(app, send_s=send_s)
     config = Config(
-        outermost, http=connection, ws="none", lifespan="off", loop="asyncio", log_config=None, access_log=False,
-        server_header=False, proxy_headers=False, **settings,
-    )  # fmt: skip
+        outermost,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        **settings,
+    )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

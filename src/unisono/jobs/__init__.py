@@ -1,1 +1,1 @@
-"""Runs over processes and nodes: launchers, attempts, restarts, checkpoints that move between nodes."""
+"""Runs over processes and nodes: launchers, attempts, restarts, remote checkpoints."""

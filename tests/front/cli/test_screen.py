@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.front.cli.output import Output
-from unisono.front.cli.screen import Pace, PlainLine, Screen, ending
+from unisono.front.cli.screen import PlainLine, Screen, StepRate, ending
 from unisono.front.cli.terminal import first_screen
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
@@ -161,7 +161,7 @@ def test_a_new_phase_begins_its_tenths_again() -> None:
 
 def test_the_rate_is_over_the_last_steps_and_leaves_out_the_first() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = StepRate(clock)
     assert pace.rate() is None
     clock.now += 30  # the first step warms up
     pace.note(1)

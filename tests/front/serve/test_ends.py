@@ -23,8 +23,8 @@ from unisono.front.serve.model_process import (
     STOPPED_S,
     WAITING,
     ModelProcess,
+    ModelSilence,
     RestartLimit,
-    Silence,
 )
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.supervise import fork_server
@@ -237,7 +237,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
 
 
 def test_patience_grows_with_the_longest_forward_and_not_while_the_front_is_stopped() -> None:
-    silence = Silence(60.0)
+    silence = ModelSilence(60.0)
     silence.pass_time(500.0)  # the front itself was stopped, or the machine slept
     assert silence.seconds <= 1.0
     for _ in range(40):
@@ -245,7 +245,7 @@ def test_patience_grows_with_the_longest_forward_and_not_while_the_front_is_stop
     silence.end()
     assert silence.seconds == 0
     assert silence.limit_s > 190
-    assert Silence(60.0).limit_s == 60
+    assert ModelSilence(60.0).limit_s == 60
 
 
 def test_no_process_outlives_the_server(serve: Serve, endless: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from unisono.guard.rundir import RunDir
 from unisono.jobs.runs import curve_drawing
-from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.curve_drawing import CurveDrawing
 
 
 def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(
@@ -19,7 +19,7 @@ def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(
 ) -> None:
     monkeypatch.setattr(curve_drawing, "_EVERY_S", 0.0)
     run = RunDir(tmp_path)
-    drawing = Drawing(run, title="a run: a model")
+    drawing = CurveDrawing(run, title="a run: a model")
     lines = [json.dumps({"step": step, "loss": 5.0 - step / 10, "lr": 0.1}) for step in range(1, 20)]
     run.metrics.write_text("\n".join(lines) + "\n")
     drawing.again()
@@ -40,7 +40,7 @@ def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(
 
 def test_a_run_of_seconds_is_drawn_once_at_its_end(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    drawing = Drawing(run, title="a run")
+    drawing = CurveDrawing(run, title="a run")
     run.metrics.write_text(json.dumps({"step": 1, "loss": 5.0}) + "\n")
     drawing.again()
     assert drawing._process is None
@@ -49,7 +49,7 @@ def test_a_run_of_seconds_is_drawn_once_at_its_end(tmp_path: Path) -> None:
 
 
 def test_without_metrics_there_is_no_curve(tmp_path: Path) -> None:
-    drawing = Drawing(RunDir(tmp_path), title="a run")
+    drawing = CurveDrawing(RunDir(tmp_path), title="a run")
     drawing.again()
     drawing.finish()
     assert not list(tmp_path.iterdir())

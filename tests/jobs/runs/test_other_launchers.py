@@ -131,8 +131,8 @@ def test_no_file_but_its_own_asks_for_a_launcher_by_name() -> None:
 
 
 def test_the_help_of_the_option_names_every_launcher() -> None:
-    from unisono.front.cli.job_options import JobOptions, ProgramJobOptions
+    from unisono.front.cli.job_options import JobOptionGroup, ProgramJobOptions
 
-    for group in (JobOptions, ProgramJobOptions):
+    for group in (JobOptionGroup, ProgramJobOptions):
         (launcher,) = (each for each in group.parameters() if each.name == "launcher")
         assert all(re.search(rf"\b{name}\b", launcher.annotation.__metadata__[0].help) for name in LAUNCHERS)

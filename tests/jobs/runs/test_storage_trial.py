@@ -182,12 +182,12 @@ def test_where_the_room_is_not_known_nothing_is_reported_of_it(tmp_path: Path) -
     plan = plan_of(tmp_path, total=2400)
     copied = CopyResult(tmp_path / "step-00000001", 3 * 10**9, 20.0)
     found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}
-    line = summary(plan, copied, found, place="s3://bucket/runs/out/r/step-00000001")
+    line = summary(plan, copied, found, location="s3://bucket/runs/out/r/step-00000001")
     assert line.startswith(
         "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back completely from"
         " s3://bucket/runs/out/r/step-00000001 in 15 s; 800 more"
     )
     assert "free" not in line
     assert more_bytes(plan, copied, found) >= 9 * 10**9
-    alone = summary(plan_of(tmp_path, total=1), copied, found, place="p")
+    alone = summary(plan_of(tmp_path, total=1), copied, found, location="p")
     assert alone.endswith("in 15 s; it is the only one")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import front_server
-from unisono.jobs.remote_checkpoint.verification import Pace, ReadingRate, Verifier, next_due
+from unisono.jobs.remote_checkpoint.verification import ReadingRate, ReadThrottle, Verifier, next_due
 from unisono.trainer.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
@@ -66,7 +66,7 @@ def test_the_newest_that_nobody_has_read_comes_first_then_the_one_read_longest_a
 )
 def test_the_rate_is_never_passed_however_long_the_reads_take(sizes: list[int], reads: list[float]) -> None:
     clock = Clock()
-    pace = Pace(1e6, clock, clock.wait)
+    pace = ReadThrottle(1e6, clock, clock.wait)
     began = clock.now
     for size, seconds in zip(sizes, reads, strict=False):
         clock.now += seconds
@@ -77,7 +77,7 @@ def test_the_rate_is_never_passed_however_long_the_reads_take(sizes: list[int], 
 def test_nothing_is_read_while_a_checkpoint_is_being_written() -> None:
     clock = Clock()
     saving = iter([True, True, True, False])
-    pace = Pace(1e12, clock, clock.wait, lambda: next(saving))
+    pace = ReadThrottle(1e12, clock, clock.wait, lambda: next(saving))
     began = clock.now
     pace(1)
     assert clock.now - began > 0.5

@@ -72,7 +72,7 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """Of the last step."""
+        """The loss of the last step."""
         return self.record.loss
 
     @property

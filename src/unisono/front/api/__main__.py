@@ -68,7 +68,7 @@ def _doctor(request: dict[str, Any], show: Any) -> int:
     strict = options.pop("strict", False)
     try:
         with Interrupts():
-            found = examine_with_launcher(
+            examination = examine_with_launcher(
                 DoctorRequest(
                     Path(config or ""),
                     tuple(request["overrides"]),
@@ -80,8 +80,8 @@ def _doctor(request: dict[str, Any], show: Any) -> int:
     except Stopped as stopped:
         show({"kind": "stopped", "exit_code": exit_code_of(stopped.number)})
         return exit_code_of(stopped.number)
-    code = found.exit_code(strict=strict)
-    show({"kind": "report", "exit_code": code, "host": found.host, **found.to_json()})
+    code = examination.exit_code(strict=strict)
+    show({"kind": "report", "exit_code": code, "host": examination.host, **examination.to_json()})
     return code
 
 

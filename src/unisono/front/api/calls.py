@@ -98,9 +98,9 @@ class Config(RunConfig):
             loaded = load_config(Path(path), words)
         except ConfigError as error:
             raise shown(error) from None
-        found = cls.of(loaded.config)
-        found._source = (Path(path), words)  # noqa: SLF001 - of this class
-        return found
+        config = cls.of(loaded.config)
+        config._source = (Path(path), words)  # noqa: SLF001 - of this class
+        return config
 
     @classmethod
     def of(cls, config: RunConfig) -> "Config":
@@ -317,8 +317,8 @@ def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
     """
     if not paths:
         raise TypeError("diagnose() needs a path")
-    found = diagnose_paths([str(Path(path)) for path in paths], on_refused=_log.warning)
-    body = found.to_json()
+    diagnosis = diagnose_paths([str(Path(path)) for path in paths], on_refused=_log.warning)
+    body = diagnosis.to_json()
     body.pop("schema")
     return Diagnosis.model_validate_json(json.dumps(body))
 
@@ -360,18 +360,18 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     known = {*TrainOptions.__annotations__, *DoctorOptions.__annotations__}
     if wrong := sorted({*options} - known):
         raise TypeError(f"{wrong[0]!r} is not an option; the options are {', '.join(sorted(known))}")
-    found = {name: value for name, value in options.items() if value is not None}
-    if "nodes" in found:
-        found["nodes"] = str(found["nodes"])
-    if "token_file" in found:
-        found["token_file"] = str(found["token_file"])
-        if found["token_file"] == "-":  # noqa: S105 - the front's stdin is the connection to this program
+    given = {name: value for name, value in options.items() if value is not None}
+    if "nodes" in given:
+        given["nodes"] = str(given["nodes"])
+    if "token_file" in given:
+        given["token_file"] = str(given["token_file"])
+        if given["token_file"] == "-":  # noqa: S105 - the front's stdin is the connection to this program
             raise UsageError.of(
                 "token_file is stdin",
                 where="token_file='-'",
                 fix="name a file with mode 0600, or set UNISONO_TOKEN",
             )
-    return found
+    return given
 
 
 def _refuse_hosts_without_file(options: Mapping[str, Any], text: str | None) -> None:

@@ -109,9 +109,9 @@ class Front:
         """Why there is no result."""
         last = self.last or {}
         if last.get("kind") == "start_refused":
-            found = refusal(last)
-            kind = getattr(errors, str(last.get("type")), type(found))
-            return kind(*found.problems, verdict=found.verdict) if issubclass(kind, type(found)) else found
+            known = refusal(last)
+            kind = getattr(errors, str(last.get("type")), type(known))
+            return kind(*known.problems, verdict=known.verdict) if issubclass(kind, type(known)) else known
         if last.get("kind") == "crashed":
             error = UnisonoError.of(
                 f"a bug in unisono, not your mistake: {one_line(str(last['error']))}",

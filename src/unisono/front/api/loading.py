@@ -49,9 +49,9 @@ def load(
     """
     register_templates()
     name = str(result.output_dir) if isinstance(result, Result) else str(result)
-    place = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    target = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     try:
-        return _load(name, step, place)
+        return _load(name, step, target)
     except UnisonoError as error:
         raise shown(error) from None
 

@@ -144,19 +144,19 @@ class Curves:
         """The points of all lines after the first so many; None if they are no longer known one by
         one.
         """
-        wanted = self.lines - lines
-        if wanted < 0 or wanted > len(self._recent):
+        missing = self.lines - lines
+        if missing < 0 or missing > len(self._recent):
             return None
-        found: dict[str, dict[str, list[Any]]] = {}
-        for step, line in list(self._recent)[len(self._recent) - wanted :]:
+        points: dict[str, dict[str, list[Any]]] = {}
+        for step, line in list(self._recent)[len(self._recent) - missing :]:
             for key, value in line.items():
                 number = _number(value)
                 if number is None or key not in self.series:
                     continue
-                of_key = found.setdefault(key, {"steps": [], "values": []})
+                of_key = points.setdefault(key, {"steps": [], "values": []})
                 of_key["steps"].append(_whole(step))
                 of_key["values"].append(number if math.isfinite(number) else None)
-        return found
+        return points
 
     def step_seconds(self) -> float | None:
         """The median duration of the latest steps."""

@@ -23,7 +23,7 @@ from unisono.guard.rundir.records import parse_metrics_line
 _CHUNK_BYTES = 4 << 20
 _MARK_BYTES = 64
 _MOST_SPANS = 600
-"""Of each rank, the latest phases."""
+"""The latest phases of each rank."""
 _MOST_SAMPLES = 600
 _LOG_BYTES = 512 << 10
 _MOST_LOG_LINES = 4_000
@@ -31,8 +31,8 @@ _MOST_READ = 20
 Version = tuple[int, ...]
 
 TRAINER_LOG, TRAINER_STATE = "trainer_log.jsonl", "trainer_state.json"
-"""Of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show curves and
-status.
+"""Files of LLaMA-Factory, and of Hugging Face's Trainer with TRL: runs of other programs show
+curves and status.
 """
 
 
@@ -196,11 +196,11 @@ class FollowedRun:
         for region, read in [("curves", self._look_at_metrics), *(of_ranks if at_ranks or changed else [])]:
             before = self.problems.pop(region, None)
             try:
-                found = read()
+                is_new = read()
             except (OSError, ValueError) as error:
                 self.problems[region] = getattr(error, "strerror", None) or str(error)
-                found = False
-            if found or before != self.problems.get(region):
+                is_new = False
+            if is_new or before != self.problems.get(region):
                 changed.add(region)
         changed |= self._look_at_files()
         if "curves" in changed or self.warning != warning:
@@ -258,7 +258,7 @@ class FollowedRun:
         return True
 
     def _look_at_timelines(self) -> bool:
-        found = False
+        changed = False
         folder = self.run.timeline(0).parent
         clocks: Clocks | None = None
         for path in sorted(folder.glob("timeline-*.jsonl")):
@@ -269,11 +269,11 @@ class FollowedRun:
                     starts = tail.starts
                     self._forget_ranks(path)
                 clocks = clocks or Clocks(self.run)
-                found = self._take_time(line, path, clocks) or found
-        return found
+                changed = self._take_time(line, path, clocks) or changed
+        return changed
 
     def _forget_ranks(self, path: Path) -> None:
-        for rank in [rank for rank, place in self._rank_files.items() if place == path]:
+        for rank in [rank for rank, file in self._rank_files.items() if file == path]:
             self.ranks.pop(rank, None)
 
     def _take_time(self, line: bytes, path: Path, clocks: Clocks) -> bool:
@@ -306,7 +306,7 @@ class FollowedRun:
         return True
 
     def _look_at_events(self) -> bool:
-        found = False
+        changed = False
         for path in sorted(self.run.events(0).parent.glob("rank-*.jsonl")):
             tail = self._events.setdefault(path, Tail(path, self.root))
             starts = tail.starts
@@ -319,8 +319,8 @@ class FollowedRun:
                 message = read_message(line.decode("utf-8", "replace"))
                 if message is not None and message["kind"] == "sample":
                     self.samples.append(message)
-                    found = True
-        return found
+                    changed = True
+        return changed
 
     def _look_at_logs(self) -> bool:
         if self._log_sources is None:
@@ -402,8 +402,8 @@ def _stamp_of(path: Path) -> Version | None:
 def _stamps_in(folder: Path) -> tuple[tuple[str, int], ...]:
     """The files of a folder with their sizes."""
     try:
-        with os.scandir(folder) as found:
-            return tuple((entry.name, entry.stat().st_size) for entry in found)
+        with os.scandir(folder) as entries:
+            return tuple((entry.name, entry.stat().st_size) for entry in entries)
     except OSError:
         return ()
 
@@ -417,12 +417,12 @@ def trainer_state_of(root: Path) -> Path | None:
     checkpoint.
     """
     steps = [
-        (int(found[1]), path / TRAINER_STATE)
+        (int(matched[1]), path / TRAINER_STATE)
         for path in root.glob("checkpoint-*")
-        if (found := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / TRAINER_STATE).is_file()
+        if (matched := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / TRAINER_STATE).is_file()
     ]
-    own = root / TRAINER_STATE
-    return own if own.is_file() else max(steps)[1] if steps else None
+    state = root / TRAINER_STATE
+    return state if state.is_file() else max(steps)[1] if steps else None
 
 
 def _read_trainer_log(line: bytes) -> dict[str, Any] | None:
@@ -441,8 +441,8 @@ def _read_trainer_log(line: bytes) -> dict[str, Any] | None:
 def is_run(path: Path) -> bool:
     """Whether a directory holds a run, of unisono or of another trainer."""
     run = RunDir(path)
-    own = (run.plan, run.metrics, run.result, run.verdict, run.lock, path / TRAINER_LOG)
-    return any(file.is_file() for file in own) or trainer_state_of(path) is not None
+    files = (run.plan, run.metrics, run.result, run.verdict, run.lock, path / TRAINER_LOG)
+    return any(file.is_file() for file in files) or trainer_state_of(path) is not None
 
 
 def _shows_a_run(path: Path) -> bool:

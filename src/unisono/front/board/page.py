@@ -30,8 +30,8 @@ _POINTS_OF_ALL = 40_000
 @functools.cache
 def words() -> dict[str, dict[str, str]]:
     """The words of the page, by language and name."""
-    found: dict[str, dict[str, str]] = json.loads((STATIC / "words.json").read_text(encoding="utf-8"))
-    return found
+    by_language: dict[str, dict[str, str]] = json.loads((STATIC / "words.json").read_text(encoding="utf-8"))
+    return by_language
 
 
 def page_html(language: str) -> str:

@@ -54,19 +54,19 @@ def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b""
         key: the user's key; checkpoints that are not signed with it are foreign.
     """
     problems: list[str] = []
-    reader = _Reader(run, problems)
+    reader = _RunFileReader(run, problems)
     try:
-        found = _SHOW[region](run, reader, query, key)
+        content = _SHOW[region](run, reader, query, key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = {}
+        content = {}
         problems.append(_why(error))
     if region in run.problems:
         problems.append(run.problems[region])
-    body = found if region == "curves" else harmless(found)
+    body = content if region == "curves" else harmless(content)
     return {"schema": 1, "version": run.versions[region], **body, "problems": harmless(problems)}
 
 
-class _Reader:
+class _RunFileReader:
     """Reads the small JSON files of a run."""
 
     def __init__(self, run: FollowedRun, problems: list[str]) -> None:
@@ -106,7 +106,7 @@ def _why(error: Exception) -> str:
 
 
 def harmless(value: Any, depth: int = 0) -> Any:
-    """The same JSON value with text that is safe to show: no control or direction marks, no
+    """A JSON value with text that is safe to show: no control or direction marks, no
     secrets, a bounded length; NaN is null.
     """
     if isinstance(value, str):
@@ -135,7 +135,7 @@ def harmless(value: Any, depth: int = 0) -> Any:
 # ---- how the run stands
 
 
-def _status(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _status(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan, result = reader.read(run.run.plan), reader.read(run.run.result)
     kind = "unisono" if plan or result or run.run.lock.exists() else "other"
     total = _whole(plan.get("total_steps")) or _foreign_total(run)
@@ -234,13 +234,13 @@ def _foreign_total(run: FollowedRun) -> int | None:
     state = trainer_state_of(run.root)
     if state is not None and state.name == TRAINER_STATE:
         return _whole(read_object(inside(run.root, state)).get("max_steps"))
-    found = run.curves.last.get("total_steps")
-    return int(found[1]) if found and math.isfinite(found[1]) else None
+    last = run.curves.last.get("total_steps")
+    return int(last[1]) if last and math.isfinite(last[1]) else None
 
 
 def _last(run: FollowedRun, key: str) -> float | None:
-    found = run.curves.last.get(key)
-    return found[1] if found and math.isfinite(found[1]) else None
+    point = run.curves.last.get(key)
+    return point[1] if point and math.isfinite(point[1]) else None
 
 
 def _whole(value: object) -> int | None:
@@ -250,7 +250,7 @@ def _whole(value: object) -> int | None:
 # ---- what is wrong
 
 
-def _verdict(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _verdict(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     earlier = sorted(run.run.verdicts.glob("*.json"), reverse=True)[:50]
     body = reader.read(run.run.verdict)
     return {
@@ -311,7 +311,7 @@ def _explained(cause: Cause) -> Region:
 # ---- curves
 
 
-def _curves(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _curves(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     curves = run.curves
     head = {"generation": curves.generation, "lines": curves.lines}
     since = _number(query, "since", -1)
@@ -346,7 +346,7 @@ def _number(query: Query, name: str, default: float) -> float:
 # ---- ranks
 
 
-def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _ranks(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan, verdict = reader.read(run.run.plan), reader.read(run.run.verdict)
     culprits = {rank for rank in verdict.get("ranks") or () if type(rank) is int}
     places = {place.get("rank"): place for place in objects_of(plan.get("ranks"))}
@@ -384,7 +384,7 @@ def _ranks(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Regio
 # ---- the rest
 
 
-def _data(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _data(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     ledger = reader.read(run.run.data)
     rows = objects_of(ledger.get("rows"))
     return {
@@ -395,7 +395,7 @@ def _data(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region
     }
 
 
-def _checkpoints(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _checkpoints(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
     paths = [
         path
@@ -415,7 +415,7 @@ def _checkpoints(run: FollowedRun, reader: _Reader, query: Query, key: bytes) ->
     return {"checkpoints": rows, "best_by": str(metric)}
 
 
-def _samples(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _samples(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     by_step: dict[int, dict[str, Region]] = {}
     for message in run.samples:
         step = _whole(message.get("step"))
@@ -432,7 +432,7 @@ def _samples(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Reg
     }
 
 
-def _config(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _config(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
     origins: Region = plan["origins"] if isinstance(plan.get("origins"), dict) else {}
     config = plan.get("config")
@@ -483,7 +483,7 @@ def _masked(name: str, value: Any) -> Any:
     )
 
 
-def _log(run: FollowedRun, reader: _Reader, query: Query, key: bytes) -> Region:
+def _log(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     """The last lines; with `q` or `rank` those that match, also far from the end."""
     words, rank = query.get("q", "").strip().lower(), query.get("rank", "")
     if not words and not rank:
@@ -528,7 +528,7 @@ def _line(one: LogLine) -> Region:
     }
 
 
-_SHOW: dict[str, Callable[[FollowedRun, _Reader, Query, bytes], Region]] = {
+_SHOW: dict[str, Callable[[FollowedRun, _RunFileReader, Query, bytes], Region]] = {
     "status": _status,
     "verdict": _verdict,
     "curves": _curves,
@@ -570,7 +570,11 @@ def summarize_run(name: str, root: Path, *, now: float) -> Region:
     row["age_s"] = max(0.0, now - (max(written[:-1]) or written[-1]))
     newest = verdict.get("verdict") or next(iter(verdict.get("earlier") or []), None)
     if newest is not None:
-        row["verdict"] = {"cause": newest.get("cause"), "summary": newest.get("summary"), "of_last_start": bool(verdict.get("verdict"))}  # fmt: skip
+        row["verdict"] = {
+            "cause": newest.get("cause"),
+            "summary": newest.get("summary"),
+            "of_last_start": bool(verdict.get("verdict")),
+        }
     return row
 
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, list_runs, show_region
-from unisono.front.http_server import Connection, address_of, host_name, origin_host, running_server
+from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
 _RUNS_EVERY = 10
@@ -214,9 +214,9 @@ def _html(text: str) -> Response:
 
 def _language(request: Request) -> str:
     """`?lang=`, else the first of ours that the browser accepts."""
-    wanted = request.query_params.get("lang", "")
-    if wanted in ("en", "zh"):
-        return wanted
+    requested = request.query_params.get("lang", "")
+    if requested in ("en", "zh"):
+        return requested
     for part in request.headers.get("accept-language", "").split(","):
         name = part.strip()[:2].lower()
         if name in ("en", "zh"):
@@ -292,16 +292,16 @@ class Gate:
         if "token" not in request.query_params or not self._has_token(request):
             return None
         language = request.query_params.get("lang", "")
-        place = f"/?lang={language}" if language in ("en", "zh") else "/"
+        address = f"/?lang={language}" if language in ("en", "zh") else "/"
         response = _html(
             f'<!doctype html><meta charset="utf-8">{NO_ICON}<meta http-equiv="refresh"'
-            f' content="0;url={place}"><title>unisono</title>'
+            f' content="0;url={address}"><title>unisono</title>'
         )
         response.set_cookie(self._cookie, self._ticket, httponly=True, samesite="strict", path="/")
         return response
 
 
-class _Connection(Connection):
+class _BrowserConnection(HttpConnection):
     """A connection of a browser."""
 
     most = most_waiting = MOST_CONNECTIONS
@@ -346,7 +346,7 @@ def serve(
             loop.add_signal_handler(number, stop.set)
         following = asyncio.create_task(follower.run())
         async with running_server(
-            app, listener, connection=_Connection, send_s=_SEND_S, **settings
+            app, listener, connection=_BrowserConnection, send_s=_SEND_S, **settings
         ) as server:
             on_start(f"{address_of(listener, host)}/?token={token}", board)
             await stop.wait()

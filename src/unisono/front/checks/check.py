@@ -57,7 +57,7 @@ class DoctorRequest(TrainRequest):
 
     @property
     def remote(self) -> RemoteCommand:
-        """The same doctor command on a different node."""
+        """This doctor command for a different node."""
         config = (str(self.config_path),) if self.has_config else ()
         return RemoteCommand(("doctor", *config, *self.overrides), self.node_options)
 
@@ -91,7 +91,7 @@ AREAS: dict[Area, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """One check of doctor; the reference page has a paragraph for each.
 
     Attributes:
@@ -203,7 +203,9 @@ def findings_of(value: object) -> list[Finding]:
     return read
 
 
-def found(check: Check, status: Status, *evidence: str, fix: tuple[str, ...] | list[str] = ()) -> Finding:
+def found(
+    check: DoctorCheck, status: Status, *evidence: str, fix: tuple[str, ...] | list[str] = ()
+) -> Finding:
     """A finding of a check on this machine."""
     return Finding(check.id, status, evidence, tuple(fix))
 
@@ -278,7 +280,7 @@ def _default_config() -> LoadedConfig:
 
 
 def agreement_findings(
-    agreement: Agreement, report: NodeReport, checks: Mapping[str, Check]
+    agreement: Agreement, report: NodeReport, checks: Mapping[str, DoctorCheck]
 ) -> list[Finding]:
     """The findings on this node, without its name, since there is only one node.
 
@@ -296,7 +298,7 @@ def agreement_findings(
     ]
 
 
-def _finding(check: Check, judged: RuleCheck, verdict: Verdict | None, me: str) -> Finding:
+def _finding(check: DoctorCheck, judged: RuleCheck, verdict: Verdict | None, me: str) -> Finding:
     lines: Sequence[str] = verdict.fix if verdict is not None else [judged.fix] if judged.fix else []
     return Finding(
         check.id, judged.status, (_plain(judged.text, me),), tuple(_plain(line, me) for line in lines)

@@ -90,7 +90,7 @@ def _examine_on_nodes(request: DoctorRequest, launcher: Launcher) -> Examination
         show=request.show,
     )
     output = launcher.run_on_nodes(command)
-    answers = (found for line in reversed(output.lines) if (found := read_answer(line)))
+    answers = (parsed for line in reversed(output.lines) if (parsed := read_answer(line)))
     answer = next(answers, None)
     if answer is None:
         raise no_answer_error(where=output.where, tail=output.tail, fix=output.fix)

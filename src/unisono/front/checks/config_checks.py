@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unisono.base.errors import Problem, UnisonoError
 from unisono.base.text import show_bytes, show_count
-from unisono.front.checks.check import Check, CheckFunction, Finding, Status, Surroundings, found
+from unisono.front.checks.check import CheckFunction, DoctorCheck, Finding, Status, Surroundings, found
 from unisono.guard.facts.environment import Hub, is_cached, probe_url, read_hub
 from unisono.guard.places.placement import lay_out
 from unisono.guard.rundir import RunDir
@@ -23,7 +23,7 @@ from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.schema import sources_of
 from unisono.trainer.plan import RunPlan, needed_packages
 
-HUB = Check(
+HUB = DoctorCheck(
     "config.hub",
     "the Hub, if this run needs it",
     "a model or data set that cannot be downloaded fails the start, perhaps on one node only",
@@ -108,7 +108,7 @@ def judge_hub(
     return found(HUB, "pass", f"{names}: to be downloaded from {known.endpoint}, which responds; {token}")
 
 
-START = Check(
+START = DoctorCheck(
     "config.start",
     "whether this run may start",
     "a start is refused if output_dir contains a finished run, a different run or other files, or if another"
@@ -117,7 +117,7 @@ START = Check(
     " Warns if a live process holds the run, or if the run there is finished: then nothing is wrong with this"
     " machine.",
 )
-MODEL = Check(
+MODEL = DoctorCheck(
     "config.model",
     "the model and its tokenizer",
     "a missing file, or a config and weights of different models, fails the start on the first node that"
@@ -126,7 +126,7 @@ MODEL = Check(
     " problems.",
     ("model_path_missing", "tokenizer_mismatch"),
 )
-DATA = Check(
+DATA = DoctorCheck(
     "config.data",
     "the rows",
     "an unreadable row, a row that is too long, or a template that masks all tokens is found now rather than"
@@ -134,7 +134,7 @@ DATA = Check(
     "The rows are read, rendered and tokenized as at the start, which then finds them in the cache. Fails,"
     " with all problems.",
 )
-MEMORY = Check(
+MEMORY = DoctorCheck(
     "config.memory",
     "memory of a rank",
     "a rank runs out of memory at its longest batch, usually not the first",
@@ -142,7 +142,7 @@ MEMORY = Check(
     " device. Warns above 90 %, fails above 100 %.",
     ("cuda_oom", "host_oom_killed"),
 )
-DISK = Check(
+DISK = DoctorCheck(
     "config.disk",
     "disk for checkpoints",
     "a full disk loses the checkpoint being written, and ends the run",
@@ -150,7 +150,7 @@ DISK = Check(
     " Warns above 90 %, fails above 100 %.",
     ("disk_full",),
 )
-PACKAGES = Check(
+PACKAGES = DoctorCheck(
     "config.packages",
     "packages that this run needs",
     "a missing package for one option fails only when that option is first used",
@@ -158,7 +158,7 @@ PACKAGES = Check(
     " and URLs of data (fail if missing), py-spy for stacks of unresponsive ranks (warns).",
     ("missing_dependency",),
 )
-CATALOGUE: tuple[Check, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
+CATALOGUE: tuple[DoctorCheck, ...] = (START, MODEL, DATA, MEMORY, DISK, PACKAGES, HUB)
 
 _TIGHT = 0.9
 
@@ -216,7 +216,7 @@ def _check_start(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     return [found(START, "pass", f"{what}: {run.root}")]
 
 
-def _problem_finding(check: Check, problem: Problem, *, status: Status = "fail") -> Finding:
+def _problem_finding(check: DoctorCheck, problem: Problem, *, status: Status = "fail") -> Finding:
     evidence = ": ".join(part for part in (problem.where, problem.what, problem.why) if part)
     return found(check, status, evidence, fix=[problem.fix] if problem.fix else [])
 
@@ -338,7 +338,7 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
     config, installed = loaded.config, facts.probes.packages()
-    wanted = {package: needed.words for needed in needed_packages(config) for package in needed.names}
+    required = {package: needed.words for needed in needed_packages(config) for package in needed.names}
     missing = [
         found(
             PACKAGES,
@@ -346,7 +346,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
             f"{package} is not installed, and {why} needs it",
             fix=[f"`pip install {package}`"],
         )
-        for package, why in wanted.items()
+        for package, why in required.items()
         if package not in installed
     ]
     if missing:
@@ -355,7 +355,7 @@ def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
         text = "py-spy is not installed: no stack of a rank that hangs in native code"
         return [found(PACKAGES, "warn", text, fix=["`pip install py-spy`"])]
     return [
-        found(PACKAGES, "pass", f"{', '.join(wanted) or 'none'} in addition to unisono's own dependencies")
+        found(PACKAGES, "pass", f"{', '.join(required) or 'none'} in addition to unisono's own dependencies")
     ]
 
 

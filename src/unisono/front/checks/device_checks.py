@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unisono.front.checks.check import Check, CheckFunction, Finding, Status, Surroundings, found
+from unisono.front.checks.check import CheckFunction, DoctorCheck, Finding, Status, Surroundings, found
 from unisono.front.checks.device_health import (
     DeviceProblem,
     device_problems,
@@ -28,7 +28,7 @@ from unisono.guard.agree.reports import settings_of
 from unisono.guard.facts.machine import DeviceDetails, DevicesDetails, Processors, read_processors
 from unisono.guard.facts.nvidia import INSTALL, NO_ANSWER
 
-SEEN = Check(
+SEEN = DoctorCheck(
     "devices.seen",
     "visible and physical devices",
     "a rank without its device fails at once, and a device that fails ends the whole job",
@@ -38,7 +38,7 @@ SEEN = Check(
     " hardware but no nvidia-ml-py, or the driver has not responded for 30 s.",
     ("gpu_fell_off", "no_cuda_build"),
 )
-LINKS = Check(
+LINKS = DoctorCheck(
     "devices.links",
     "links between devices",
     "two devices without a direct link send every gradient through host memory, at a fraction of the speed",
@@ -48,7 +48,7 @@ LINKS = Check(
     " bridges' registers, which only root can read): slow, and may hang with an IOMMU.",
     ("p2p_blocked",),
 )
-SELECTION = Check(
+SELECTION = DoctorCheck(
     "devices.selection",
     "the selected devices",
     "with devices on different sockets, of several types or in use by others, the slowest pair slows down all"
@@ -59,7 +59,7 @@ SELECTION = Check(
     " lists it.",
     ("device_mismatch", "duplicate_gpu"),
 )
-MEMORY = Check(
+MEMORY = DoctorCheck(
     "devices.memory",
     "device memory in use",
     "if a forgotten process holds memory, the run fails with `out of memory` at the longest batch",
@@ -67,7 +67,7 @@ MEMORY = Check(
     " half, or the device allows one process and already has one.",
     ("cuda_oom", "stale_process"),
 )
-HEALTH = Check(
+HEALTH = DoctorCheck(
     "devices.health",
     "device errors",
     "a device with memory errors computes wrong results or ends the job after hours",
@@ -76,7 +76,7 @@ HEALTH = Check(
     " errors.",
     ("ecc_error", "gpu_fell_off"),
 )
-DRIVER = Check(
+DRIVER = DoctorCheck(
     "devices.driver",
     "driver, CUDA and torch",
     "a torch that is too new for the driver, or too old for the device, fails at the first tensor on the"
@@ -85,13 +85,13 @@ DRIVER = Check(
     " the devices' compute capability.",
     ("driver_too_old", "cuda_arch_unsupported", "no_cuda_build"),
 )
-SLICES = Check(
+SLICES = DoctorCheck(
     "devices.mig",
     "MIG slices",
     "NCCL cannot communicate between two slices of one device, and a sliced device cannot be used as a whole",
     "MIG mode and slices from NVML. FAIL: several ranks, and a selected device is sliced.",
 )
-PROCESSOR = Check(
+PROCESSOR = DoctorCheck(
     "devices.processor",
     "processors",
     "idle cores, and ranks that access memory of a different socket, cost half of the speed without a"
@@ -99,7 +99,7 @@ PROCESSOR = Check(
     "Sockets, cores, NUMA nodes and instruction sets from /proc and /sys. Only if ranks run on the CPU. WARN:"
     " half of the cores stay idle, or ranks do not divide evenly over NUMA nodes.",
 )
-BFLOAT16 = Check(
+BFLOAT16 = DoctorCheck(
     "devices.bfloat16",
     "arithmetic in bfloat16",
     "emulated bfloat16 is slower than float32 on a CPU",
@@ -263,9 +263,9 @@ def _links(context: DeviceContext) -> list[Finding]:
         return []
     vendor, settings = context.processors.vendor, context.settings
     ways = transport_rows(context.details, vendor=vendor, settings=settings)
-    pairs = [(a, b) for place, a in enumerate(context.chosen) for b in context.chosen[place + 1 :]] or list(
-        context.details.pairs
-    )
+    pairs = [
+        (a, b) for position, a in enumerate(context.chosen) for b in context.chosen[position + 1 :]
+    ] or list(context.details.pairs)
     now = {
         pair: expected_transport(context.details, *pair, vendor=vendor, settings=settings) for pair in pairs
     }

@@ -53,14 +53,14 @@ class DeviceProblem:
 
 def device_problems(details: DevicesDetails) -> list[DeviceProblem]:
     """All problems, the serious ones first."""
-    found = [problem for device in details.devices for problem in _device_faults(device)]
-    found += _log_faults(details)
-    return sorted(found, key=lambda one: (one.gravity != "grave", one.index))
+    problems = [problem for device in details.devices for problem in _device_faults(device)]
+    problems += _log_faults(details)
+    return sorted(problems, key=lambda one: (one.gravity != "grave", one.index))
 
 
-def faulty_devices(found: Sequence[DeviceProblem]) -> tuple[int, ...]:
+def faulty_devices(problems: Sequence[DeviceProblem]) -> tuple[int, ...]:
     """Devices that must not be used."""
-    return tuple(sorted({one.index for one in found if one.gravity == "grave"}))
+    return tuple(sorted({one.index for one in problems if one.gravity == "grave"}))
 
 
 def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
@@ -73,11 +73,11 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
             )
         ]
     health = device.health
-    found = []
+    problems = []
     if health.rows_failed:
-        found.append(_grave(device, "row remapping failed", _RETURN))
+        problems.append(_grave(device, "row remapping failed", _RETURN))
     if health.uncorrected:
-        found.append(
+        problems.append(
             _grave(
                 device,
                 f"{health.uncorrected} uncorrectable ECC errors since the driver was loaded",
@@ -89,18 +89,18 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
             f"the NVSwitch fabric is not ready: {health.fabric}; CUDA fails with `system not yet initialized`"
             " (802)"
         )
-        found.append(
+        problems.append(
             _grave(device, text, "sudo systemctl start nvidia-fabricmanager (same version as the driver)")
         )
     if device.compute_mode == "prohibited":
-        found.append(
+        problems.append(
             _grave(device, "its compute mode forbids every program", "sudo nvidia-smi -c 0 -i {index}")
         )
     if health.rows_pending or health.pages_pending:
-        found.append(_doubtful(device, "page retirement or row remap pending until reset", _RESET))
+        problems.append(_doubtful(device, "page retirement or row remap pending until reset", _RESET))
     if health.slowed:
         text = f"its clock is throttled by {', '.join(health.slowed)}"
-        found.append(
+        problems.append(
             _doubtful(
                 device,
                 text,
@@ -109,14 +109,14 @@ def _device_faults(device: DeviceDetails) -> list[DeviceProblem]:
         )
     if device.nvlinks_down and device.nvlinks:
         total = device.nvlinks_down + len(device.nvlinks)
-        found.append(
+        problems.append(
             _doubtful(
                 device,
                 f"{device.nvlinks_down} of {total} NVLinks are down",
                 "nvidia-smi nvlink -s -i {index}",
             )
         )
-    return found
+    return problems
 
 
 def _log_faults(details: DevicesDetails) -> list[DeviceProblem]:
@@ -255,22 +255,22 @@ def _shown(version: Version) -> str:
 _BFLOAT16 = {"amx": "AMX", "avx512": "AVX-512", "neon": "processor instructions"}
 
 
-def processor_text(found: Processors) -> str:
+def processor_text(processors: Processors) -> str:
     """The processors in one line."""
-    nodes = len(found.numa_nodes) or 1
+    nodes = len(processors.numa_nodes) or 1
     parts = [
-        one_line(found.name, limit=60) or "unknown processor",
+        one_line(processors.name, limit=60) or "unknown processor",
         (
-            f"{_count(found.sockets, 'socket')}, {_count(found.cores, 'core')},"
-            f" {_count(found.threads, 'thread')}, {_count(nodes, 'NUMA node')}"
+            f"{_count(processors.sockets, 'socket')}, {_count(processors.cores, 'core')},"
+            f" {_count(processors.threads, 'thread')}, {_count(nodes, 'NUMA node')}"
         ),
-        f"{found.usable} usable by this process",
+        f"{processors.usable} usable by this process",
     ]
     return "; ".join(parts)
 
 
 def judge_threads(
-    found: Processors, *, ranks: int, threads: int, origin: str
+    processors: Processors, *, ranks: int, threads: int, origin: str
 ) -> tuple[Status, str, list[str]]:
     """Whether the ranks' threads use all cores, and no rank spans NUMA nodes; `system.cores` checks
     for too many threads.
@@ -279,11 +279,11 @@ def judge_threads(
         ranks: of this node, on the CPU.
         threads: per rank.
     """
-    text = f"{_count(ranks, 'rank')} × {_count(threads, 'thread')} ({origin}) on {found.usable} usable"
-    if 2 * ranks * threads <= found.usable:
-        idle = found.usable - ranks * threads
-        return "warn", f"{text}: {idle} idle", [f"export OMP_NUM_THREADS={found.usable // ranks}"]
-    nodes = len(found.usable_nodes)
+    text = f"{_count(ranks, 'rank')} × {_count(threads, 'thread')} ({origin}) on {processors.usable} usable"
+    if 2 * ranks * threads <= processors.usable:
+        idle = processors.usable - ranks * threads
+        return "warn", f"{text}: {idle} idle", [f"export OMP_NUM_THREADS={processors.usable // ranks}"]
+    nodes = len(processors.usable_nodes)
     if nodes > 1 and ranks % nodes:
         return (
             "warn",
@@ -296,13 +296,13 @@ def judge_threads(
     return "pass", text, []
 
 
-def judge_bfloat16(found: Processors, *, dtype: str) -> tuple[Status, str, list[str]]:
+def judge_bfloat16(processors: Processors, *, dtype: str) -> tuple[Status, str, list[str]]:
     """Whether bfloat16 is fast on this processor.
 
     Args:
         dtype: of the config: `bfloat16`, `float32`, `auto` …
     """
-    how = _BFLOAT16.get(found.bfloat16)
+    how = _BFLOAT16.get(processors.bfloat16)
     if how:
         return "pass", f"hardware bfloat16: {how}", []
     text = "bfloat16 is emulated on this processor, slower than float32"

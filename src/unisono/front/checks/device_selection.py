@@ -69,7 +69,7 @@ def nvlinks_between(details: DevicesDetails, one: int, other: int) -> int:
 
 
 def link_word(details: DevicesDetails, one: int, other: int) -> str:
-    """As nvidia-smi writes it: NV18, PIX, PXB, PHB, NODE, SYS."""
+    """The link between two devices in the words of nvidia-smi: NV18, PIX, PXB, PHB, NODE, SYS."""
     links = nvlinks_between(details, one, other)
     return f"NV{links}" if links else _LEVEL_WORDS[details.pair(one, other).level]
 
@@ -209,7 +209,7 @@ _MAX_CANDIDATES = 16  # devices: 12,870 ways to choose 8 of them
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectionCost:
     """Cost of a selection of devices; fields in order of weight, less is better.
 
     Attributes:
@@ -333,11 +333,11 @@ class _Weigher:
             for a, b in combinations(sorted(self._devices), 2)
         }
 
-    def weigh(self, chosen: Sequence[int]) -> Selection:
+    def weigh(self, chosen: Sequence[int]) -> SelectionCost:
         devices = [self._devices[index] for index in chosen if index in self._devices]
         ranks = [self.ways[pair].rank for pair in combinations(sorted(device.index for device in devices), 2)]
         indices = [device.index for device in devices]
-        return Selection(
+        return SelectionCost(
             faulty=sum(index in self._faulty for index in indices) + len(chosen) - len(devices),
             held=sum(index in self._held for index in indices),
             sliced=sum(device.mig is not None for device in devices),
@@ -352,14 +352,14 @@ class _Weigher:
         """The best selection of as many devices, each as large and as new; of equal ones the one
         with the fewest changes.
         """
-        own = set(chosen)
-        own_devices = [self._devices[index] for index in own if index in self._devices]
+        current = set(chosen)
+        own_devices = [self._devices[index] for index in current if index in self._devices]
         memory = _MIN_MEMORY_SHARE * min((one.memory_bytes for one in own_devices), default=0)
         capability = min((one.capability for one in own_devices), default=(0, 0))
         fit = [
             index
             for index, one in self._devices.items()
-            if index in own
+            if index in current
             or (
                 (within is None or index in within)
                 and one.memory_bytes >= memory
@@ -370,21 +370,23 @@ class _Weigher:
         tried = combinations(sorted(whole[:_MAX_CANDIDATES]), len(chosen))
         return min(
             tried,
-            key=lambda indices: (self.weigh(indices).weight, len(own.difference(indices)), indices),
+            key=lambda indices: (self.weigh(indices).weight, len(current.difference(indices)), indices),
             default=(),
         )
 
 
-def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, scales: _Weigher) -> list[str]:
+def _troubles(
+    details: DevicesDetails, chosen: Sequence[int], now: SelectionCost, scales: _Weigher
+) -> list[str]:
     devices = [device for index in chosen if (device := details.device(index)) is not None]
-    found = [f"device {device.index}: {words}" for device in devices if (words := holders_of(device))]
-    found += [
+    troubles = [f"device {device.index}: {words}" for device in devices if (words := holders_of(device))]
+    troubles += [
         f"device {device.index} has MIG slices: select a slice by its UUID, or a different device"
         for device in devices
         if device.mig is not None
     ]
     if now.types > 0:
-        found.append(
+        troubles.append(
             f"types differ: {_grouped_by(devices, lambda device: device.name)}; the slowest limits the speed,"
             " the smallest the batch"
         )
@@ -396,12 +398,14 @@ def _troubles(details: DevicesDetails, chosen: Sequence[int], now: Selection, sc
         )
         way = scales.ways[bad[0]]
         shown = ", ".join(f"{a}–{b}" for a, b in bad[:6]) + (" …" if len(bad) > 6 else "")
-        found.append(f"between {shown}: {TRANSPORTS[way.kind]} ({way.why})")
+        troubles.append(f"between {shown}: {TRANSPORTS[way.kind]} ({way.why})")
     if now.numa_nodes > 1:
-        found.append(f"across NUMA nodes: {_grouped_by(devices, lambda device: f'node {device.numa_node}')}")
+        troubles.append(
+            f"across NUMA nodes: {_grouped_by(devices, lambda device: f'node {device.numa_node}')}"
+        )
     if now.gaps > 0:
-        found.append(f"the indices are not contiguous: {', '.join(map(str, chosen))}")
-    return found
+        troubles.append(f"the indices are not contiguous: {', '.join(map(str, chosen))}")
+    return troubles
 
 
 def _grouped_by(devices: Sequence[DeviceDetails], key: Callable[[DeviceDetails], str]) -> str:
@@ -411,7 +415,7 @@ def _grouped_by(devices: Sequence[DeviceDetails], key: Callable[[DeviceDetails],
     return "; ".join(f"{one_line(name)}: {', '.join(indices)}" for name, indices in groups.items())
 
 
-def _why(now: Selection, better: Selection) -> str:
+def _why(now: SelectionCost, better: SelectionCost) -> str:
     """All improvements of the better selection."""
     kinds = list(TRANSPORTS.values())
     gains = [

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from unisono.base._version import __version__
@@ -16,8 +17,8 @@ from unisono.base.text import plain, redact
 from unisono.front.checks.check import (
     AREAS,
     Area,
-    Check,
     CheckFunction,
+    DoctorCheck,
     DoctorRequest,
     Finding,
     Status,
@@ -51,7 +52,7 @@ REGISTRY: tuple[tuple[Area, tuple[CheckFunction, ...]], ...] = (
 )
 """In display order; areas run concurrently."""
 
-CATALOGUE: tuple[Check, ...] = (
+CATALOGUE: tuple[DoctorCheck, ...] = (
     *SYSTEM,
     *SETTINGS,
     *NEEDS,
@@ -120,18 +121,18 @@ def examine(request: DoctorRequest) -> Examination:
     except UnisonoError as error:
         report_early_refusal(request, environment, error, token=token, show=request.show)
         raise
-    own = redacted(run_checks(read_surroundings(request, local_run)))
+    findings = redacted(run_checks(read_surroundings(request, local_run)))
     if party is None:
-        return Examination(host, own)
+        return Examination(host, findings)
     try:
         return Examination(
             host,
-            redacted(compare_nodes(request, local_run, own, party)),
+            redacted(compare_nodes(request, local_run, findings, party)),
         )
     except Disagreed as error:
         if error.verdict is None:
             raise
-        return Examination(host, redacted([*own, *disagreement_findings(error)]), error.verdict)
+        return Examination(host, redacted([*findings, *disagreement_findings(error)]), error.verdict)
 
 
 def run_checks(facts: Surroundings) -> list[Finding]:
@@ -196,10 +197,10 @@ def heading(examination: Examination) -> str:
 
 def _text_rows(finding: Finding) -> Iterator[str]:
     """One line for the finding, one for each row of its table, and its fixes."""
-    first, *rest = finding.evidence
+    first, *more = finding.evidence
     where = f"{finding.where}: " if finding.where else ""
     yield f"  {_STATUS_WORDS[finding.status]:<6} {finding.id:<{_WIDTH}} {where}{first}"
-    yield from (f"{_INDENT}{row}" for row in rest)
+    yield from (f"{_INDENT}{row}" for row in more)
     if finding.status != "pass":
         yield from (f"{_INDENT}fix: {line}" for line in finding.fix)
 
@@ -216,14 +217,6 @@ def summary_line(examination: Examination) -> str:
     return f"{len(examination.findings)} checks: {totals}"
 
 
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
-table{border-collapse:collapse;width:100%;margin-bottom:1.5rem}td,th{text-align:left;vertical-align:top;padding:.35rem .6rem;border-bottom:1px solid #ddd}
-code,pre{font:13px/1.4 ui-monospace,monospace;white-space:pre-wrap;margin:0}.pass{color:#1a6e36}.warn{color:#8a5a00}.fail{color:#b00020;font-weight:700}.unknown{color:#666}
-small{color:#555}@media(prefers-color-scheme:dark){body{background:#16181b;color:#ddd}td,th{border-color:#333}small{color:#aaa}.pass{color:#6fcf8f}.warn{color:#e0b050}.fail{color:#ff6b7d}}
-"""
-
-
 def html_page(examination: Examination, *, made: str) -> str:
     """The report as one HTML page.
 
@@ -231,10 +224,11 @@ def html_page(examination: Examination, *, made: str) -> str:
         examination: with findings that are already redacted.
         made: date and time as text.
     """
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-        f"<title>unisono doctor: {escape(examination.host)}</title><style>{_STYLE}</style>",
+        f"<title>unisono doctor: {escape(examination.host)}</title><style>{style}</style>",
         (
             "<h1>unisono doctor:"
             f" {escape(examination.host)}</h1><p>{escape(heading(examination))}<br>{escape(made)}</p>"

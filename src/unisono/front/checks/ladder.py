@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.text import one_line, show_seconds
-from unisono.front.checks.check import Check, Finding, found
+from unisono.front.checks.check import DoctorCheck, Finding, found
 
 Settings = Mapping[str, str | None]
 """Variables of the child processes; None removes one."""
@@ -39,7 +39,8 @@ _INFO = re.compile(r"NCCL (?:INFO|WARN) (?P<text>.*)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _CHANNEL = re.compile(
     r"^(?:Channel|Ring)"
-    r" (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
+    r" (?P<channel>\d+)(?:/\d+)?\s*:\s*(?P<source>\d+)(?:\[(?P<source_at>\w+)\])?"
+    r"\s*->\s*(?P<target>\d+)(?:\[(?P<target_at>\w+)\])?"
     r"(?:\s*\[(?P<way>send|receive)\])?\s+via\s+(?P<transport>\S+(?: pointer)?)"
 )
 _INIT = re.compile(
@@ -79,15 +80,15 @@ def rungs(backend: str, *, interfaces: Sequence[str], set_by_hand: Sequence[str]
         backend: `nccl` or `gloo`.
         interfaces: to pin to, the most likely first; OWN for each node's own.
     """
-    found = []
+    steps = []
     stripped = [name for name in set_by_hand if name.startswith(_FAMILIES) and name not in _NEEDED]
     if stripped:
         name = f"without the current settings ({', '.join(stripped[:4])}{' …' if len(stripped) > 4 else ''})"
-        found.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if they were leftovers"))
-    found += [_pinned_to(backend, interface) for interface in interfaces]
+        steps.append(Rung("own", name, dict.fromkeys(stripped), "nothing, if they were leftovers"))
+    steps += [_pinned_to(backend, interface) for interface in interfaces]
     if backend == "nccl":
-        return [*found, *_NCCL]
-    return [*found, *_GLOO]
+        return [*steps, *_NCCL]
+    return [*steps, *_GLOO]
 
 
 def _pinned_to(backend: str, interface: str) -> Rung:
@@ -138,10 +139,10 @@ _GLOO = (
 
 def merged_settings(layers: Mapping[str, Rung]) -> dict[str, str | None]:
     """Settings of all layers; later ones win."""
-    found: dict[str, str | None] = {}
+    settings: dict[str, str | None] = {}
     for rung in layers.values():
-        found |= rung.settings
-    return found
+        settings |= rung.settings
+    return settings
 
 
 def export_lines(settings: Settings) -> list[str]:
@@ -278,14 +279,14 @@ class _Attempts:
         return outcome
 
     def made(self, layers: dict[str, Rung]) -> Climb:
-        wanted = merged_settings(layers)
-        chosen = next(one for one in reversed(self.tried) if dict(one.settings) == wanted)
+        settings = merged_settings(layers)
+        chosen = next(one for one in reversed(self.tried) if dict(one.settings) == settings)
         best = max(self.tried, key=lambda one: one.outcome.rate)
         costs = tuple(rung.cost for rung in layers.values() if rung.cost)
         return Climb(tuple(self.tried), chosen, best, self.enough, costs)
 
 
-LADDER = Check(
+LADDER = DoctorCheck(
     "network.ladder",
     "a real collective, and the settings with which it works",
     "settings found by trial and error stay for years; the ladder finds the setting that is needed, and its"
@@ -474,7 +475,7 @@ class _LogReader:
         self._trees |= text.startswith("Connected all trees")
 
     def made(self) -> NcclLog:
-        ways = {pair: Counter(found.values()) for pair, found in sorted(self._ways.items())}
+        ways = {pair: Counter(channels.values()) for pair, channels in sorted(self._ways.items())}
         return NcclLog(
             self.version,
             self._ranks,
@@ -493,16 +494,16 @@ class _LogReader:
     def _channel(self, matched: "re.Match[str]") -> None:
         """Over a network both ends log a channel: each direction is counted once."""
         source, target = int(matched["source"]), int(matched["target"])
-        found = self._ways.setdefault((source, target), {})
-        found[
+        channels = self._ways.setdefault((source, target), {})
+        channels[
             matched["channel"],
             matched["way"] or "",
         ] = matched["transport"]
-        if (matched["channel"], "send") in found and (matched["channel"], "receive") in found:
-            del found[matched["channel"], "receive"]
-        for rank, place in ((source, matched["source_at"]), (target, matched["target_at"])):
-            if place is not None:
-                self._devices.setdefault(rank, place)
+        if (matched["channel"], "send") in channels and (matched["channel"], "receive") in channels:
+            del channels[matched["channel"], "receive"]
+        for rank, device in ((source, matched["source_at"]), (target, matched["target_at"])):
+            if device is not None:
+                self._devices.setdefault(rank, device)
 
     def _init(self, matched: "re.Match[str]") -> None:
         self._ranks = int(matched["ranks"])

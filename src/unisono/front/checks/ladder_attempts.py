@@ -234,20 +234,20 @@ class AttemptRanks:
         try:
             for task in self._tasks:
                 task.send({"store": [host, port]})
-            found = self._results(time.monotonic() + self.deadline_s + ENDING_S)
+            results = self._results(time.monotonic() + self.deadline_s + ENDING_S)
         except UnisonoError as error:
             return AttemptOutcome(ok=False, text=error_text(error), rows=self.rows())
-        worst = min(found, key=lambda one: (bool(one.get("ok")), one.get("bytes_per_second") or 0.0))
+        worst = min(results, key=lambda one: (bool(one.get("ok")), one.get("bytes_per_second") or 0.0))
         return outcome_of(worst, self.rows())
 
     def _results(self, limit: float) -> list[Message]:
-        found: list[Message] = []
+        received: list[Message] = []
         waiting = list(self._tasks)
         while waiting and time.monotonic() < limit:
             for task in list(waiting):
                 results = [message for message in task.new_messages() if message["kind"] == "result"]
                 if results:
-                    found += results
+                    received += results
                     waiting.remove(task)
                     limit = (
                         limit
@@ -256,7 +256,7 @@ class AttemptRanks:
                     )
             time.sleep(_POLL_S)
         missing: Message = {"ok": False, "text": f"no result within {self.deadline_s:g} s"}
-        return [*found, missing] if waiting and all(one.get("ok") for one in found) else found
+        return [*received, missing] if waiting and all(one.get("ok") for one in received) else received
 
     def rows(self) -> tuple[str, ...]:
         """Transports that NCCL used, from its log."""
@@ -384,7 +384,7 @@ def with_logs(finding: Finding, record: AttemptLogs | None) -> Finding:
 def enough_rate(details: DevicesDetails, chosen: Sequence[int]) -> float:
     """Minimum bytes per second of the worst link between two of these devices."""
     vendor = read_processors().vendor
-    pairs = [(a, b) for place, a in enumerate(chosen) for b in chosen[place + 1 :]]
+    pairs = [(a, b) for position, a in enumerate(chosen) for b in chosen[position + 1 :]]
     return min(
         (_ENOUGH_BY_TRANSPORT[expected_transport(details, *pair, vendor=vendor).kind] for pair in pairs),
         default=_ENOUGH_BY_TRANSPORT["shm"],

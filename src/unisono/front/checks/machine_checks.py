@@ -21,8 +21,8 @@ from unisono.base.causes.variables import KNOWN_TO_LIBRARIES, VALUES, VARIABLES,
 from unisono.base.text import one_line, show_seconds
 from unisono.front.checks.check import (
     STORAGE_S,
-    Check,
     CheckFunction,
+    DoctorCheck,
     Finding,
     Surroundings,
     agreement_findings,
@@ -56,7 +56,7 @@ from unisono.guard.facts.processes import Orphan, end_orphan, find_orphans, hold
 from unisono.guard.facts.storage import StorageFacts, probe_storage
 from unisono.guard.rendezvous.head_address import address_towards
 
-OUTPUT = Check(
+OUTPUT = DoctorCheck(
     "system.output",
     "the output directory",
     "a disk that is full, read-only or unresponsive loses the first checkpoint, hours after the start",
@@ -65,7 +65,7 @@ OUTPUT = Check(
     " seconds, or if less than 64 MiB is free. Warns if the folder is in memory (tmpfs).",
     ("storage_unfit", "disk_full", "io_blocked"),
 )
-CACHES = Check(
+CACHES = DoctorCheck(
     "system.caches",
     "caches and temporary files",
     "tokens, downloads and temporary files need space beside the run, and a hanging cache blocks every rank"
@@ -154,7 +154,7 @@ def judge_cache(name: str, tried: StorageFacts) -> Finding:
 _VARIABLE = {"unisono's cache": "XDG_CACHE_HOME", "the hub's cache": "HF_HOME", "temporary files": "TMPDIR"}
 
 
-ORPHANS = Check(
+ORPHANS = DoctorCheck(
     "system.orphans",
     "processes of earlier runs",
     "a rank that outlived its run keeps its GPU memory, port and cores, and the next run fails because of it",
@@ -203,7 +203,7 @@ def _row(orphan: Orphan) -> str:
     return f"{run}: process {orphan.pid}, {show_seconds(orphan.age_s)} old, state {orphan.state}{owner}"
 
 
-LIMITS = Check(
+LIMITS = DoctorCheck(
     "system.limits",
     "ulimits and container limits",
     "a rank opens hundreds of files, sockets and threads, and fails mid-run when it reaches a limit",
@@ -212,7 +212,7 @@ LIMITS = Check(
     " memory with InfiniBand, and for an unlimited stack with NCCL before 2.28.",
     ("ulimit",),
 )
-SHM = Check(
+SHM = DoctorCheck(
     "system.shm",
     "shared memory",
     "ranks and data loaders of one machine communicate through /dev/shm, and NCCL fails with a bus error or"
@@ -221,7 +221,7 @@ SHM = Check(
     " warns below 1 GiB.",
     ("shm_too_small",),
 )
-CORES = Check(
+CORES = DoctorCheck(
     "system.cores",
     "cores compared with ranks and threads",
     "ranks that share cores slow each other down in every step",
@@ -229,7 +229,7 @@ CORES = Check(
     " few.",
     ("straggler",),
 )
-MEMORY = Check(
+MEMORY = DoctorCheck(
     "system.memory",
     "host memory",
     "the kernel kills a process, usually a rank, when memory runs out",
@@ -237,14 +237,14 @@ MEMORY = Check(
     " Warns if only the reserve is left.",
     ("host_oom_killed",),
 )
-CORE_DUMPS = Check(
+CORE_DUMPS = DoctorCheck(
     "system.core_dumps",
     "core dumps",
     "a crashed rank writes all its memory to a file, and eight of them fill the disk that checkpoints need",
     "`ulimit -c` and the kernel's core_pattern. Warns if dumps of any size are written to files.",
     ("disk_full",),
 )
-CLOCK = Check(
+CLOCK = DoctorCheck(
     "system.clock",
     "clock",
     "with a wrong clock certificates are rejected, files seem to be from the future, and torchrun's"
@@ -253,7 +253,7 @@ CLOCK = Check(
     " that no time service synchronizes it.",
     ("clock_skew",),
 )
-VERSIONS = Check(
+VERSIONS = DoctorCheck(
     "system.versions",
     "versions with known bugs",
     "some versions of torch, NCCL and others hang or compute wrong results, which takes days to find out",
@@ -338,7 +338,7 @@ def judge_clock(wall_s: float, *, installed_s: float, synchronised: bool | None)
     return found(CLOCK, "pass", f"{now}; synchronized by a time service")
 
 
-CATALOGUE: tuple[Check, ...] = (
+CATALOGUE: tuple[DoctorCheck, ...] = (
     LIMITS,
     SHM,
     CORES,
@@ -368,7 +368,7 @@ def check_network(around: Surroundings) -> list[Finding]:
     cuda = report.device_kind == "cuda"
     head = topology.head_host
     began = time.monotonic()
-    own = around.probes.network.resolve(report.host)
+    addresses = around.probes.network.resolve(report.host)
     took_s = time.monotonic() - began
     found_head = around.probes.network.resolve(head) if head and topology.nodes > 1 else []
     # Several "nodes" on one machine's loopback need no way out of it.
@@ -377,11 +377,11 @@ def check_network(around: Surroundings) -> list[Finding]:
     return [
         judge_interfaces(report.interfaces, several=several),
         *judge_choice(
-            report.interfaces, settings, own_addresses=own, several=several, cuda=cuda, address=address
+            report.interfaces, settings, own_addresses=addresses, several=several, cuda=cuda, address=address
         ),
         judge_names(
             report.host,
-            own,
+            addresses,
             took_s,
             head=head,
             head_addresses=found_head,
@@ -474,7 +474,7 @@ def _ephemeral_range() -> tuple[int, int]:
 NETWORK_CHECKS: tuple[CheckFunction, ...] = (check_network, check_port)
 
 
-VALUES_CHECK = Check(
+VALUES_CHECK = DoctorCheck(
     "settings.values",
     "values of variables that are set",
     "a library reads an invalid value as a different one or ignores it, usually without a message",
@@ -483,7 +483,7 @@ VALUES_CHECK = Check(
     " invalid value; fails if no process group can be created with it.",
     ("env_suspicious",),
 )
-SUSPICIOUS = Check(
+SUSPICIOUS = DoctorCheck(
     "settings.suspicious",
     "suspicious settings",
     "workarounds stay in a shell profile, and slow down or hang later jobs",
@@ -492,14 +492,14 @@ SUSPICIOUS = Check(
     " fails if the run could not start.",
     ("env_suspicious", "invalid_device_ordinal", "duplicate_gpu"),
 )
-MISSPELT = Check(
+MISSPELT = DoctorCheck(
     "settings.misspelt",
     "misspelled names",
     "a misspelled variable has no effect, and no library reports it",
     "Unknown names that resemble known variables. Warns, with the probable name.",
     ("env_suspicious",),
 )
-LEFT_OVER = Check(
+LEFT_OVER = DoctorCheck(
     "settings.left_over",
     "variables left over from an earlier job",
     "RANK, WORLD_SIZE or MASTER_ADDR in a shell make other programs wait for ranks that never start; unisono"
@@ -508,7 +508,7 @@ LEFT_OVER = Check(
     " Warns.",
     ("world_mismatch", "env_suspicious"),
 )
-SETTINGS: tuple[Check, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
+SETTINGS: tuple[DoctorCheck, ...] = (VALUES_CHECK, SUSPICIOUS, MISSPELT, LEFT_OVER)
 
 _SIMILARITY = 0.88  # CUDA_VISIBLE_DEVICE is, CUDA_HOME is not
 _OF_FAMILY = re.compile(r"^(NCCL|GLOO|TORCH|CUDA|PYTORCH|OMP)_")

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.base.text import nearest, one_line
-from unisono.front.checks.check import Check, Finding, Status, found
+from unisono.front.checks.check import DoctorCheck, Finding, Status, found
 from unisono.guard.agree.addresses import matching
 from unisono.guard.agree.reports import Interface
 from unisono.guard.facts.network import Firewall, InfinibandPort, is_loopback
 
-INTERFACES = Check(
+INTERFACES = DoctorCheck(
     "network.interfaces",
     "network interfaces",
     "nodes meet over one interface each; if it is down, slow or missing they wait for each other until a"
@@ -25,7 +25,7 @@ INTERFACES = Check(
     " loopback and bridges are up with an address. WARN: interfaces that are up differ in MTU.",
     ("address_unreachable", "mtu_blackhole"),
 )
-CHOICE = Check(
+CHOICE = DoctorCheck(
     "network.choice",
     "the interface that NCCL and gloo choose",
     "a variable copied from a different machine, or a container bridge, gives ranks addresses that no peer"
@@ -35,7 +35,7 @@ CHOICE = Check(
     " name's address). FAIL: no interface matches, or the one chosen does not reach the other nodes.",
     ("nccl_socket_iface", "address_unreachable"),
 )
-NAMES = Check(
+NAMES = DoctorCheck(
     "network.names",
     "host names",
     "a host name that resolves to 127.0.1.1, as some installers write it, sends each peer to itself",
@@ -44,14 +44,14 @@ NAMES = Check(
     " all, or the resolver takes more than a second.",
     ("hostname_loopback", "dns_failure"),
 )
-INFINIBAND = Check(
+INFINIBAND = DoctorCheck(
     "network.infiniband",
     "InfiniBand and RoCE ports",
     "with an inactive port, or one disabled by a variable, a job uses a network that is ten times slower",
     "States, rates and NUMA nodes from /sys/class/infiniband, and NCCL_IB_DISABLE and NCCL_IB_HCA. WARN: a"
     " port is down, rates differ, or active ports are unused.",
 )
-PORT = Check(
+PORT = DoctorCheck(
     "network.port",
     "the head's port",
     "if a different program has the port, the other nodes connect to it and hang silently",
@@ -60,7 +60,7 @@ PORT = Check(
     " range.",
     ("port_in_use",),
 )
-FIREWALL = Check(
+FIREWALL = DoctorCheck(
     "network.firewall",
     "firewall of this machine",
     "ranks listen on ports that are chosen at run time, so with a firewall that opens only some ports a job"
@@ -117,13 +117,13 @@ def nccl_choice(interfaces: Sequence[Interface], settings: Mapping[str, str]) ->
     usable = usable_interfaces(interfaces)
     value = settings.get("NCCL_SOCKET_IFNAME", "").strip()
     if len(value) > 1:  # as NCCL does: one letter counts as nothing
-        found = matching(value, usable)
+        matches = matching(value, usable)
         why = f"NCCL_SOCKET_IFNAME={value}"
-        return InterfaceChoice(found[0] if found else None, why, "NCCL_SOCKET_IFNAME")
+        return InterfaceChoice(matches[0] if matches else None, why, "NCCL_SOCKET_IFNAME")
     for pattern, why in _NCCL_ORDER:
-        found = matching(pattern, usable)
-        if found:
-            return InterfaceChoice(found[0], why)
+        matches = matching(pattern, usable)
+        if matches:
+            return InterfaceChoice(matches[0], why)
     return InterfaceChoice(None, "no interface is up with an address")
 
 
@@ -304,7 +304,7 @@ def _bad_choice(
 
 def judge_names(
     host: str,
-    own: Sequence[str],
+    addresses: Sequence[str],
     took_s: float,
     *,
     head: str = "",
@@ -322,7 +322,7 @@ def judge_names(
     hosts_fix = (
         "fix the line of {name} in /etc/hosts; `getent hosts {name}` must give the address that others use"
     )
-    lines = [f"{host} resolves to {', '.join(own) or 'nothing'} ({took_s * 1000:.0f} ms)"]
+    lines = [f"{host} resolves to {', '.join(addresses) or 'nothing'} ({took_s * 1000:.0f} ms)"]
     if head and several:
         lines.append(f"the head's name {head} resolves to {', '.join(head_addresses) or 'nothing'}")
         literal = list(head_addresses) == [head]
@@ -342,7 +342,7 @@ def judge_names(
                 lines[0],
                 fix=[hosts_fix.replace("{name}", head), "or --head IP:PORT on every node"],
             )
-    if several and (not own or all(map(is_loopback, own))):
+    if several and (not addresses or all(map(is_loopback, addresses))):
         text = f"{lines[0]}: ranks of other programs would give this address to their peers"
         return found(NAMES, "warn", text, *lines[1:], fix=[hosts_fix.replace("{name}", host)])
     if took_s > _SLOW_RESOLVER_S:

@@ -17,7 +17,7 @@ from math import ceil
 
 from unisono.base.files import parse_json
 from unisono.base.text import one_line
-from unisono.front.checks.check import Check, Finding, found
+from unisono.front.checks.check import DoctorCheck, Finding, found
 from unisono.guard.agree.reports import NodeReport, name_node
 from unisono.guard.control.reachability import EchoListener, EchoSession, ForeignPeer, prove_as_dialer
 
@@ -60,13 +60,13 @@ def rounds(nodes: Iterable[int]) -> list[list[Pair]]:
     if odd:
         places.append(None)
     count = len(places) - 1 if few else 2 + odd
-    found = []
+    pairings = []
     for _ in range(count):
         half = len(places) // 2
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
-        found.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        pairings.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
         places = [places[0], places[-1], *places[1:-1]]  # the first stays, the others go round
-    return found
+    return pairings
 
 
 def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float | None = None) -> SlowParts:
@@ -88,11 +88,11 @@ def find_slow(speeds: Mapping[Pair, float], *, factor: float = 2.0, usual: float
         for node in pair:
             partners.setdefault(node, []).append(pair)
     nodes = _slow_nodes(partners, slow)
-    rest = sorted(pair for pair in slow if not nodes.intersection(pair))
+    isolated = sorted(pair for pair in slow if not nodes.intersection(pair))
     quick = {node for node, pairs in partners.items() if any(pair not in slow for pair in pairs)}
-    links = tuple(pair for pair in rest if quick.issuperset(pair))
+    links = tuple(pair for pair in isolated if quick.issuperset(pair))
     return SlowParts(
-        tuple(sorted(nodes)), links, tuple(pair for pair in rest if pair not in links), reference
+        tuple(sorted(nodes)), links, tuple(pair for pair in isolated if pair not in links), reference
     )
 
 
@@ -134,7 +134,7 @@ class LinkSpeed:
 
     @property
     def speed(self) -> float:
-        """Of the slower direction."""
+        """The speed of the slower direction."""
         return min(self.up, self.down)
 
 
@@ -228,7 +228,7 @@ async def _count_stream(reader: asyncio.StreamReader) -> float:
     return total / max(time.monotonic() - began, 1e-6)
 
 
-SPEED = Check(
+SPEED = DoctorCheck(
     "peers.speed",
     "speed between the nodes",
     "one slow link or node slows down every step of all nodes",

@@ -1,12 +1,15 @@
 """Checks between all nodes of a job: the agreement of a start without the run; and trials led by
 the head: speed of each pair, and the ladder.
 
-                                                               node → head  measures_ready {port}
-    head → node  measure {target: [address, port] or null}     node → head  measured {…}
-    head → node  measures_end                                  then dials and the collective, as before a run; with --ladder dials and:
-    head → node  ladder {settings, …}                          node → head  ladder_ready {ok, port, text}
-    head → node  ladder_go {store: [address, port] or null}    node → head  ladder_done {…}
+                                                             node → head  measures_ready {port}
+    head → node  measure {target: [address, port] or null}   node → head  measured {…}
+    head → node  measures_end
+    head → node  ladder {settings, …}                        node → head  ladder_ready {ok, port, …}
+    head → node  ladder_go {store: [address, port] or null}  node → head  ladder_done {…}
     head → node  ladder_end
+
+After measures_end follow the dials and the collective, as before a run; with --ladder the dials and
+the ladder.
 
 All nodes run the same command; if only one of node and head has --ladder, the node refuses.
 """
@@ -22,7 +25,7 @@ from typing import Any
 from unisono.base.errors import Disagreed, UsageError
 from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
-from unisono.front.checks.check import NO_FILES, Check, DoctorRequest, Finding, LocalRun, findings_of
+from unisono.front.checks.check import NO_FILES, DoctorCheck, DoctorRequest, Finding, LocalRun, findings_of
 from unisono.front.checks.ladder import OWN, SETTABLE, AttemptOutcome, Settings, climb, ladder_finding, rungs
 from unisono.front.checks.ladder_attempts import (
     DEADLINE_S,
@@ -70,7 +73,7 @@ _STORE_PORTS = range(29_510, 29_520)
 """Below the ephemeral ports: if only those are blocked, ranks still meet, and the backend is what
 fails.
 """
-AGREEMENT = Check(
+AGREEMENT = DoctorCheck(
     "peers.agreement",
     "whether all nodes have the same run",
     "nodes that differ in ranks, versions, settings, code, config or files train wrongly or wait for each"
@@ -88,7 +91,7 @@ AGREEMENT = Check(
         "address_unreachable",
     ),
 )
-CATALOGUE: tuple[Check, ...] = (AGREEMENT, SPEED)
+CATALOGUE: tuple[DoctorCheck, ...] = (AGREEMENT, SPEED)
 
 _FINDINGS_S = 60.0
 _CONFIG_RULES = ("files.data", "files.tokenizer", "files.model", "storage.shared")
@@ -185,7 +188,7 @@ def _dial_findings(meeting: Meeting) -> list[Finding]:
 def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, LinkSpeed]:
     """Speeds of all rounds. The lower node of a pair dials the other one."""
     addresses = {report.node_rank: report.address for report in meeting.reports}
-    found: dict[Pair, LinkSpeed] = {}
+    speeds: dict[Pair, LinkSpeed] = {}
     key = _key(meeting.party.token, meeting.run_nonce)
     for pairs in rounds(addresses):
         partner = dict(pairs)
@@ -195,14 +198,14 @@ def _measure_pairs(meeting: Meeting, ports: Mapping[int, int]) -> dict[Pair, Lin
         if 0 in partner:
             other = partner[0]
             work = partial(_measure_peer, addresses[other], ports[other], key)
-            found[0, other] = meeting.run_in_background(work)
+            speeds[0, other] = meeting.run_in_background(work)
         answers = meeting.gather("measured", timeout_s=_MEASURING_S, what="the speed to another node")
-        found |= {
+        speeds |= {
             (rank, partner[rank]): _link_speed_of(message)
             for rank, message in answers.items()
             if rank in partner
         }
-    return found
+    return speeds
 
 
 def _measure_peer(address: str, port: int, key: bytes, _show: Show) -> LinkSpeed:
@@ -237,14 +240,14 @@ def _climb_ladder(meeting: Meeting, record: AttemptLogs | None) -> Finding:
     reports = meeting.reports
     backend = "nccl" if all(report.device_kind == "cuda" for report in reports) else "gloo"
     by_hand = sorted({name for report in reports for name in settings_of(report)})
-    own = interface_name(reports[0].interfaces, reports[0].address) or ""
+    interface = interface_name(reports[0].interfaces, reports[0].address) or ""
     steps = rungs(backend, interfaces=[OWN, *_common_interfaces(reports)], set_by_hand=by_hand)
 
     def attempt(settings: Settings, name: str) -> AttemptOutcome:
         meeting.note(f"ladder: {name}")
         return _attempt_on_all(meeting, settings, backend, name, record)
 
-    return ladder_finding(climb(steps, attempt, enough=_enough_rate(reports, backend)), interface=own)
+    return ladder_finding(climb(steps, attempt, enough=_enough_rate(reports, backend)), interface=interface)
 
 
 def _common_interfaces(reports: list[NodeReport]) -> list[str]:
@@ -283,9 +286,9 @@ def _attempt_on_all(
             "record": record.folder.name if record else None,
         }
     )
-    own = meeting.reports[0]
+    head_report = meeting.reports[0]
     folder = record.attempt(name) if record else None
-    with _attempt_ranks(own, present, settings, backend, meeting.party.programs, folder) as ranks:
+    with _attempt_ranks(head_report, present, settings, backend, meeting.party.programs, folder) as ranks:
         port, problem = meeting.run_in_background(lambda _show: ranks.ready())
         answers = meeting.gather("ladder_ready", timeout_s=STARTING_S, what="a process with torch")
         if record is not None:
@@ -293,13 +296,13 @@ def _attempt_on_all(
                 f"node {rank}": text for rank, message in answers.items() if (text := _missing_logs(message))
             }
         late = next((message for message in answers.values() if message.get("ok") is not True), None)
-        store = None if problem or late else [own.address, port]
+        store = None if problem or late else [head_report.address, port]
         meeting.broadcast({"kind": "ladder_go", "store": store})
         if store is None:
             return AttemptOutcome(ok=False, text=problem or outcome_of(late or {}).text)
-        own_run = meeting.run_in_background(lambda _show: ranks.run(own.address, port))
-        found = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
-    others = [outcome_of(message) for _, message in sorted(found.items())]
+        own_run = meeting.run_in_background(lambda _show: ranks.run(head_report.address, port))
+        messages = meeting.gather("ladder_done", timeout_s=DEADLINE_S + 2 * ENDING_S, what="the collective")
+    others = [outcome_of(message) for _, message in sorted(messages.items())]
     worst = min([own_run, *others], key=lambda outcome: outcome.rate)
     return AttemptOutcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, own_run.rows)
 
@@ -373,7 +376,7 @@ def _attempt_ranks(
 
 
 def compare_nodes(
-    request: DoctorRequest, local_run: LocalRun, own: list[Finding], party: Party
+    request: DoctorRequest, local_run: LocalRun, findings: list[Finding], party: Party
 ) -> list[Finding]:
     """Findings of all nodes together; every node gets the same.
 
@@ -382,21 +385,21 @@ def compare_nodes(
     """
     make = _report_maker(request, local_run)
     if party.topology.is_head:
-        return _as_head(request, party, make, local_run, own)
-    return _as_node(request, party, make, own)
+        return _as_head(request, party, make, local_run, findings)
+    return _as_node(request, party, make, findings)
 
 
 def disagreement_findings(error: Disagreed) -> list[Finding]:
     """Why the nodes do not agree: the decisive verdict in full, one line for each other one."""
     verdict = error.verdict
     assert verdict is not None
-    rest = tuple(f"also: {problem.what}" for problem in error.problems[1:])
+    others = tuple(f"also: {problem.what}" for problem in error.problems[1:])
     evidence = tuple(f"{item.where}: {item.text}" for item in verdict.evidence)
-    return [Finding(AGREEMENT.id, "fail", (verdict.summary, *evidence, *rest), verdict.fix)]
+    return [Finding(AGREEMENT.id, "fail", (verdict.summary, *evidence, *others), verdict.fix)]
 
 
 def _as_head(
-    request: DoctorRequest, party: Party, make: MakeReport, local_run: LocalRun, own: list[Finding]
+    request: DoctorRequest, party: Party, make: MakeReport, local_run: LocalRun, head_findings: list[Finding]
 ) -> list[Finding]:
     from unisono.front.checks.node_trials import LADDER, head_trial
     from unisono.guard.rendezvous.meeting_sides import hold_meeting
@@ -419,7 +422,7 @@ def _as_head(
     ):
         answers = meeting.gather("findings", timeout_s=_FINDINGS_S, what="the node's own findings")
         hosts = meeting.roll.hosts
-        by_node = {Member(0, -1, party.host): own}
+        by_node = {Member(0, -1, party.host): head_findings}
         by_node |= {
             Member(rank, -1, hosts.get(rank, "?")): findings_of(message)
             for rank, message in sorted(answers.items())
@@ -434,13 +437,15 @@ def _as_head(
     return findings
 
 
-def _as_node(request: DoctorRequest, party: Party, make: MakeReport, own: list[Finding]) -> list[Finding]:
+def _as_node(
+    request: DoctorRequest, party: Party, make: MakeReport, findings: list[Finding]
+) -> list[Finding]:
     from unisono.front.checks.node_trials import node_trial
     from unisono.guard.rendezvous.meeting_sides import join_meeting
 
     trial = node_trial(ladder=request.ladder, debug_comm=request.debug_comm)
     with join_meeting(party, make, trial=trial) as member_side:
-        member_side.send({"kind": "findings", "checks": [finding.to_json() for finding in own]})
+        member_side.send({"kind": "findings", "checks": [finding.to_json() for finding in findings]})
         return findings_of(member_side.wait_for("ended").get("result"))
 
 
@@ -486,15 +491,15 @@ def _agreement_results(agreement: Agreement, nodes: int, *, given: bool) -> list
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     passed = agreement.with_status("pass")
     rows = tuple(f"{check.id}: {check.text}" for check in passed)
-    found = [
+    findings = [
         Finding(AGREEMENT.id, "pass", (f"{nodes} nodes have the same run, by {len(passed)} rules", *rows))
     ]
     for check in agreement.with_status("warn", "unknown"):
         if not given and check.id in _CONFIG_RULES:
             continue
         fix = fixes.get(check.text, (check.fix,) if check.fix else ())
-        found.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
-    return found
+        findings.append(Finding(f"peers.{check.id}", check.status, (check.text,), fix, check.where))
+    return findings
 
 
 def _report_maker(request: TrainRequest, local_run: LocalRun) -> MakeReport:
@@ -528,7 +533,7 @@ def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, Any]]:
     ):  # an active run has a mark of its own there
         yield {}
         return
-    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    made = [directory for directory in (folder, *folder.parents) if not os.path.lexists(directory)]
     try:
         make_private_dir(folder)
         nonce = leave_nonce(folder)
@@ -540,5 +545,5 @@ def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, Any]]:
     finally:
         with contextlib.suppress(OSError):
             remove_nonce(folder, nonce)
-            for place in made:
-                place.rmdir()
+            for directory in made:
+                directory.rmdir()

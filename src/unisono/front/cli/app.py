@@ -32,9 +32,10 @@ from unisono.front.cli.output import (
     split_globals,
 )
 
-_PARSER_ERROR: Any = typer.BadParameter.__mro__[1]
-"""What the parser of command lines raises: the UsageError of click, or of the click inside
-typer.
+_PARSER_ERROR: Any = typer.BadParameter.__base__
+"""What the parser of command lines raises: the UsageError of click, or of the copy of click inside
+typer. Typer 0.29 exports no other name of it, and none of NoSuchOption, MissingParameter and
+NoArgsIsHelpError, which are told apart by their names.
 """
 
 # Command: its module in this room, its function (a group: its Typer), its line in `unisono --help`
@@ -153,10 +154,16 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+class _Context(typer.Context):
+    """The context of all commands; its formatter writes help in the language of the command."""
+
+
 class _WithGlobalFlags:
     """Help that lists the flags of every command; `split_globals` takes them before the parser sees
     them.
     """
+
+    context_class = _Context
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)  # type: ignore[misc]
@@ -220,16 +227,16 @@ def _commands() -> dict[str, Any]:
 
 def command_names() -> list[tuple[str, ...]]:
     """Every command as a tuple of words: `("train",)`, `("checkpoint", "ls")`."""
-    found: list[tuple[str, ...]] = [()]
+    names: list[tuple[str, ...]] = [()]
     for name, command in _commands().items():
-        found.append((name,))
+        names.append((name,))
         if isinstance(command, typer.Typer):
-            found += [
+            names += [
                 (name, str(inner.name or inner.callback.__name__))
                 for inner in command.registered_commands
                 if inner.callback
             ]
-    return found
+    return names
 
 
 def _nothing_of_its_own() -> None:
@@ -266,7 +273,7 @@ def _speak(requested: str | None) -> None:
         UsageError: if `--lang` or UNISONO_LANG names none that the program has.
     """
     set_language(None)
-    _CONTEXT.formatter_class = _ENGLISH
+    _Context.formatter_class = typer.Context.formatter_class
     try:
         language = choose_language(requested, os.environ)  # noqa: TID251 - the facts come later
     except ValueError as error:
@@ -283,18 +290,14 @@ def _speak(requested: str | None) -> None:
 
         translator = chinese()
         set_language(translator)
-        _CONTEXT.formatter_class = _formatter(translator)
-
-
-_CONTEXT: Any = typer.Context.__mro__[1]
-"""The parser's class of contexts, which names the class that writes help."""
-_ENGLISH: Any = _CONTEXT.formatter_class
+        _Context.formatter_class = _formatter(translator)
 
 
 def _formatter(translator: Any) -> Any:
     """A writer of help in the language of the command, whose characters may take two columns."""
+    english: Any = typer.Context.formatter_class
 
-    class Formatter(_ENGLISH):
+    class Formatter(english):  # type: ignore[misc]
         def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
             self.write(wrapped(f"{shown('Usage')}：{prog} {args}", self.width) + "\n")
 
@@ -430,9 +433,21 @@ def _in_our_words(error: Any, words: list[str]) -> Exception:
 
 
 _TORCHRUN_ALONE = dict.fromkeys(
-    ("--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--standalone", "--local-addr", "--monitor-interval", "--start-method", "--role"),
+    (
+        "--rdzv-backend",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--standalone",
+        "--local-addr",
+        "--monitor-interval",
+        "--start-method",
+        "--role",
+    ),
     "omit it",
-) | {"--max-restarts": "--restarts N, or `restarts` in the config", "--log-dir": "each rank's output is in logs/ of the run"}  # fmt: skip
+) | {
+    "--max-restarts": "--restarts N, or `restarts` in the config",
+    "--log-dir": "each rank's output is in logs/ of the run",
+}
 
 
 def _unknown_option(error: Any, path: str) -> dict[str, str]:
@@ -456,11 +471,24 @@ def _unknown_option(error: Any, path: str) -> dict[str, str]:
 
 
 _OTHER_WORDS = {
-    "preview": "data preview", "ls": "checkpoint ls", "verify": "checkpoint verify", "prune": "checkpoint prune",
-    "sft": "train", "finetune": "train", "resume": "train CONFIG --resume", "infer": "generate", "predict": "generate",
-    "test": "eval", "evaluate": "eval", "list": "runs", "ui": "board", "webui": "board", "merge": "export RUN OUT --merge",
-    "help": "--help", "version": "--version",
-}  # fmt: skip
+    "preview": "data preview",
+    "ls": "checkpoint ls",
+    "verify": "checkpoint verify",
+    "prune": "checkpoint prune",
+    "sft": "train",
+    "finetune": "train",
+    "resume": "train CONFIG --resume",
+    "infer": "generate",
+    "predict": "generate",
+    "test": "eval",
+    "evaluate": "eval",
+    "list": "runs",
+    "ui": "board",
+    "webui": "board",
+    "merge": "export RUN OUT --merge",
+    "help": "--help",
+    "version": "--version",
+}
 """Commands of a group typed without it, and words of other programs."""
 _OF_A_GROUP = {"unisono data": "preview", "unisono checkpoint": "ls"}
 """The command that is meant where a group is given a path."""

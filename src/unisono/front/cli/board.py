@@ -111,7 +111,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
                 _verdict_or_problem(row),
             )
         )
-    widths = [max(columns(line[place]) for line in cells) for place in range(5)]
+    widths = [max(columns(line[column]) for line in cells) for column in range(5)]
     lines = [
         "  ".join(
             [
@@ -174,14 +174,14 @@ def _write_file(runs: list[Path], out: Path) -> None:
     from unisono.front.board.page import runs_file
 
     refuse_unwritable(out, "--out")
-    found, text = runs_file(runs, key=_key())
+    described, text = runs_file(runs, key=_key())
     write_text(out, text)
     printer = output()
     if printer.json:
-        printer.emit({"kind": "board", "schema": 1, "runs": found})
+        printer.emit({"kind": "board", "schema": 1, "runs": described})
     else:
         printer.result(
-            f"{out}: {len(found)} run{'s' * (len(found) != 1)}, {show_bytes(len(text.encode()))}; open it in"
+            f"{out}: {len(described)} run{'s' * (len(described) != 1)}, {show_bytes(len(text.encode()))}; open it in"
             " a browser"
         )
 
@@ -202,10 +202,10 @@ def _serve(runs: list[Path], port: int | None, host: str, *, is_opened: bool) ->
     listener = bind_listener(host, port)
 
     def announce(url: str, board: "Board") -> None:
-        found = [{"name": run.name, "path": str(run.root)} for run in board.runs.values()]
+        served = [{"name": run.name, "path": str(run.root)} for run in board.runs.values()]
         if printer.json:
             printer.emit(
-                {"kind": "board", "schema": 1, "url": url, "port": listener.getsockname()[1], "runs": found}
+                {"kind": "board", "schema": 1, "url": url, "port": listener.getsockname()[1], "runs": served}
             )
         else:
             printer.result(url)

@@ -59,7 +59,7 @@ def chat(
     Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     from unisono.front.cli.llamafactory_file import read_inference_request
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import TaskProcess
 
     sampling = {
@@ -74,7 +74,7 @@ def chat(
     printer = output()
     with TaskProcess("chat", request, has_input=True) as task:
         messages = task.messages()
-        with Progress(printer) as progress:
+        with TaskProgress(printer) as progress:
             for message in messages:
                 if message["kind"] == "ready":
                     break
@@ -120,13 +120,13 @@ class ChatSession:
         self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
 
     def _command(self, text: str) -> None:
-        name, _, rest = text.partition(" ")
+        name, _, argument = text.partition(" ")
         if name == "/clear":
             self._forget()
             self._task.send({"kind": "clear"})
             self._printer.notify("forgotten")
         elif name == "/save":
-            self._save(rest.strip())
+            self._save(argument.strip())
         elif name == "/help":
             for command, does in _HELP:
                 self._printer.warn(f"{command:<12} {does}")

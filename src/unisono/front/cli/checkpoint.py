@@ -72,7 +72,7 @@ def export(
     from unisono.base.errors import UsageError, require_writable
     from unisono.base.files import expand
     from unisono.front.cli.llamafactory_file import read_inference_file, split_prompt
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
     if format_ not in (None, "diffusers", "kohya", "gguf"):
@@ -87,17 +87,17 @@ def export(
         request["out"] = out
     if not request.get("out"):
         raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
-    place = expand(str(request["out"])).absolute()
-    why, fix = f"the export would be {place}", "name a directory that you may write"
-    require_writable(place.parent, where="OUT", why=why, fix=fix)
+    target_path = expand(str(request["out"])).absolute()
+    why, fix = f"the export would be {target_path}", "name a directory that you may write"
+    require_writable(target_path.parent, where="OUT", why=why, fix=fix)
     printer = output()
-    with Progress(printer) as progress:
-        asked = (
+    with TaskProgress(printer) as progress:
+        task_request = (
             request
             | {"step": step, "read_back": not no_read_back}
             | (gguf if gguf is not None else {"format": format_})
         )
-        result = run_task("export" if gguf is None else "gguf", asked, on_message=progress.show)
+        result = run_task("export" if gguf is None else "gguf", task_request, on_message=progress.show)
     if printer.json:
         printer.emit({"schema": 1, **result})
         return
@@ -286,7 +286,7 @@ def _check_final(run: Path) -> "ModelCheck | None":
     from unisono.guard.rundir import RunDir
     from unisono.trainer.checkpoint.verify import check_model
 
-    there = [place for place in (RunDir(run).adapter, RunDir(run).model) if place.is_dir()]
+    there = [path for path in (RunDir(run).adapter, RunDir(run).model) if path.is_dir()]
     return check_model(there[0]) if there else None
 
 
@@ -313,11 +313,11 @@ def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
 
 
 def _replay(run: Path, step: int | None, steps: int, *, trust_code: bool) -> "Replayed":
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.rundir import RunDir
     from unisono.jobs.runs.replay import Replay
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         return Replay(RunDir(run), steps, step, progress.show, trust_code=trust_code).carry_out()
 
 
@@ -620,8 +620,8 @@ def _best_step(store: "CheckpointStore", files: "RunDir", metric: str) -> int | 
     """The best step by a metric among those with a checkpoint."""
     from unisono.guard.rundir.records import best_evaluated
 
-    found = best_evaluated(files.metrics, {_step(path) for path in store.list()}, metric=metric)
-    return found[0] if found else None
+    best = best_evaluated(files.metrics, {_step(path) for path in store.list()}, metric=metric)
+    return best[0] if best else None
 
 
 def _step(path: Path) -> int:

@@ -82,13 +82,13 @@ def completion(
         printer.verbatim(f"{word}\t{text}" if text and shell != "bash" else word)
 
 
-def shown(found: Iterable[Word], line: str, *, shell: str, breaks: str) -> Iterator[Word]:
+def shown(words: Iterable[Word], line: str, *, shell: str, breaks: str) -> Iterator[Word]:
     """The words as a shell takes them: bash replaces only what follows the last of its `breaks`,
     e.g. `=`.
     """
     current = split(line)[1]
     cut = 1 + max((current.rfind(mark) for mark in breaks if mark in "=:"), default=-1)
-    for word, text in found:
+    for word, text in words:
         yield (word[cut:] if shell == "bash" else word), text
 
 
@@ -114,13 +114,13 @@ def words_for(line: str) -> list[Word]:
 
     words, current = split(line)
     command = parser()
-    rest = [word for word in words if word not in GLOBAL_FLAGS]
-    while rest and rest[0] in getattr(command, "commands", {}):
-        command = command.commands[rest.pop(0)]
-    if "--" in rest:  # the program of `run`
+    remaining = [word for word in words if word not in GLOBAL_FLAGS]
+    while remaining and remaining[0] in getattr(command, "commands", {}):
+        command = command.commands[remaining.pop(0)]
+    if "--" in remaining:  # the program of `run`
         return list(_paths(current))
     options = {name: param for param in command.params for name in param.opts if name.startswith("-")}
-    before = rest[-1].replace("_", "-") if rest else ""
+    before = remaining[-1].replace("_", "-") if remaining else ""
     if before in options and not options[before].is_flag:
         return _values(before, options[before], current)
     option, equals, value = current.partition("=")
@@ -131,7 +131,7 @@ def words_for(line: str) -> list[Word]:
         return _starting([*named, *GLOBAL_FLAGS.items()], current)
     if commands := getattr(command, "commands", None):
         return _starting([(name, inner.get_short_help_str(90)) for name, inner in commands.items()], current)
-    return _arguments(command, _positional(rest, options), current)
+    return _arguments(command, _positional(remaining, options), current)
 
 
 def _starting(words: Iterable[Word], current: str) -> list[Word]:
@@ -140,13 +140,13 @@ def _starting(words: Iterable[Word], current: str) -> list[Word]:
 
 def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
     """The arguments among the words: neither options nor their values."""
-    found, is_value = [], False
+    arguments, is_value = [], False
     for word in words:
         if not is_value and not word.startswith("-"):
-            found.append(word)
+            arguments.append(word)
         option = options.get(word.replace("_", "-"))
         is_value = not is_value and option is not None and not option.is_flag
-    return found
+    return arguments
 
 
 def _values(option: str, param: Any, current: str) -> list[Word]:
@@ -164,10 +164,10 @@ def _values(option: str, param: Any, current: str) -> list[Word]:
 def _arguments(command: Any, before: list[str], current: str) -> list[Word]:
     """Values of the next argument of a command."""
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    place = min(len(before), len(arguments) - 1)
-    if place < 0 or (len(before) > place and arguments[place].nargs == 1):
+    position = min(len(before), len(arguments) - 1)
+    if position < 0 or (len(before) > position and arguments[position].nargs == 1):
         return []
-    name = arguments[place].name
+    name = arguments[position].name
     return _ARGUMENTS.get(f"{command.name} {name}", _ARGUMENTS.get(name, _no_words))(current)
 
 
@@ -183,7 +183,7 @@ def _runs(current: str) -> list[Word]:
     """Directories of runs in runs/ and here, or below what was typed; and all paths."""
     from unisono.front.board.follow import is_run
 
-    found: dict[str, str] = {}
+    runs: dict[str, str] = {}
     folders = (
         [Path("runs"), Path()] if not current else [Path(current.rpartition("/")[0] or ".").expanduser()]
     )
@@ -193,8 +193,8 @@ def _runs(current: str) -> list[Word]:
                 str(path) if not current else current.rpartition("/")[0] + "/" * ("/" in current) + path.name
             )
             if text.startswith(current) and path.is_dir() and is_run(path):
-                found[text] = "run"
-    return [*found.items(), *(word for word in _paths(current) if word[0].rstrip("/") not in found)]
+                runs[text] = "run"
+    return [*runs.items(), *(word for word in _paths(current) if word[0].rstrip("/") not in runs)]
 
 
 def _paths(current: str, suffixes: tuple[str, ...] = ()) -> Iterator[Word]:
@@ -235,11 +235,13 @@ def _overrides(current: str) -> list[Word]:
         words = _starting([(choice, "") for choice in choices], value) if choices else list(_paths(value))
         return [(f"{key}={word}", text) for word, text in words]
     prefix = "".join(f"{name}." for name in sections)
-    found = []
+    overrides = []
     for name, field in fields.items():
         end = "." if section_in(field.annotation) is not None else "="
-        found.append((f"{prefix}{field.alias or name}{end}", (field.description or "").partition(". ")[0]))
-    return _starting(found, current)
+        overrides.append(
+            (f"{prefix}{field.alias or name}{end}", (field.description or "").partition(". ")[0])
+        )
+    return _starting(overrides, current)
 
 
 def _field(fields: Any, name: str) -> Any:

@@ -42,41 +42,41 @@ def diagnose(
     from unisono.front.cli.terminal import ReadingLine
     from unisono.guard.diagnosis.reading import diagnose_paths
 
-    found = diagnose_paths(paths, reading=ReadingLine, on_refused=output().warn)
-    _show(found, every=every, timeline=timeline)
+    diagnosis = diagnose_paths(paths, reading=ReadingLine, on_refused=output().warn)
+    _show(diagnosis, every=every, timeline=timeline)
     if ask:
-        _ask(found)
+        _ask(diagnosis)
 
 
-def _show(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
+def _show(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
     if output().json:
-        _emit(found, every=every, timeline=timeline)
+        _emit(diagnosis, every=every, timeline=timeline)
         return
     from unisono.guard.diagnosis.lines import redacted
 
     printer = output()
-    for line in _lines(found, every=every):
+    for line in _lines(diagnosis, every=every):
         printer.result(redacted(line))
     if timeline:
         printer.result("")
-        for line in _drawn(found):
+        for line in _drawn(diagnosis):
             printer.drawing(line)
-    printer.notify(f"More on it: unisono explain {found.verdict.cause}")
+    printer.notify(f"More on it: unisono explain {diagnosis.verdict.cause}")
 
 
-def _lines(found: "Diagnosis", *, every: bool) -> Iterator[str]:
-    if found.verdict.cause == "undetermined" and found.ranking.hypotheses:
-        yield f"WHAT      no log line proves the cause; these fit, most likely first  [{found.verdict.cause}]"
-        yield from ranking_lines(found.ranking, language=found.language)
-        if not found.language:
-            yield from found.verdict.lines()[1:]
+def _lines(diagnosis: "Diagnosis", *, every: bool) -> Iterator[str]:
+    if diagnosis.verdict.cause == "undetermined" and diagnosis.ranking.hypotheses:
+        yield f"WHAT      no log line proves the cause; these fit, most likely first  [{diagnosis.verdict.cause}]"
+        yield from ranking_lines(diagnosis.ranking, language=diagnosis.language)
+        if not diagnosis.language:
+            yield from diagnosis.verdict.lines()[1:]
     else:
-        yield from found.verdict.lines()
-    for link in found.chain[1:]:
+        yield from diagnosis.verdict.lines()
+    for link in diagnosis.chain[1:]:
         yield f"THEN      {link.where}: {link.text}"
-    if found.facts.earlier_runs:
-        yield f"EARLIER   runs in the same logs: {', '.join(found.facts.earlier_runs)}"
-    for number, verdict in enumerate(found.alternatives if every else (), 2):
+    if diagnosis.facts.earlier_runs:
+        yield f"EARLIER   runs in the same logs: {', '.join(diagnosis.facts.earlier_runs)}"
+    for number, verdict in enumerate(diagnosis.alternatives if every else (), 2):
         yield ""
         yield f"{number}. {verdict.confidence:.0%}"
         yield from verdict.lines()
@@ -116,7 +116,7 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 
 
-def _ask(found: "Diagnosis") -> None:
+def _ask(diagnosis: "Diagnosis") -> None:
     """Asks one question at a time, and ranks the causes again after each answer."""
     from unisono.base.errors import UsageError
     from unisono.guard.diagnosis.judge import with_answer
@@ -131,16 +131,18 @@ def _ask(found: "Diagnosis") -> None:
             fix="without it, the questions are printed after the hypotheses",
         )
     answered = set[str]()
-    while questions := [one for one in found.ranking.questions if one.feature not in answered]:
+    while questions := [one for one in diagnosis.ranking.questions if one.feature not in answered]:
         question = questions[0]
         answered.add(question.feature)
-        answer = _answer(question.zh if found.language == "zh" else question.en)
+        answer = _answer(question.zh if diagnosis.language == "zh" else question.en)
         if answer == "stop":
             return
         if answer in ("yes", "no"):
             name = question.feature if answer == "yes" else f"not:{question.feature}"
-            found = with_answer(found, Feature(name, "answer", f"{question.en} {answer}", "statement"))
-            for line in ranking_lines(replace(found.ranking, questions=()), language=found.language):
+            diagnosis = with_answer(
+                diagnosis, Feature(name, "answer", f"{question.en} {answer}", "statement")
+            )
+            for line in ranking_lines(replace(diagnosis.ranking, questions=()), language=diagnosis.language):
                 printer.result(redacted(line))
 
 
@@ -166,16 +168,16 @@ def _answer(question: str) -> str:
     return _ANSWERS.get(text.strip().lower(), "")
 
 
-def _emit(found: "Diagnosis", *, every: bool, timeline: bool) -> None:
+def _emit(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
     from unisono.guard.diagnosis.lines import redacted_json
 
-    body = found.to_json(every=every)
+    body = diagnosis.to_json(every=every)
     if timeline:
-        body["timeline"] = redacted_json(_drawn(found))
+        body["timeline"] = redacted_json(_drawn(diagnosis))
     output().emit(body)
 
 
-def _drawn(found: "Diagnosis") -> list[str]:
+def _drawn(diagnosis: "Diagnosis") -> list[str]:
     """The timeline in the width and colours of the terminal; plain without a terminal."""
     from unisono.guard.diagnosis.timeline import draw
     from unisono.guard.facts import read_environment
@@ -183,12 +185,14 @@ def _drawn(found: "Diagnosis") -> list[str]:
     seen = sys.stdout.isatty() and not output().json
     width = terminal_width(sys.stdout) if seen else 0
     first = (
-        found.verdict.evidence[0].where if found.verdict.severity != "none" and found.verdict.evidence else ""
+        diagnosis.verdict.evidence[0].where
+        if diagnosis.verdict.severity != "none" and diagnosis.verdict.evidence
+        else ""
     )
     return draw(
-        found.facts,
+        diagnosis.facts,
         first=first,
-        ranks=found.verdict.ranks,
+        ranks=diagnosis.verdict.ranks,
         width=width or _WIDTH,
         colour=seen and read_environment().colour,
     )

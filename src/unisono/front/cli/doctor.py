@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unisono.front.cli.app import Overrides, refuse_unwritable
-from unisono.front.cli.job_options import JobOptions, LauncherOptions, with_groups
+from unisono.front.cli.job_options import JobOptionGroup, LauncherOptions, with_groups
 from unisono.front.cli.output import output, shown, terminal_width
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     *,
-    job: JobOptions,
+    job: JobOptionGroup,
     launcher_options: LauncherOptions,
     ladder: Annotated[
         bool,
@@ -139,12 +139,12 @@ def _show_table(lines: list[str]) -> None:
 
 
 def _carry_out(chosen: "tuple[Drill, ...]") -> "list[DrillResult]":
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.front.drill.drills import result_line
     from unisono.front.drill.execution import run_drills
 
     rows: list[DrillResult] = []
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
 
         def on_progress(drill: "Drill", text: str) -> None:
             what = f"{len(rows) + 1} of {len(chosen)}, {drill.fault} ({drill.text}): {text}"

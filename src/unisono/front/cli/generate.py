@@ -12,7 +12,7 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
 
 
 Target = Annotated[
@@ -196,7 +196,7 @@ def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
     from unisono.base.errors import UsageError
 
     names = {"model.tokenizer": "tokenizer", "diffusion.prediction": "prediction"}
-    found = {}
+    paths = {}
     for word in overrides or ():
         key, _, value = word.partition("=")
         if key not in names or not value or not target.endswith(".safetensors"):
@@ -212,8 +212,8 @@ def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
         if key == "diffusion.prediction" and value not in ("auto", "epsilon", "v_prediction"):
             fix = "set it to epsilon or v_prediction"
             raise UsageError.of(f"{value!r} is not a prediction", where=key, fix=fix)
-        found[names[key]] = value
-    return found
+        paths[names[key]] = value
+    return paths
 
 
 def _size(size: str | None) -> dict[str, int]:
@@ -224,10 +224,10 @@ def _size(size: str | None) -> dict[str, int]:
 
     if size is None:
         return {}
-    found = re.fullmatch(r"([1-9]\d{0,4})[x×]([1-9]\d{0,4})", size)
-    if found is None:
+    matched = re.fullmatch(r"([1-9]\d{0,4})[x×]([1-9]\d{0,4})", size)
+    if matched is None:
         raise UsageError.of(f"{size!r} is not a size", where="--size", fix="write it as 512x768, in pixels")
-    return {"width": int(found[1]), "height": int(found[2])}
+    return {"width": int(matched[1]), "height": int(matched[2])}
 
 
 def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None:
@@ -260,10 +260,10 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         shown = _Tokens(progress) if streams else None
 
         def show(message: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
 class _Tokens:
     """Streams an answer."""
 
-    def __init__(self, progress: "Progress") -> None:
+    def __init__(self, progress: "TaskProgress") -> None:
         self._progress = progress
         self._answer = AnswerWriter()
         self.started = False
@@ -410,10 +410,10 @@ def evaluate(
 
 
 def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_process import run_task
 
-    with Progress(output()) as progress:
+    with TaskProgress(output()) as progress:
         return run_task(name, request, on_message=progress.show)
 
 

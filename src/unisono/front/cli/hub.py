@@ -49,18 +49,18 @@ def download(
 
     printer = output()
     if verify:
-        place, checked = hub.verify_cache(name, revision)
-        _show_verified(name, place, checked)
+        directory, checked = hub.verify_cache(name, revision)
+        _show_verified(name, directory, checked)
         return
     repo = hub.find_repo(name, revision)
     selection = hub.select_files(repo, trust=trust)
     printer.notify(hub.describe_selection(repo, selection))
     line = ReadingLine(selection.bytes, verb="downloading")
     try:
-        place = hub.download(repo, revision, selection, line.show)
+        directory = hub.download(repo, revision, selection, line.show)
     finally:
         line.close()
-    checked = hub.verify_download(repo, selection, place)
+    checked = hub.verify_download(repo, selection, directory)
     if printer.json:
         printer.emit(
             {
@@ -68,7 +68,7 @@ def download(
                 "name": repo.name,
                 "kind": repo.kind,
                 "commit": repo.commit,
-                "path": str(place),
+                "path": str(directory),
                 "files": len(selection.files),
                 "bytes": selection.bytes,
                 "verified": checked.verified,
@@ -76,14 +76,14 @@ def download(
             }
         )
         return
-    _show_verified(repo.name, place, checked)
+    _show_verified(repo.name, directory, checked)
     if repo.kind == "dataset":
         printer.result("  name its files in the config, e.g. data.train: that path, a / and the file")
     else:
         printer.result(f"  in a config: model: {repo.name}; HF_HUB_OFFLINE=1 then needs no network")
 
 
-def _show_verified(name: str, place: Path, checked: "CacheCheck") -> None:
+def _show_verified(name: str, directory: Path, checked: "CacheCheck") -> None:
     from unisono.base.text import show_bytes
 
     printer = output()
@@ -92,7 +92,7 @@ def _show_verified(name: str, place: Path, checked: "CacheCheck") -> None:
             {
                 "schema": 1,
                 "name": name,
-                "path": str(place),
+                "path": str(directory),
                 "verified": checked.verified,
                 "bytes": checked.bytes,
                 "unverified": checked.unverified,
@@ -101,7 +101,7 @@ def _show_verified(name: str, place: Path, checked: "CacheCheck") -> None:
         return
     more = f"; without a digest: {', '.join(checked.unverified[:5])}" if checked.unverified else ""
     printer.result(
-        f"{place}: {checked.verified} files, {show_bytes(checked.bytes)}, all with their digest{more}"
+        f"{directory}: {checked.verified} files, {show_bytes(checked.bytes)}, all with their digest{more}"
     )
 
 
@@ -125,7 +125,7 @@ def push(
     run.
     """
     from unisono.base.text import show_bytes
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.front.hub import publish
 
     publish.refuse_unready(run, step)
@@ -133,7 +133,7 @@ def push(
         publish.refuse_without_token(repo)
     printer = output()
     with tempfile.TemporaryDirectory(prefix="unisono-push-") as folder:
-        with Progress(printer) as progress:
+        with TaskProgress(printer) as progress:
             made = publish.prepare(
                 run, repo, Path(folder) / "files", merge=merge, step=step, show=progress.show
             )

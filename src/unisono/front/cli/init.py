@@ -60,24 +60,24 @@ def init(
         _list_templates()
         return
     name = template or _DEFAULT
-    text, found = template_text(name), dict[str, Any]()
+    text, facts = template_text(name), dict[str, Any]()
     if data is not None:
-        text, found = for_rows(name, text, data)
+        text, facts = for_rows(name, text, data)
     printer = output()
     if out is None:
         (
-            printer.emit({"schema": 1, "template": name, "text": text, **found})
+            printer.emit({"schema": 1, "template": name, "text": text, **facts})
             if printer.json
             else printer.verbatim(text.rstrip("\n"))
         )
         return
     _write_new(out, text)
     if printer.json:
-        printer.emit({"schema": 1, "template": name, "path": str(out), **found})
+        printer.emit({"schema": 1, "template": name, "path": str(out), **facts})
     keys = "`model` and `data.train`" if data is None else "`model`"
-    rest = "fill in the <…>" if name in job_names() else f"set {keys} in it, then `unisono train {out}`"
-    rest += "" if data or name in job_names() else "; with `--data FILE` it gets what fits your rows"
-    printer.notify(f"wrote {out}: {rest}")
+    next_step = "fill in the <…>" if name in job_names() else f"set {keys} in it, then `unisono train {out}`"
+    next_step += "" if data or name in job_names() else "; with `--data FILE` it gets what fits your rows"
+    printer.notify(f"wrote {out}: {next_step}")
 
 
 def _exclusive(what: str) -> "UnisonoError":
@@ -124,8 +124,8 @@ def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
         every=int(Duration.parse(template["eval"]["every"]).amount),
     )
     _say_what_was_found(rows, extent)
-    found = {"data": rows, "proposed": asdict(extent)}
-    return _filled(text, _values_for(rows, extent, path, template)), found
+    facts = {"data": rows, "proposed": asdict(extent)}
+    return _filled(text, _values_for(rows, extent, path, template)), facts
 
 
 def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
@@ -342,18 +342,18 @@ def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
 def _lines(section: dict[str, Any], prefix: str, translation: "Translation") -> list[str]:
     import yaml
 
-    found: list[str] = []
+    lines: list[str] = []
     indent = "  " * prefix.count(".")
     for name, value in section.items():
         key = prefix + name
         if isinstance(value, dict) and key not in translation.origins:
-            found += [f"{indent}{name}:", *_lines(value, f"{key}.", translation)]
+            lines += [f"{indent}{name}:", *_lines(value, f"{key}.", translation)]
             continue
         text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
-        first, *rest = text.rstrip("\n").split("\n")
+        first, *more = text.rstrip("\n").split("\n")
         comment = f"# {translation.names.get(key, 'the default there')}"
-        found += [f"{indent + first:<{_COMMENT_AT}} {comment}", *(indent + line for line in rest)]
-    return found
+        lines += [f"{indent + first:<{_COMMENT_AT}} {comment}", *(indent + line for line in more)]
+    return lines
 
 
 app = typer.Typer(help="Show the rows of a config.", rich_markup_mode=None)
@@ -406,16 +406,16 @@ def preview(
         "rows": rows,
         "ids": ids,
     }
-    found = run_task("preview", request)
+    previewed = run_task("preview", request)
     if printer.json:
-        printer.emit({"schema": 1, **found})
+        printer.emit({"schema": 1, **previewed})
         return
-    for warning in found["data"]["warnings"]:
+    for warning in previewed["data"]["warnings"]:
         printer.warn(f"warning: {warning}")
-    _show(found)
+    _show(previewed)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(previewed: dict[str, Any]) -> None:
     """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens
     elsewhere.
     """
@@ -431,13 +431,13 @@ def _show(found: dict[str, Any]) -> None:
     width = terminal_width(sys.stdout)
     coloured = sys.stdout.isatty() and read_environment().colour and not output().json
     if not coloured:
-        for line in preview_lines(found, width=width):
+        for line in preview_lines(previewed, width=width):
             output().quote("".join(_BRACKETS[kind].format(part) for part, kind in line))
         return
     console = Console(
         width=width or None, file=styled(sys.stdout), highlight=False, markup=False, emoji=False
     )
-    for line in preview_lines(found, width=width):
+    for line in preview_lines(previewed, width=width):
         if not any(kind for _, kind in line):
             output().quote("".join(part for part, _ in line))
             continue
@@ -451,22 +451,22 @@ _BRACKETS: dict[Kind, str] = {"": "{}", "loss": "⟦{}⟧", "lost": "not rendere
 _STYLES: dict[Kind, str] = {"": "", "loss": "bold green", "lost": "strike"}
 
 
-def preview_lines(found: dict[str, Any], *, width: int = 0) -> list[Line]:
+def preview_lines(previewed: dict[str, Any], *, width: int = 0) -> list[Line]:
     """The lines of a preview, without control characters; bars fit a terminal of `width` columns if
     not 0.
     """
     lines: list[Line] = []
-    for row in found["rows"]:
+    for row in previewed["rows"]:
         for part in _parts(row):
             lines += [*_row_lines(part), [("", "")]]
-    data = found["data"]
+    data = previewed["data"]
     lines += [
         [(text, "")]
         for text in (
-            *_length_lines(found["lengths"], width, is_unit=_is_unit(found["rows"])),
+            *_length_lines(previewed["lengths"], width, is_unit=_is_unit(previewed["rows"])),
             "",
             *_figure_lines(data),
-            *_ledger_lines(found),
+            *_ledger_lines(previewed),
         )
     ]
     return lines
@@ -496,9 +496,9 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     lines: list[Line] = [[(head, "")], []]
     for run in row["runs"]:
         kind: Kind = "loss" if run["loss"] else ""
-        first, *rest = plain(run["text"]).split("\n")
+        first, *more = plain(run["text"]).split("\n")
         lines[-1].append((first, kind))
-        lines += [[(text, kind)] for text in rest]
+        lines += [[(text, kind)] for text in more]
     lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
     return [[(part, kind) for part, kind in line if part] for line in lines]
 
@@ -540,20 +540,20 @@ def _figure_lines(data: dict[str, Any]) -> list[str]:
     return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
 
 
-def _note_lines(found: dict[str, Any]) -> list[str]:
+def _note_lines(previewed: dict[str, Any]) -> list[str]:
     from unisono.base.text import one_line
 
     return [
         f"  {note['what']:<12} {one_line(note['file'])}:{note['line']}: {one_line(note['why'], limit=160)}"
-        for note in found["notes"]
+        for note in previewed["notes"]
     ]
 
 
-def _ledger_lines(found: dict[str, Any]) -> list[str]:
+def _ledger_lines(previewed: dict[str, Any]) -> list[str]:
     from unisono.base.text import one_line
 
     lines = []
-    for source in found["ledger"]["sources"]:
+    for source in previewed["ledger"]["sources"]:
         dropped = "".join(f", {n:,} dropped ({why})" for why, n in source["dropped"].items())
         lines.append(
             f"ledger    {one_line(source['path'])}: {source['rows']:,} rows = {source['used']:,}"
@@ -561,8 +561,8 @@ def _ledger_lines(found: dict[str, Any]) -> list[str]:
             f" ({source['tokens_cut']:,} tokens lost), {source['split']:,} split, {source['not_rendered']:,}"
             f" with parts not rendered, {source['eval']:,} for evaluation"
         )
-    lines += _note_lines(found)
-    rest = sum(
-        found["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split", "not_rendered")
-    ) - len(found["notes"])
-    return lines + ([f"  and {rest:,} more: they are in the run's data.json"] if rest > 0 else [])
+    lines += _note_lines(previewed)
+    unlisted = sum(
+        previewed["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split", "not_rendered")
+    ) - len(previewed["notes"])
+    return lines + ([f"  and {unlisted:,} more: they are in the run's data.json"] if unlisted > 0 else [])

@@ -61,7 +61,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class JobOptions(OptionGroup):
+class JobOptionGroup(OptionGroup):
     """Where the ranks of a job are."""
 
     nproc: Annotated[
@@ -168,7 +168,7 @@ _TORCHRUN = ("nnodes", "nproc_per_node", "master_addr", "master_port", "rdzv_end
 
 
 @dataclass(frozen=True)
-class ProgramJobOptions(JobOptions):
+class ProgramJobOptions(JobOptionGroup):
     """Where the ranks of an existing program are."""
 
     nproc: Annotated[

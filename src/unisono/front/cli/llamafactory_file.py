@@ -80,19 +80,19 @@ def read_inference_file(target: str, overrides: list[str]) -> "InferenceFile | N
             where="command line",
             fix=f"write it before key=value, directly behind {target}",
         )
-    found = to_config(raw, lines, path, tuple(overrides))
-    if found.problems:
-        raise ConfigError(*found.problems)
-    if found.our_overrides and found.verb != "predict":
+    translated = to_config(raw, lines, path, tuple(overrides))
+    if translated.problems:
+        raise ConfigError(*translated.problems)
+    if translated.our_overrides and translated.verb != "predict":
         raise UsageError.of(
-            f"{found.our_overrides[0]!r} has no effect here",
+            f"{translated.our_overrides[0]!r} has no effect here",
             where="command line",
             why="it is a key of training, and no rows are read",
             fix="remove it; keys of LLaMA-Factory have no dot",
         )
-    for note in found.notes():
+    for note in translated.notes():
         output().notify(note)
-    return InferenceFile(found)
+    return InferenceFile(translated)
 
 
 def split_prompt(prompt: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:

@@ -32,12 +32,12 @@ GLOBAL_OPTIONS = {
     **GLOBAL_FLAGS,
     f"{_LANG} en|zh": "Language of the terminal; default: UNISONO_LANG, or the locale.",
 }
-"""The same, and the global option that takes a value."""
+"""All global flags, and the global option that takes a value."""
 _READER_CLOSED = (errno.EPIPE, errno.EIO)
-"""Of a pipe (`| head`); of a terminal."""
+"""Errors of writing to a closed pipe (`| head`), and to a closed terminal."""
 
 
-class _Stream(io.TextIOWrapper):
+class _OutputStream(io.TextIOWrapper):
     """stdout or stderr of the program, also for libraries.
 
     A failed write does not raise: no run may fail because of it.
@@ -76,7 +76,7 @@ class _Styled:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.write = stream.write_styled if isinstance(stream, _Stream) else stream.write
+        self.write = stream.write_styled if isinstance(stream, _OutputStream) else stream.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -108,11 +108,13 @@ def open_streams() -> None:
     sys.stdout, sys.stderr = _stream(1, sys.stdout, "strict"), _stream(2, sys.stderr, "backslashreplace")
 
 
-def _stream(fd: int, given: TextIO | None, errors: str) -> _Stream:
+def _stream(fd: int, given: TextIO | None, errors: str) -> _OutputStream:
     """A stream on a file descriptor, with the encoding of Python's own stream."""
     raw = open(fd, "wb", closefd=False)  # noqa: SIM115 - of a number, for the life of the process
     encoding = (given and given.encoding) or "utf-8"
-    return _Stream(raw, encoding, (given and given.errors) or errors, line_buffering=fd == 2 or raw.isatty())
+    return _OutputStream(
+        raw, encoding, (given and given.errors) or errors, line_buffering=fd == 2 or raw.isatty()
+    )
 
 
 def lost_output() -> OSError | None:
@@ -121,7 +123,7 @@ def lost_output() -> OSError | None:
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    return sys.stdout.lost if isinstance(sys.stdout, _Stream) else None
+    return sys.stdout.lost if isinstance(sys.stdout, _OutputStream) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +217,15 @@ def set_language(translate: Callable[[str], str] | None) -> None:
 LANGUAGES = ("en", "zh")
 
 
-def choose_language(asked: str | None, variables: Mapping[str, str]) -> str:
+def choose_language(option: str | None, variables: Mapping[str, str]) -> str:
     """The language, from `--lang`, else UNISONO_LANG, else the locale as gettext reads it.
 
     Raises:
         ValueError: with the given name, if one of the first two is not known. A locale of a
             different language gives English.
     """
-    given = variables.get("UNISONO_LANG", "") if asked is None else asked
-    if given or asked is not None:
+    given = variables.get("UNISONO_LANG", "") if option is None else option
+    if given or option is not None:
         name = re.split(r"[_.@-]", given.lower())[0]
         if name not in LANGUAGES:
             raise ValueError(given)
@@ -263,7 +265,7 @@ def split_globals(arguments: list[str]) -> tuple[list[str], set[str], str | None
 
 
 def _finite(value: Any) -> Any:
-    """The same JSON value with null in place of nan and infinities."""
+    """A JSON value with null in place of nan and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

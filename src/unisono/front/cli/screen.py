@@ -78,7 +78,7 @@ class PlainLine:
         """Does nothing."""
 
 
-class Pace:
+class StepRate:
     """Steps per second over the last steps, without the first step of a start, which includes
     warmup.
     """
@@ -112,7 +112,7 @@ class Screen:
         self._printer = printer
         self._line = line or _line_for(printer)
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = StepRate(clock)
         self._plan: RunPlan | None = None
         self._header_shown = False
         self._verdict: Verdict | None = None
@@ -144,7 +144,7 @@ class Screen:
 
     def _on_plan(self, message: Message) -> None:
         self._show_verdict()  # of the previous start
-        self._pace = Pace(self._clock)  # after a restart steps count from the checkpoint again
+        self._pace = StepRate(self._clock)  # after a restart steps count from the checkpoint again
         self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
 
     def _on_ready(self, message: Message) -> None:
@@ -308,10 +308,10 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
         *_evaluation(result.get("eval") or {}),
     ]
     if result.get("held_by"):
-        found = result.get("weights") or result.get("checkpoint")
-        if found is None and result.get("outcome") != "completed":
+        saved = result.get("weights") or result.get("checkpoint")
+        if saved is None and result.get("outcome") != "completed":
             return [*lines, f"checkpoints: on {result['held_by']}, in its output_dir"]
-        return [*lines, f"result: {found or output_dir}, on {result['held_by']}"]
+        return [*lines, f"result: {saved or output_dir}, on {result['held_by']}"]
     if result.get("outcome") == "completed":
         weights = _near(str(result.get("weights") or output_dir), cwd)
         run = shlex.quote(_near(output_dir, cwd))

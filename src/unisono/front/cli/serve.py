@@ -45,7 +45,7 @@ def serve(
     from unisono.base.errors import RankDied
     from unisono.front.cli.board import refuse_without_extra
     from unisono.front.cli.llamafactory_file import read_inference_file
-    from unisono.front.cli.terminal import Progress
+    from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.facts.environment import take_serve_key
 
     key = take_serve_key()
@@ -60,7 +60,7 @@ def serve(
     request = (given.model if given else {"target": target}) | {"step": step}
     keys = read_keys(key_file, key, warn=printer.warn)
     name = target.rstrip("/") or target
-    with listen(host, port, keys) as listener, Progress(printer) as progress:
+    with listen(host, port, keys) as listener, TaskProgress(printer) as progress:
         url = address_of(listener, host)
 
         def say_ready() -> None:

@@ -86,7 +86,7 @@ class LiveLine:
             self._live = None
 
 
-class Progress:
+class TaskProgress:
     """Shows the messages of a task on stderr. A context manager; the line is removed at its end."""
 
     def __init__(self, printer: Output) -> None:
@@ -346,18 +346,18 @@ def _batch(plan: RunPlan) -> str:
     unit = "tokens"
     if plan.model.is_picture_model:
         packed, unit = "pictures", "positions of latents"
-    share, rest = divmod(plan.global_batch, plan.world_size)
-    micro_steps = -(-(share + bool(rest)) // plan.micro_batch)
+    share, remainder = divmod(plan.global_batch, plan.world_size)
+    micro_steps = -(-(share + bool(remainder)) // plan.micro_batch)
     factors = (*(plan.batch_of_ranks or (0, 0)), plan.world_size)
     if plan.global_batch == math.prod(factors):  # not in a run that continues on other ranks
         cut = " × ".join(map(str, factors)) + f" rank{'s' if plan.world_size > 1 else ''}"
     elif plan.world_size == 1:
         cut = f"{micro_steps} × {plan.micro_batch}"
     else:
-        each = f"{share} or {share + 1}" if rest else str(share)
+        each = f"{share} or {share + 1}" if remainder else str(share)
         cut = (
             f"{plan.world_size} ranks × {each}, in {micro_steps} ×"
-            f" {min(plan.micro_batch, share + bool(rest))}"
+            f" {min(plan.micro_batch, share + bool(remainder))}"
         )
     return (
         f"{plan.global_batch} {packed} per step = {cut} · "

@@ -12,7 +12,7 @@ import typer
 
 from unisono.front.cli.app import DebugComm, Overrides
 from unisono.front.cli.job_options import (
-    JobOptions,
+    JobOptionGroup,
     LauncherOptions,
     OptionGroup,
     ProgramJobOptions,
@@ -72,7 +72,7 @@ def train(
     overrides: Overrides = None,
     *,
     start: StartOptions,
-    job: JobOptions,
+    job: JobOptionGroup,
     launcher_options: LauncherOptions,
     debug_comm: DebugComm = False,
     reason: Annotated[

@@ -86,7 +86,7 @@ def _hang_drill(fault: str, text: str, want: str, *, how: str) -> Drill:
     )
 
 
-# fmt: off
+# fmt: off - as a table: the formatter would give each value a line
 DRILLS: tuple[Drill, ...] = (
     _death_drill("sigkill", "a rank is killed (kill -9)", "rank_killed", how="sigkill"),
     _death_drill("exception", "an exception in one rank", "user_code_error", how="exception"),
@@ -94,72 +94,149 @@ DRILLS: tuple[Drill, ...] = (
         "exit0", "a rank exits early with status 0", "user_code_error", "unequal_steps", how="exit0"
     ),
     Drill(
-        "oom", "the kernel kills a rank for lack of memory (cgroup)", ("host_oom_killed",), (1,), sandbox=MemoryGroup,
-        faults={"die": {"rank": 1, "step": _FAULT_STEP, "how": "oom", "bytes": 2 << 30}}, limit_s=DEAD_S, end_s=30.0,
+        "oom",
+        "the kernel kills a rank for lack of memory (cgroup)",
+        ("host_oom_killed",),
+        (1,),
+        faults={"die": {"rank": 1, "step": _FAULT_STEP, "how": "oom", "bytes": 2 << 30}},
+        sandbox=MemoryGroup,
+        limit_s=DEAD_S,
+        end_s=30.0,
     ),
-    Drill("sigstop", "a rank is stopped (kill -STOP)", ("rank_stopped",), (1,), faults={"stop": {"rank": 1, "step": _FAULT_STEP}}),
+    Drill(
+        "sigstop",
+        "a rank is stopped (kill -STOP)",
+        ("rank_stopped",),
+        (1,),
+        faults={"stop": {"rank": 1, "step": _FAULT_STEP}},
+    ),
     _hang_drill("gil", "native code of a rank holds the GIL", "gil_held", how="hold_gil"),
     _hang_drill("sleep", "a rank sleeps in Python code", "user_code_stuck", how="sleep"),
     _hang_drill("spin", "a rank loops in Python code", "user_code_stuck", how="spin"),
     Drill(
-        "data", "the data of a rank stalls (a FIFO without a writer)", ("data_starved",), (1,),
+        "data",
+        "the data of a rank stalls (a FIFO without a writer)",
+        ("data_starved",),
+        (1,),
         faults={"starve": {"rank": 1, "step": _FAULT_STEP, "fifo": "fifo"}},
     ),
     Drill(
-        "one_step_less", "a rank runs one step less than the others, and exits", ("unequal_steps",), (1,),
-        faults={"one_step_less": [1]}, config={"duration": "60 steps"},
+        "one_step_less",
+        "a rank runs one step less than the others, and exits",
+        ("unequal_steps",),
+        (1,),
+        faults={"one_step_less": [1]},
+        config={"duration": "60 steps"},
     ),
     Drill(
-        "other_collective", "a rank calls a different collective", ("collective_mismatch",), (1,), nproc=3,
+        "other_collective",
+        "a rank calls a different collective",
+        ("collective_mismatch",),
+        (1,),
+        nproc=3,
         faults={"other_collective": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
-        "other_shape", "a rank all-reduces a tensor with one element more", ("collective_mismatch",), (1,), nproc=3,
+        "other_shape",
+        "a rank all-reduces a tensor with one element more",
+        ("collective_mismatch",),
+        (1,),
+        nproc=3,
         faults={"other_shape": {"rank": 1, "step": _FAULT_STEP}},
     ),
     Drill(
-        "nan", "the loss of a rank is NaN, three times", ("nan_loss",), (1,),
+        "nan",
+        "the loss of a rank is NaN, three times",
+        ("nan_loss",),
+        (1,),
         faults={"nan_loss": {"rank": 1, "steps": [_FAULT_STEP, _FAULT_STEP + 1, _FAULT_STEP + 2]}},
     ),
     Drill(
-        "slow", "a rank is slower than the others in every step", ("straggler",), (1,), nproc=3, limit_s=45.0,
-        faults={"slow": {"rank": 1, "step": _FAULT_STEP, "seconds": 0.3}}, config={"duration": "140 steps"},
+        "slow",
+        "a rank is slower than the others in every step",
+        ("straggler",),
+        (1,),
+        nproc=3,
+        limit_s=45.0,
+        faults={"slow": {"rank": 1, "step": _FAULT_STEP, "seconds": 0.3}},
+        config={"duration": "140 steps"},
     ),
     Drill(
-        "drift", "a weight of one replica changes", ("replicas_diverged",), (1,), nproc=3, limit_s=30.0,
-        faults={"drift": {"rank": 1, "step": _FAULT_STEP}}, config={"duration": "160 steps"},
+        "drift",
+        "a weight of one replica changes",
+        ("replicas_diverged",),
+        (1,),
+        nproc=3,
+        limit_s=30.0,
+        faults={"drift": {"rank": 1, "step": _FAULT_STEP}},
+        config={"duration": "160 steps"},
     ),
     Drill(
-        "disk_full", "the disk of output_dir is full", ("disk_full",), sandbox=SmallDisk, words=("checkpoint_failed", "not enough space", "no room", "No space left"),
+        "disk_full",
+        "the disk of output_dir is full",
+        ("disk_full",),
+        sandbox=SmallDisk,
+        words=("checkpoint_failed", "not enough space", "no room", "No space left"),
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "disk_readonly", "the disk of output_dir becomes read-only", ("storage_unfit",), sandbox=ReadOnlyDisk,
+        "disk_readonly",
+        "the disk of output_dir becomes read-only",
+        ("storage_unfit",),
+        sandbox=ReadOnlyDisk,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "output_removed", "output_dir is removed during the run (rm -rf)", ("output_removed",), sandbox=RemovedOutput,
+        "output_removed",
+        "output_dir is removed during the run (rm -rf)",
+        ("output_removed",),
+        sandbox=RemovedOutput,
         config={"duration": "60 steps", "checkpoint": {"every": "10 steps"}},
     ),
     Drill(
-        "cut", "the network between two nodes is cut", ("node_unreachable",), nodes=(1,), nproc=1, sandbox=TwoNetworks, limit_s=CUT_S,
+        "cut",
+        "the network between two nodes is cut",
+        ("node_unreachable",),
+        nodes=(1,),
+        nproc=1,
+        sandbox=TwoNetworks,
+        limit_s=CUT_S,
     ),
     Drill(
-        "head_killed", "the front of node 0, the head of two nodes, is killed (kill -9)", ("node_unreachable",), nodes=(0,), nproc=1,
-        sandbox=HeadKilled, killed=(0,), limit_s=DEAD_S, end_s=30.0,
+        "head_killed",
+        "the front of node 0, the head of two nodes, is killed (kill -9)",
+        ("node_unreachable",),
+        nodes=(0,),
+        nproc=1,
+        sandbox=HeadKilled,
+        killed=(0,),
+        limit_s=DEAD_S,
+        end_s=30.0,
     ),
     Drill(
-        "garbage", "other programs connect to the head's port", nproc=1, sandbox=ForeignCallers, config={"duration": "80 steps"},
+        "garbage",
+        "other programs connect to the head's port",
+        nproc=1,
+        sandbox=ForeignCallers,
+        config={"duration": "80 steps"},
     ),
     Drill(
-        "clock_jump", "the wall clock jumps by an hour", faults={"clock_jump": {"step": _FAULT_STEP, "seconds": 3600.0}},
-        config={"duration": "80 steps", "checkpoint": {"every": "20 steps"}}, clock_jump_s=3600.0,
+        "clock_jump",
+        "the wall clock jumps by an hour",
+        clock_jump_s=3600.0,
+        faults={"clock_jump": {"step": _FAULT_STEP, "seconds": 3600.0}},
+        config={"duration": "80 steps", "checkpoint": {"every": "20 steps"}},
     ),
     Drill(
-        "destroy_twice", "the process group is destroyed twice", faults={"destroy_twice": {"rank": 1}}, config={"duration": "40 steps"},
+        "destroy_twice",
+        "the process group is destroyed twice",
+        faults={"destroy_twice": {"rank": 1}},
+        config={"duration": "40 steps"},
     ),
     Drill(
-        "teardown", "a rank hangs after its result, during teardown", faults={"hang_in_teardown": {"rank": 1}},
+        "teardown",
+        "a rank hangs after its result, during teardown",
+        faults={"hang_in_teardown": {"rank": 1}},
         config={"duration": "40 steps"},
     ),
 )
@@ -525,15 +602,15 @@ def _seconds(value: float | None) -> str:
 
 
 def _problems(rows: Sequence[DrillResult]) -> list[str]:
-    found = []
+    problems = []
     for row in rows:
         if row.skipped is not None:
-            found.append(f"{row.fault} was skipped: {one_line(row.skipped)}")
+            problems.append(f"{row.fault} was skipped: {one_line(row.skipped)}")
         if row.why:
-            found.append(f"{row.fault}: {one_line(row.why)}")
-        found += [f"{row.fault} left behind: {one_line(item)}" for item in row.left_behind]
-        found += [f"{row.fault}, stderr: {one_line(line)}" for line in row.trouble.splitlines() if line]
-    return found
+            problems.append(f"{row.fault}: {one_line(row.why)}")
+        problems += [f"{row.fault} left behind: {one_line(item)}" for item in row.left_behind]
+        problems += [f"{row.fault}, stderr: {one_line(line)}" for line in row.trouble.splitlines() if line]
+    return problems
 
 
 def _summary(rows: Sequence[DrillResult]) -> str:

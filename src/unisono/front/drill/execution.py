@@ -1,6 +1,7 @@
 """Execution of one drill: a real run, the fault, and what the run reported.
 
-`python -m unisono.front.drill.execution REQUEST.json` is the front of that run; it prints JSON lines.
+`python -m unisono.front.drill.execution REQUEST.json` is the front of that run and prints JSON
+lines.
 """
 
 import contextlib
@@ -252,13 +253,13 @@ class DrillRun:
         return path
 
     def _environment(self) -> dict[str, str]:
-        own = {
+        variables = {
             "TMPDIR": str(self.folder / "tmp"),
             "XDG_CACHE_HOME": str(self.caches),
             "XDG_CONFIG_HOME": str(self.caches),
             "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "torch"),
         }
-        return child_environment(threads=1, without=read_environment().leftovers) | own
+        return child_environment(threads=1, without=read_environment().leftovers) | variables
 
     def _wait_for_effect(self) -> float | None:
         """The moment from which seconds are counted, after doing what is to be done from
@@ -308,13 +309,13 @@ class DrillRun:
         return is_named(self.drill, self._detected(), hosts)
 
     def _detected(self) -> list[NamedCause]:
-        found = [
+        causes = [
             named_cause_in(line.message, at=line.at, node=front.node, words=self.drill.words)
             for front in self.fronts
             for line in front.lines
         ]
         return sorted(
-            (detected for detected in found if detected is not None), key=lambda detected: detected.at
+            (detected for detected in causes if detected is not None), key=lambda detected: detected.at
         )
 
     def _problem(self) -> Iterator[str]:
@@ -360,20 +361,22 @@ class Traces:
     def left_behind(self, *, patience_s: float = LEFTOVER_S) -> list[str]:
         """Leftovers as text, after waiting for them to disappear."""
         until = time.monotonic() + patience_s
-        while (found := self._look()) and time.monotonic() < until:
+        while (leftovers := self._look()) and time.monotonic() < until:
             time.sleep(0.05)
-        return found
+        return leftovers
 
     def _look(self) -> list[str]:
-        found = [f"process {pid}: {_command(pid)}" for pid in processes_in(self.folder)]
+        leftovers = [f"process {pid}: {_command(pid)}" for pid in processes_in(self.folder)]
         open_now = _listening_sockets(Path("/proc/net"))
-        found += [f"port {port}" for inode, port in sorted(self.ports.items()) if inode in open_now]
+        leftovers += [f"port {port}" for inode, port in sorted(self.ports.items()) if inode in open_now]
         new = [name for name in _shared_memory() if name not in self._shm]
         if new:  # another program's is open in one of its processes
             used = _open_in_shared_memory()
-            found += [str(_SHM / name) for name in new if name not in used]
-        found += [str(path) for path in sorted(self.temporary.iterdir())] if self.temporary.is_dir() else []
-        return found
+            leftovers += [str(_SHM / name) for name in new if name not in used]
+        leftovers += (
+            [str(path) for path in sorted(self.temporary.iterdir())] if self.temporary.is_dir() else []
+        )
+        return leftovers
 
 
 def _wait_until_gone(folder: Path) -> None:
@@ -387,30 +390,30 @@ def processes_in(folder: Path) -> list[int]:
     """Processes whose working directory is inside a folder; those of other users are not
     visible.
     """
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         where = _target(entry / "cwd")
         if where and Path(where).is_relative_to(folder) and _state(entry) not in ("Z", ""):
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
 def _listening(pid: int) -> dict[str, int]:
     """Ports on which a process listens, in its network namespace."""
     table = _listening_sockets(Path("/proc", str(pid), "net"))
-    found = {}
+    ports = {}
     for link in _entries(Path("/proc", str(pid), "fd")):
         inode = _target(link).removeprefix("socket:[").removesuffix("]")
         if inode in table:
-            found[inode] = table[inode]
-    return found
+            ports[inode] = table[inode]
+    return ports
 
 
 def _listening_sockets(net: Path) -> dict[str, int]:
     """Listening TCP sockets of a network namespace: port by inode."""
-    found = {}
+    ports = {}
     for name in ("tcp", "tcp6"):
         try:
             lines = (net / name).read_text().splitlines()[1:]
@@ -418,8 +421,8 @@ def _listening_sockets(net: Path) -> dict[str, int]:
             continue
         for fields in map(str.split, lines):
             if len(fields) > 9 and fields[3] == _LISTEN_STATE:
-                found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
-    return found
+                ports[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    return ports
 
 
 def _shared_memory() -> list[str]:
@@ -433,15 +436,15 @@ def _shared_memory() -> list[str]:
 
 def _open_in_shared_memory() -> set[str]:
     """Names in /dev/shm that a process has mapped or open."""
-    found = set()
+    names = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         for link in (*_entries(entry / "fd"), *_entries(entry / "map_files")):
             where = Path(_target(link))
             if where.parent == _SHM:
-                found.add(where.name)
-    return found
+                names.add(where.name)
+    return names
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -523,7 +526,8 @@ def main(path: Path) -> int:
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
             _show({"kind": "verdict", **verdict})
-        _show({"kind": "result", **refused_result(error.exit_code, body["problems"], verdict)})  # type: ignore[arg-type]
+        result = refused_result(error.exit_code, body["problems"], verdict)  # type: ignore[arg-type]
+        _show({"kind": "result", **result})
         return error.exit_code
 
 

@@ -198,13 +198,13 @@ class SmallDisk(Sandbox):
 
 
 class ReadOnlyDisk(SmallDisk):
-    """The same disk, which becomes read-only.
+    """A small disk that becomes read-only.
 
     Without root: directories that lose their write permission.
     """
 
     def why_unavailable(self) -> str:
-        """As for the small disk; without root nothing is mounted."""
+        """Why it cannot be mounted; empty without root, since nothing is mounted then."""
         return (super().why_unavailable() or needs_root("mounts", "nsenter")) if os.geteuid() == 0 else ""
 
     def words(self, node: int, words: Sequence[str]) -> list[str]:
@@ -427,12 +427,12 @@ class TwoNetworks(Sandbox):
 def _remove_old_networks() -> None:
     """Removes leftovers of drills that were killed."""
     for line in _run("ip", "netns", "list").stdout.splitlines():
-        found = re.match(rf"{_NETWORK_PREFIX}(\d+)n\d\b", line)
-        if found and not Path("/proc", found[1]).exists():
-            _remove_namespace(found[0])
-    for found in re.finditer(rf"\d+: ({_NETWORK_PREFIX}(\d+)b):", _run("ip", "-o", "link").stdout):
-        if not Path("/proc", found[2]).exists():
-            _run("ip", "link", "del", found[1])
+        matched = re.match(rf"{_NETWORK_PREFIX}(\d+)n\d\b", line)
+        if matched and not Path("/proc", matched[1]).exists():
+            _remove_namespace(matched[0])
+    for matched in re.finditer(rf"\d+: ({_NETWORK_PREFIX}(\d+)b):", _run("ip", "-o", "link").stdout):
+        if not Path("/proc", matched[2]).exists():
+            _run("ip", "link", "del", matched[1])
 
 
 def _remove_namespace(namespace: str) -> None:

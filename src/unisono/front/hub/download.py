@@ -67,7 +67,7 @@ class RemoteRepo:
 
 
 @dataclass(frozen=True)
-class Selection:
+class FileSelection:
     """Which files of a repository are downloaded, and why others are not."""
 
     files: tuple[RemoteFile, ...]
@@ -194,7 +194,7 @@ def _remote_file(file: Any) -> RemoteFile:
     return RemoteFile(file.rfilename, size, str((file.lfs.sha256 if file.lfs else file.blob_id) or ""))
 
 
-def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
+def select_files(repo: RemoteRepo, *, trust: bool) -> FileSelection:
     """All files of a dataset; of a model all but weights that unisono does not read.
 
     Args:
@@ -204,7 +204,7 @@ def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
         ModelError: if a model has only pickled weights, without `trust`.
     """
     if repo.kind == "dataset":
-        return Selection(repo.files)
+        return FileSelection(repo.files)
     pickles = [file for file in repo.files if file.path.lower().endswith(PICKLES)]
     has_safe = any(file.path.endswith(".safetensors") for file in repo.files)
     if pickles and not has_safe and not trust:
@@ -218,11 +218,11 @@ def select_files(repo: RemoteRepo, *, trust: bool) -> Selection:
     if has_safe:
         left_out |= {file.path for file in repo.files if file.path.lower().endswith(_OF_OTHERS)}
     kept = tuple(file for file in repo.files if file.path not in left_out)
-    return Selection(kept, tuple(sorted(left_out)))
+    return FileSelection(kept, tuple(sorted(left_out)))
 
 
 def download(
-    repo: RemoteRepo, revision: str | None, selection: Selection, on_progress: Callable[[int], None]
+    repo: RemoteRepo, revision: str | None, selection: FileSelection, on_progress: Callable[[int], None]
 ) -> Path:
     """The directory of the cache with the files.
 
@@ -253,10 +253,10 @@ def download(
         )
 
     with _reported(blobs, on_progress):
-        found = Path(_tried(fetch, repo.name, revision))
+        directory = Path(_tried(fetch, repo.name, revision))
     _note_revision(repo, revision or "main")
     on_progress(selection.bytes)
-    return found
+    return directory
 
 
 def _note_revision(repo: RemoteRepo, revision: str) -> None:
@@ -290,7 +290,7 @@ def _reported(blobs: Path, on_progress: Callable[[int], None]) -> Iterator[None]
         thread.join()
 
 
-def verify_download(repo: RemoteRepo, selection: Selection, directory: Path) -> CacheCheck:
+def verify_download(repo: RemoteRepo, selection: FileSelection, directory: Path) -> CacheCheck:
     """Reads the downloaded files, and compares them with the digests that the hub lists.
 
     A damaged one is removed from the cache.
@@ -298,17 +298,17 @@ def verify_download(repo: RemoteRepo, selection: Selection, directory: Path) -> 
     Raises:
         IntegrityError: if one is missing or differs.
     """
-    found = CacheCheck()
+    checked = CacheCheck()
     for file in selection.files:
-        _compare(directory / file.path, file.path, file.digest, file.bytes, found)
-    if found.damaged:
+        _compare(directory / file.path, file.path, file.digest, file.bytes, checked)
+    if checked.damaged:
         for file in selection.files:
-            if any(line.startswith(f"{file.path}: ") for line in found.damaged):
+            if any(line.startswith(f"{file.path}: ") for line in checked.damaged):
                 _remove(directory / file.path)
         raise damage(
-            repo.name, found, directory, "run the same command again: the damaged files were removed"
+            repo.name, checked, directory, "run the same command again: the damaged files were removed"
         )
-    return found
+    return checked
 
 
 def verify_cache(name: str, revision: str | None) -> tuple[Path, CacheCheck]:
@@ -320,25 +320,25 @@ def verify_cache(name: str, revision: str | None) -> tuple[Path, CacheCheck]:
         IntegrityError: if a file is damaged or incomplete.
     """
     _refuse_paths(name.removeprefix(_DATASETS), revision)
-    place = _cached(name.removeprefix(_DATASETS), revision, only_data=name.startswith(_DATASETS))
-    found = CacheCheck()
-    for file in sorted(path for path in place.rglob("*") if not path.is_dir()):
+    directory = _cached(name.removeprefix(_DATASETS), revision, only_data=name.startswith(_DATASETS))
+    checked = CacheCheck()
+    for file in sorted(path for path in directory.rglob("*") if not path.is_dir()):
         digest = file.readlink().name if file.is_symlink() else ""
-        _compare(file, str(file.relative_to(place)), digest, None, found)
-    if found.damaged:
+        _compare(file, str(file.relative_to(directory)), digest, None, checked)
+    if checked.damaged:
         fix = f"delete these files, and run `unisono download {name}` again"
-        raise damage(name, found, place, fix)
-    return place, found
+        raise damage(name, checked, directory, fix)
+    return directory, checked
 
 
 def _cached(name: str, revision: str | None, *, only_data: bool) -> Path:
     cache = read_environment().hub_cache
     for kind in ("datasets",) if only_data else ("models", "datasets"):
         folder = cache / f"{kind}--{name.replace('/', '--')}"
-        wanted = revision or "main"
-        ref = path_below(folder / "refs", wanted)
+        requested = revision or "main"
+        ref = path_below(folder / "refs", requested)
         with contextlib.suppress(OSError, ValueError):  # it does not hold a commit
-            commit = read_text(ref, most_bytes=4096).strip() if ref.is_file() else wanted
+            commit = read_text(ref, most_bytes=4096).strip() if ref.is_file() else requested
             snapshot = path_below(folder / "snapshots", commit)
             if snapshot.is_dir():
                 return snapshot
@@ -349,31 +349,31 @@ def _cached(name: str, revision: str | None, *, only_data: bool) -> Path:
     )
 
 
-def damage(name: str, found: CacheCheck, place: Path, fix: str) -> IntegrityError:
+def damage(name: str, checked: CacheCheck, directory: Path, fix: str) -> IntegrityError:
     """The error for damaged files."""
     return IntegrityError(
         *(
-            Problem(f"{name}: {line}", str(place), "its content is not what the hub lists", fix)
-            for line in found.damaged
+            Problem(f"{name}: {line}", str(directory), "its content is not what the hub lists", fix)
+            for line in checked.damaged
         )
     )
 
 
-def _compare(file: Path, name: str, digest: str, size: int | None, found: CacheCheck) -> None:
+def _compare(file: Path, name: str, digest: str, size: int | None, checked: CacheCheck) -> None:
     try:
         length = file.stat().st_size
     except OSError:
-        found.damaged.append(f"{name}: it is missing")
+        checked.damaged.append(f"{name}: it is missing")
         return
     if size is not None and length != size:
-        found.damaged.append(f"{name}: it has {length} bytes, and should have {size}")
+        checked.damaged.append(f"{name}: it has {length} bytes, and should have {size}")
     elif not (is_known := _DIGEST.fullmatch(digest)):
-        found.unverified.append(name)
+        checked.unverified.append(name)
     elif digest_of(file, git=len(is_known[0]) == 40) != digest:
-        found.damaged.append(f"{name}: its content does not have the digest {digest[:12]}…")
+        checked.damaged.append(f"{name}: its content does not have the digest {digest[:12]}…")
     else:
-        found.verified += 1
-        found.bytes += length
+        checked.verified += 1
+        checked.bytes += length
 
 
 def digest_of(file: Path, *, git: bool) -> str:
@@ -503,7 +503,7 @@ def _denied(name: str, hub: Hub, status: int, *, writes: bool, gated: bool) -> t
     return f"there is no {name} at {hub.endpoint}, or it is private", fix
 
 
-def describe_selection(repo: RemoteRepo, selection: Selection) -> str:
+def describe_selection(repo: RemoteRepo, selection: FileSelection) -> str:
     """One line: what will be downloaded."""
     skipped = f"; {len(selection.skipped)} not needed" if selection.skipped else ""
     return (

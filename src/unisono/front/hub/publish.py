@@ -84,7 +84,7 @@ def refuse_unready(root: Path, step: int | None) -> None:
         return
     result = read_object(run.result) if run.result.is_file() else {}
     running = watched_holder(run.lock) is not None
-    final = next((place for place in (run.adapter, run.model) if place.is_dir()), None)
+    final = next((path for path in (run.adapter, run.model) if path.is_dir()), None)
     if running or result.get("outcome") != "completed" or final is None:
         ended = shown_outcome(str(result.get("outcome") or "unknown"), result.get("verdict"))
         outcome = "it is running" if running else f"its outcome is {ended}"
@@ -146,8 +146,8 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
     """
     run = RunDir(root)
     plan = read_object(run.plan)
-    asked = {"target": str(root), "out": str(out), "merge": merge, "step": step, "format": None}
-    made = run_task("export", asked, on_message=show)
+    request = {"target": str(root), "out": str(out), "merge": merge, "step": step, "format": None}
+    made = run_task("export", request, on_message=show)
     private = sorted(set(_local_paths(plan)) | {str(root.absolute()), str(out)}, key=len)
     base = base_of(plan)
     for name in _SETTINGS:
@@ -216,19 +216,19 @@ def _refuse_private(directory: Path, private: Iterable[str]) -> None:
 
     Weights and the words of tokenizers are not searched for secrets.
     """
-    found = []
+    private_parts = []
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         if file.suffix == ".safetensors" or file.stat().st_size > _TEXT_BYTES:
             continue
         text = file.read_text("utf-8", errors="replace")
-        found += [f"{file.name} has the path {path}" for path in private if path in text]
+        private_parts += [f"{file.name} has the path {path}" for path in private if path in text]
         if file.name in (CARD, *_SETTINGS) and any(is_secret(word) for word in re.split(r"[\s\"'`|]+", text)):
-            found.append(f"{file.name} has a secret")
-    if found:
+            private_parts.append(f"{file.name} has a secret")
+    if private_parts:
         raise UsageError.of(
             "the files would show what concerns only this machine",
             where=str(directory),
-            why="; ".join(found[:3]),
+            why="; ".join(private_parts[:3]),
             fix="`unisono export RUN OUT`, edit the file, and upload OUT with `hf upload`",
         )
 
@@ -316,9 +316,9 @@ def _data(run: RunDir, plan: dict[str, Any]) -> str:
     for source in objects_of(ledger.get("sources")):
         cells = [_public(str(source.get("path"))), *(source.get(key) for key in ("rows", "used", "tokens"))]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-    found = plan.get("data") or {}
+    facts = plan.get("data") or {}
     digests = {"files": "files_digest", "rows in order": "rows_digest", "tokenizer": "tokenizer_digest"}
-    told = [f"{name} `{found[key]}`" for name, key in digests.items() if found.get(key)]
+    told = [f"{name} `{facts[key]}`" for name, key in digests.items() if facts.get(key)]
     model = (plan.get("model") or {}).get("digest")
     told += [f"base model `{model}`"] if model else []
     return "\n".join(lines) + (f"\n\nDigests (XXH3-128): {', '.join(told)}." if told else "")
@@ -360,7 +360,7 @@ def _versions(run: RunDir) -> str:
 
 
 def public_config(value: Any, key: str = "") -> Any:
-    """The same config without secrets, outputs, null values, and the directories of local paths."""
+    """The config without secrets, outputs, null values, and the directories of local paths."""
     if isinstance(value, dict):
         kept = {name: public_config(inner, name) for name, inner in value.items() if name not in _HIDDEN_KEYS}
         return {name: inner for name, inner in kept.items() if inner not in (None, {}, [])}
@@ -416,15 +416,15 @@ def verify_upload(made: Publication, commit: str) -> None:
         IntegrityError: if one is missing or differs.
     """
     listed = {file.path: file for file in find_repo(made.repo, commit).files}
-    found = CacheCheck()
+    checked = CacheCheck()
     for file in made.files:
         remote = listed.get(file.path)
         if remote is None:
-            found.damaged.append(f"{file.path}: it is missing at the hub")
+            checked.damaged.append(f"{file.path}: it is missing at the hub")
             continue
         is_git = len(remote.digest) == 40
-        own = digest_of(made.directory / file.path, git=True) if is_git else file.digest
-        if remote.bytes != file.bytes or (remote.digest and remote.digest != own):
-            found.damaged.append(f"{file.path}: the hub lists different content")
-    if found.damaged:
-        raise damage(made.repo, found, made.directory, "run the same command again")
+        local_digest = digest_of(made.directory / file.path, git=True) if is_git else file.digest
+        if remote.bytes != file.bytes or (remote.digest and remote.digest != local_digest):
+            checked.damaged.append(f"{file.path}: the hub lists different content")
+    if checked.damaged:
+        raise damage(made.repo, checked, made.directory, "run the same command again")

@@ -28,9 +28,9 @@ ROWS = 16
 WAITING = 32
 """Requests that may wait for a place."""
 STOPPED_S = 5.0
-"""Of silence of a stopped process, which is certain evidence."""
+"""Seconds of silence of a stopped process, which is certain evidence."""
 RESTARTS = 3
-"""Of the process within RESTARTS_WITHIN_S; after one more death the server ends."""
+"""Restarts of the process within RESTARTS_WITHIN_S; after one more death the server ends."""
 RESTARTS_WITHIN_S = 600.0
 _TICK_S = 0.2  # between looks at a process whose pipe is silent
 _ASK_S = 1.0  # of silence, after which the process is asked for a sign of life
@@ -65,11 +65,11 @@ _REMEDY = {
 }
 """What helps a server, by cause."""
 _STATUS = {"length": (413, "context_length_exceeded")}
-"""Of a refusal of the task, by its problem; others are 400."""
+"""HTTP status and code of a refusal of the task, by its problem; others are 400."""
 
 
 @dataclass
-class Silence:
+class ModelSilence:
     """How long the process has been silent, and how long that may last. Pure.
 
     The process answers between two forwards of the model, so its longest silence is its longest
@@ -215,7 +215,7 @@ class ModelProcess:
         # The first load may take any time: the user sees its progress. After a restart, clients
         # wait for it.
         patience_s = math.inf if self._load_s is None else max(self._patience_s, 10 * self._load_s)
-        self._silence = Silence(patience_s)
+        self._silence = ModelSilence(patience_s)
         self._started_at = self._looked_at = time.monotonic()
         self._kills_before = oom_kills() or 0
         self._task = TaskProcess("serve", self._request, has_input=True, programs=self._programs)
@@ -369,7 +369,7 @@ class ModelProcess:
         if kind == "ready":
             self.facts, self._is_ready = message["facts"], True
             self._load_s = self._load_s or time.monotonic() - self._started_at
-            self._silence = Silence(self._patience_s * (1 if self.facts["in_parts"] else _WHOLE_PROMPT))
+            self._silence = ModelSilence(self._patience_s * (1 if self.facts["in_parts"] else _WHOLE_PROMPT))
             self.ready.set()
             self._fill()
         elif kind == "pieces":

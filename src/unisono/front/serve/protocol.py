@@ -171,7 +171,7 @@ class ChatRequest(_Request):
         return bool(self.tools) and self.tool_choice != "none"
 
     def asks(self) -> list[dict[str, Any]]:
-        """As in `_Request`."""
+        """One request to the task, with the messages."""
         if self.messages[-1].role == "assistant":
             raise ApiError(
                 400, "the conversation ends with an answer; it must end with a question", param="messages"
@@ -180,8 +180,8 @@ class ChatRequest(_Request):
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
         limit = self.max_completion_tokens or self.max_tokens
         marks = list(CALL_MARKS) if self.may_call else []
-        asked = {"messages": messages, "tools": tools, "max_tokens": limit, "place": 0, "marks": marks}
-        return [self.sampling() | asked]
+        question = {"messages": messages, "tools": tools, "max_tokens": limit, "place": 0, "marks": marks}
+        return [self.sampling() | question]
 
     def reader(self) -> "ToolCallReader | None":
         """For the answer; None if it cannot call tools."""
@@ -206,13 +206,13 @@ class CompletionRequest(_Request):
     suffix: Literal[""] | None = None
 
     def asks(self) -> list[dict[str, Any]]:
-        """As in `_Request`."""
+        """The requests to the task, one for each prompt."""
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         limit = self.max_tokens or _USUAL_TOKENS
         settings = self.sampling() | {"max_tokens": limit}
-        return [settings | {"prompt": prompt, "place": place} for place, prompt in enumerate(prompts)]
+        return [settings | {"prompt": prompt, "place": index} for index, prompt in enumerate(prompts)]
 
 
 def read_request(kind: type[_Request], data: bytes, *, model: str) -> Any:
@@ -257,13 +257,13 @@ def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
     """The first thing that is wrong with a request."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
-    place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
+    field = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return ApiError(400, f"the parameter {name} is not known here", param=name, code="unknown_parameter")
     if first["type"] == "missing":
-        return ApiError(400, f"{place} is missing", param=name, code="missing_required_parameter")
+        return ApiError(400, f"{field} is missing", param=name, code="missing_required_parameter")
     given = one_line(json.dumps(value.get(name)), limit=80)
-    message = f"{place} is not valid: {first['msg']}; {name} is {given}"
+    message = f"{field} is not valid: {first['msg']}; {name} is {given}"
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -325,9 +325,9 @@ class Objects:
             if not self.is_chat:
                 choices.append(_choice(index, why) | {"text": text})
                 continue
-            found = [text] if reader is None else [*reader.push(text), *reader.close()]
-            calls = [part for part in found if not isinstance(part, str)]
-            content = "".join(part for part in found if isinstance(part, str))
+            pieces = [text] if reader is None else [*reader.push(text), *reader.close()]
+            calls = [part for part in pieces if not isinstance(part, str)]
+            content = "".join(part for part in pieces if isinstance(part, str))
             message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
             if calls:
                 message["tool_calls"] = calls
@@ -348,8 +348,8 @@ class Objects:
         arguments.
         """
         named = call | {"index": number, "function": call["function"] | {"arguments": ""}}
-        rest = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
-        return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, rest)]
+        arguments = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+        return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, arguments)]
 
     def ended(self, why: str, reader: "ToolCallReader | None") -> str:
         """The reason for the end of an answer, for the client: stop, length or tool_calls."""
@@ -427,29 +427,29 @@ class ToolCallReader:
 
     def close(self) -> list["str | Call"]:
         """The rest, after the last piece."""
-        found = self._read(is_over=True)
+        pieces = self._read(is_over=True)
         if self._space and not self.calls:
-            found.append(self._space)
-        return found
+            pieces.append(self._space)
+        return pieces
 
     def _read(self, *, is_over: bool) -> list["str | Call"]:
-        found: list[str | Call] = []
+        pieces: list[str | Call] = []
         while self._held:
             if self._is_after_call and not is_over and self._held.strip() in ("", ";"):
                 break
             start = self._start()
             if start is None:
-                self._say(found, len(self._held) - (0 if is_over else self._beginning_of_a_mark()))
+                self._say(pieces, len(self._held) - (0 if is_over else self._beginning_of_a_mark()))
                 break
-            self._say(found, start)
+            self._say(pieces, start)
             length, calls = self._calls_at_beginning(is_over=is_over)
             if length == 0 and not is_over:
                 break  # it is not complete
             if calls:
-                self._give(found, calls, length)
+                self._give(pieces, calls, length)
             else:
-                self._say(found, length or len(self._held))
-        return found
+                self._say(pieces, length or len(self._held))
+        return pieces
 
     def _start(self) -> int | None:
         """Where a call may begin in what is held."""
@@ -467,7 +467,7 @@ class ToolCallReader:
         is_first = not self._has_text and "Action:".startswith(self._held)
         return len(self._held) if is_first else max(_overlap(self._held, mark) for mark in _MARKS)
 
-    def _say(self, found: list["str | Call"], count: int) -> None:
+    def _say(self, pieces: list["str | Call"], count: int) -> None:
         """Gives so many characters as text, without spaces around calls."""
         text, self._held = self._space + self._held[:count], self._held[count:]
         if self._is_after_call:
@@ -475,14 +475,14 @@ class ToolCallReader:
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
-            found.append("\n" + kept if self._is_after_call and self._has_text else kept)
+            pieces.append("\n" + kept if self._is_after_call and self._has_text else kept)
             self._has_text, self._is_after_call = True, False
 
-    def _give(self, found: list["str | Call"], calls: list[Call], length: int) -> None:
+    def _give(self, pieces: list["str | Call"], calls: list[Call], length: int) -> None:
         self._held, self._space, self._is_after_call = self._held[length:], "", True
         for call in calls:
             if self._most is None or self.calls < self._most:
-                found.append(call)
+                pieces.append(call)
                 self.calls += 1
 
     def _calls_at_beginning(self, *, is_over: bool) -> tuple[int, list[Call]]:
@@ -518,10 +518,10 @@ def _is_foreign(text: str) -> bool:
 
 def _tagged(text: str, *, is_over: bool) -> tuple[int, list[Call]]:
     value, end = _json_at(text, len("<tool_call>"))
-    rest = text[end:].lstrip()
-    if end and rest.startswith(_END):
-        return len(text) - len(rest) + len(_END), _calls_of(value)
-    if end and _END.startswith(rest):
+    after = text[end:].lstrip()
+    if end and after.startswith(_END):
+        return len(text) - len(after) + len(_END), _calls_of(value)
+    if end and _END.startswith(after):
         return (len(text), _calls_of(value)) if is_over else (0, [])
     close = text.find(_END)
     is_in_text = not is_over and _is_cut(text[len("<tool_call>") :])

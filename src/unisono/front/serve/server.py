@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from unisono.base.errors import UsageError
 from unisono.base.files import open_given
 from unisono.base.text import one_line
-from unisono.front.http_server import Connection, host_name, origin_host, running_server
+from unisono.front.http_server import HttpConnection, host_name, origin_host, running_server
 from unisono.front.serve.model_process import Ask, ModelProcess
 from unisono.front.serve.protocol import (
     ApiError,
@@ -50,7 +50,7 @@ _PEER_GONE_MS = 60_000  # without an acknowledgement: a machine that vanished, o
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """The keys that a client may send; none: everybody on this machine is served."""
 
     values: tuple[bytes, ...] = field(default=(), repr=False)
@@ -61,11 +61,11 @@ class Keys:
         Takes the same time for all wrong ones.
         """
         kind, _, given = (header or "").partition(" ")
-        found = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
-        return kind.lower() == "bearer" and any(found)
+        matches = [hmac.compare_digest(given.strip().encode(), value) for value in self.values]
+        return kind.lower() == "bearer" and any(matches)
 
 
-def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable[[str], None]) -> Keys:
+def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable[[str], None]) -> ApiKeys:
     """The keys of `--key-file` (one per line), else that of UNISONO_SERVE_KEY.
 
     Raises:
@@ -77,7 +77,7 @@ def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable
             raise UsageError.of(
                 "UNISONO_SERVE_KEY is blank", where="environment", fix="set a key, or unset it"
             )
-        return Keys((key.encode(),) if key else ())
+        return ApiKeys((key.encode(),) if key else ())
     try:
         with open_given(file.expanduser()) as stream:
             mode = stat.S_IMODE(file.expanduser().stat().st_mode)
@@ -96,10 +96,10 @@ def read_keys(file: Path | None, from_environment: str | None, *, warn: Callable
         )
     if mode & 0o077:
         warn(f"warning: {file} can be read or changed by other users (mode {mode:04o}): chmod 600 {file}")
-    return Keys(keys)
+    return ApiKeys(keys)
 
 
-def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
+def listen(host: str, port: int | None, keys: ApiKeys) -> socket.socket:
     """A socket that listens on the address of the server.
 
     Args:
@@ -132,7 +132,7 @@ def listen(host: str, port: int | None, keys: Keys) -> socket.socket:
 class Api:
     """The application: routes, keys, and answers in OpenAI's form."""
 
-    def __init__(self, model: ModelProcess, *, name: str, keys: Keys, created: int) -> None:
+    def __init__(self, model: ModelProcess, *, name: str, keys: ApiKeys, created: int) -> None:
         self._model = model
         self._name = name
         self._keys = keys
@@ -229,20 +229,20 @@ class Api:
             return await asyncio.to_thread(read_request, kind, data, model=self._name)
 
     async def _answer(self, request: Request, kind: Any) -> Response:
-        wanted = await self._read(kind, request)
-        asks = self._model.submit(wanted.asks())
+        parsed = await self._read(kind, request)
+        asks = self._model.submit(parsed.asks())
         answer = _Answer(
             asks,
             Objects(self._name, is_chat=kind is ChatRequest),
-            reader=wanted.reader() if kind is ChatRequest else None,
-            shows_usage=bool(wanted.stream_options and wanted.stream_options.include_usage),
+            reader=parsed.reader() if kind is ChatRequest else None,
+            shows_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
         )
         try:
             begun = await _while_connected(request, answer.begin())
             if begun is None:
                 return _nobody(self._model, asks)
-            if wanted.stream:
-                return _Stream(answer.events(), on_end=lambda: self._model.drop(asks))
+            if parsed.stream:
+                return _EventStream(answer.events(), on_end=lambda: self._model.drop(asks))
             whole = await _while_connected(request, answer.whole())
             return _nobody(self._model, asks) if whole is None else JSONResponse(whole)
         except BaseException:  # cancellation, too, frees the places
@@ -250,7 +250,7 @@ class Api:
             raise
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Server-sent events.
 
     `on_end` is called in any case: an iterator that was never begun would not run its own
@@ -352,20 +352,20 @@ async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any
         async for message in asks[0].rest():
             yield 0, message
         return
-    found: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:
             async for message in asks[index].rest():
-                found.put_nowait((index, message))
+                messages.put_nowait((index, message))
         except ApiError as error:
-            found.put_nowait((index, error))
+            messages.put_nowait((index, error))
 
     readers = [asyncio.create_task(pass_on(index)) for index in range(len(asks))]
     try:
         left = len(asks)
         while left:
-            index, news = await found.get()
+            index, news = await messages.get()
             if isinstance(news, ApiError):
                 raise news
             left -= news["kind"] == "answered"
@@ -448,7 +448,7 @@ async def _show_defect(_: Request, error: Exception) -> Response:
     return _error_response(ApiError(500, f"the server failed: {type(error).__name__}", code="server_error"))
 
 
-class _Connection(Connection):
+class _ClientConnection(HttpConnection):
     """A connection of a client."""
 
     refusal = _error_response(
@@ -461,7 +461,7 @@ async def serve(
     listener: socket.socket,
     *,
     name: str,
-    keys: Keys,
+    keys: ApiKeys,
     grace_s: float,
     on_ready: Callable[[], None],
     created: int,
@@ -494,7 +494,7 @@ async def serve(
     api = Api(model, name=name, keys=keys, created=created)
     settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _CLOSE_S}
     try:
-        async with running_server(api, listener, connection=_Connection, send_s=_SEND_S, **settings):
+        async with running_server(api, listener, connection=_ClientConnection, send_s=_SEND_S, **settings):
             model.start()
             await _first(stop, model.ready.wait(), model.ended.wait())
             if model.failure is None and not stop.done():

@@ -45,8 +45,8 @@ class ResourceRequest:
     def bundle(self) -> dict[str, float]:
         """The request as a bundle of Ray."""
         memory = self.nproc * MEMORY_OF_A_RANK_BYTES + RESERVE_BYTES
-        found: dict[str, float] = {"CPU": self.nproc, "memory": memory}
-        return found | ({"GPU": self.gpus} if self.gpus else {})
+        resources: dict[str, float] = {"CPU": self.nproc, "memory": memory}
+        return resources | ({"GPU": self.gpus} if self.gpus else {})
 
     def __str__(self) -> str:
         return (
@@ -139,12 +139,12 @@ def find_ray_head() -> RayHead:
 def living_nodes() -> list[RayNode]:
     """The live nodes of the cluster, sorted by host."""
     import ray
-    from ray._private.state import (
-        available_resources_per_node,
-    )  # 2.60: no public function gives the free resources of each node
+
+    # 2.60: no public function gives the free resources of each node.
+    from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    found = [
+    alive = [
         RayNode(
             str(node["NodeID"]),
             str(node["NodeManagerHostname"]),
@@ -155,28 +155,28 @@ def living_nodes() -> list[RayNode]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(found, key=lambda node: (node.host, node.address))
+    return sorted(alive, key=lambda node: (node.host, node.address))
 
 
-def refuse_too_small(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int) -> None:
+def refuse_too_small(nodes: Sequence[RayNode], request: ResourceRequest, least: int) -> None:
     """Checks that the cluster could run the job when idle.
 
     Raises:
         UnfitError: with the requested resources and those of each node.
     """
-    fit = [node for node in nodes if node.could_have(wanted.bundle)]
+    fit = [node for node in nodes if node.could_have(request.bundle)]
     if len(fit) < least:
         raise no_capacity(
-            nodes, wanted, least, why=f"{len(fit)} of {len(nodes)} nodes of the cluster are large enough"
+            nodes, request, least, why=f"{len(fit)} of {len(nodes)} nodes of the cluster are large enough"
         )
 
 
-def no_capacity(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *, why: str) -> UnfitError:
+def no_capacity(nodes: Sequence[RayNode], request: ResourceRequest, least: int, *, why: str) -> UnfitError:
     """The error for a cluster that cannot provide the nodes."""
-    available = "; ".join(node.describe(wanted.bundle) for node in nodes) or "no live node"
+    available = "; ".join(node.describe(request.bundle) for node in nodes) or "no live node"
     return UnfitError.of(
         f"the Ray cluster has no room for {least} node{'' if least == 1 else 's'}: {why}",
-        where=f"requested: {wanted}",
+        where=f"requested: {request}",
         why=f"available: {available}",
         fix="lower --nodes or --nproc, wait for other jobs there (`ray status`), or add nodes",
     )
@@ -184,7 +184,7 @@ def no_capacity(nodes: Sequence[RayNode], wanted: ResourceRequest, least: int, *
 
 @contextlib.contextmanager
 def reserved(
-    wanted: ResourceRequest,
+    request: ResourceRequest,
     *,
     nodes: int,
     least: int,
@@ -195,7 +195,7 @@ def reserved(
     """One actor on each reserved node, in one placement group; both are removed on exit.
 
     Args:
-        wanted: resources on each node.
+        request: resources on each node.
         nodes: the largest number of nodes.
         least: the smallest sufficient number, used if there is no room for more now.
         timeout_s: how long to wait for resources in use by others.
@@ -210,8 +210,8 @@ def reserved(
 
     ray.cloudpickle.register_pickle_by_value(ray_node_actor)
     began = time.monotonic()
-    patience = _Waiting(began, began + timeout_s, note, stopped)
-    group, count = _reserve(wanted, nodes=nodes, least=least, patience=patience)
+    patience = _Patience(began, began + timeout_s, note, stopped)
+    group, count = _reserve(request, nodes=nodes, least=least, patience=patience)
     actors: list[Any] = []
     try:
         for index in range(count):
@@ -219,8 +219,8 @@ def reserved(
                 placement_group=group, placement_group_bundle_index=index
             )
             options = {
-                "num_cpus": wanted.nproc,
-                "num_gpus": wanted.gpus,
+                "num_cpus": request.nproc,
+                "num_gpus": request.gpus,
                 "max_restarts": 0,
                 "max_concurrency": 8,
             }
@@ -234,7 +234,7 @@ def reserved(
         _bounded(partial(remove_placement_group, group))
 
 
-def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Waiting") -> tuple[Any, int]:
+def _reserve(request: ResourceRequest, *, nodes: int, least: int, patience: "_Patience") -> tuple[Any, int]:
     """A ready placement group, and the number of its nodes.
 
     Raises:
@@ -245,13 +245,13 @@ def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Wai
     name = f"unisono-{secrets.token_hex(4)}"
     while True:
         living = living_nodes()
-        refuse_too_small(living, wanted, least)
-        fit = [node for node in living if node.could_have(wanted.bundle)]
-        with_space = [node for node in fit if node.has_free(wanted.bundle)]
+        refuse_too_small(living, request, least)
+        fit = [node for node in living if node.could_have(request.bundle)]
+        with_space = [node for node in fit if node.has_free(request.bundle)]
         count = min(nodes, len(fit), max(least, len(with_space)))
-        group = placement_group([wanted.bundle] * count, strategy=_SPREAD, name=name)
+        group = placement_group([request.bundle] * count, strategy=_SPREAD, name=name)
         try:
-            if _wait_for_group(group, wanted, count, patience):
+            if _wait_for_group(group, request, count, patience):
                 return group, count
         except BaseException:  # not ready and no longer needed; raised again
             remove_placement_group(group)
@@ -260,14 +260,14 @@ def _reserve(wanted: ResourceRequest, *, nodes: int, least: int, patience: "_Wai
 
 
 @dataclass
-class _Waiting:
+class _Patience:
     began: float
     until: float
     note: Callable[[str], None]
     stopped: Callable[[], bool]
 
 
-def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _Waiting) -> bool:
+def _wait_for_group(group: Any, request: ResourceRequest, count: int, patience: _Patience) -> bool:
     """Waits until the placement group is ready; False if the cluster has become too small for it.
 
     Raises:
@@ -276,14 +276,14 @@ def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _
     noted = time.monotonic() - _NOTE_EVERY_S + 2.0
     while not group.wait(0.5):
         nodes, now = living_nodes(), time.monotonic()
-        if sum(node.could_have(wanted.bundle) for node in nodes) < count:
+        if sum(node.could_have(request.bundle) for node in nodes) < count:
             return False
         if patience.stopped():
-            raise no_capacity(nodes, wanted, count, why="it was stopped while it waited")
+            raise no_capacity(nodes, request, count, why="it was stopped while it waited")
         if now > patience.until:
             raise no_capacity(
                 nodes,
-                wanted,
+                request,
                 count,
                 why=f"no room became free within {patience.until - patience.began:.0f} s",
             )
@@ -291,7 +291,7 @@ def _wait_for_group(group: Any, wanted: ResourceRequest, count: int, patience: _
             noted = now
             patience.note(
                 f"waiting for room on {count} nodes of the Ray cluster ({now - patience.began:.0f} s): "
-                + "; ".join(node.describe(wanted.bundle) for node in nodes)
+                + "; ".join(node.describe(request.bundle) for node in nodes)
             )
     return True
 

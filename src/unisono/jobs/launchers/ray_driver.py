@@ -29,7 +29,7 @@ from unisono.jobs.launchers.ray_cluster import (
     reserved,
     resources_for,
 )
-from unisono.jobs.launchers.ray_job_attempt import AttemptEnd, JobAttempt, RayJobRequest
+from unisono.jobs.launchers.ray_job_attempt import JobAttempt, JobAttemptEnd, RayJobRequest
 from unisono.jobs.launchers.ray_node_fronts import (
     ActorLost,
     JobNode,
@@ -102,7 +102,7 @@ class _Driver:
                 if lost is None:
                     raise
                 self._note(f"cannot restart: {error}")
-                return self._outcome(AttemptEnd(lost=lost))
+                return self._outcome(JobAttemptEnd(lost=lost))
             lost = attempt.lost
             if lost is not None:
                 self.reporter.send("verdict", **lost.to_json())
@@ -119,16 +119,16 @@ class _Driver:
                 f"restarting on the remaining nodes ({len(self.restarts)} of {self.request.config.restarts})"
             )
 
-    def _outcome(self, attempt: AttemptEnd) -> dict[str, Any]:
+    def _outcome(self, attempt: JobAttemptEnd) -> dict[str, Any]:
         lost = attempt.lost.to_json() if attempt.lost is not None else None
         return {"last": attempt.last, "lost": lost, "restarts": self.restarts, "step": attempt.step}
 
-    def _start(self) -> AttemptEnd:
-        wanted = resources_for(self.request.nproc, self.request.config.device, living_nodes())
+    def _start(self) -> JobAttemptEnd:
+        resources = resources_for(self.request.nproc, self.request.config.device, living_nodes())
         unit = "node" if self.request.nodes == 1 else "nodes"
-        self._note(f"requesting {self.request.nodes} {unit} from the Ray cluster: {wanted}")
+        self._note(f"requesting {self.request.nodes} {unit} from the Ray cluster: {resources}")
         with reserved(
-            wanted,
+            resources,
             nodes=self.request.nodes,
             least=self.request.least,
             timeout_s=self.request.join_timeout_s,
@@ -234,9 +234,9 @@ def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
 
     with connected(request.address):
         connecting.set()
-        wanted = resources_for(request.nproc, request.device, living_nodes())
+        resources = resources_for(request.nproc, request.device, living_nodes())
         with reserved(
-            wanted,
+            resources,
             nodes=request.nodes,
             least=request.least,
             timeout_s=request.join_timeout_s,

@@ -136,8 +136,8 @@ class _Session:
                     case _:
                         self.step = int(message["step"]) if message["kind"] == "step" else self.step
                         self.show(message)
-            wanted = (self.interrupts.first is not None) + self.interrupts.twice
-            while sent < wanted and self.interrupts.first is not None:
+            received = (self.interrupts.first is not None) + self.interrupts.twice
+            while sent < received and self.interrupts.first is not None:
                 driver.send({"kind": "signal", "name": self.interrupts.first.name})
                 sent += 1
             time.sleep(_POLL_S)

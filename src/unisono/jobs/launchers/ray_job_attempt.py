@@ -88,7 +88,7 @@ class SignalSource(Protocol):
 
 
 @dataclass
-class AttemptEnd:
+class JobAttemptEnd:
     """How an attempt ended.
 
     Attributes:
@@ -119,7 +119,7 @@ class JobAttempt:
     front: SignalSource
     nodes: list[JobNode]
     ray_head: RayHead
-    _ended: AttemptEnd = field(default_factory=AttemptEnd)
+    _ended: JobAttemptEnd = field(default_factory=JobAttemptEnd)
     _planned: bool = False
     _lost_node: JobNode | None = None
     _missing_node: JobNode | None = None
@@ -131,7 +131,7 @@ class JobAttempt:
     _hosts_in_verdicts: set[str] = field(default_factory=set)
     _signals_sent: int = 0
 
-    def run(self) -> AttemptEnd:
+    def run(self) -> JobAttemptEnd:
         """How the attempt ended, after starting the fronts, following them to their end and copying
         their files here.
 
@@ -179,8 +179,8 @@ class JobAttempt:
     def _has_result(self) -> bool:
         """Whether the result in the head's message is the one in the run's directory here."""
         reported = (self._ended.last or {}).get("wall_time_s")
-        found = read_result(self._run_dir)
-        return found is not None and found.wall_time_s == reported
+        result = read_result(self._run_dir)
+        return result is not None and result.wall_time_s == reported
 
     @property
     def _run_dir(self) -> RunDir:
@@ -226,7 +226,7 @@ class JobAttempt:
 
         An existing run is sent to the node first, so that it can be resumed there.
         """
-        found = []
+        mirrors = []
         job = (  # folders of an earlier attempt may still be in deletion
             f"{self.request.job}-{secrets.token_hex(4)}"
         )
@@ -239,8 +239,8 @@ class JobAttempt:
             if self._run_dir.plan.exists():
                 self.reporter.send("phase", phase="push", text=f"sending the run to {node.label}")
                 mirror.push()
-            found.append((node, mirror))
-        return found
+            mirrors.append((node, mirror))
+        return mirrors
 
     def _start_fronts(self, output_dirs: dict[int, str]) -> None:
         """Starts all fronts, the head first; nodes without the run's directory use a local one."""

@@ -32,7 +32,8 @@ _MOST_FAILURES = 3  # consecutive failures, of a minute each: a node may be slow
 _GROWS = (".jsonl", ".log")
 _LAST = ("result.json", "verdict.json")
 _NOT_TAKEN = re.compile(
-    r"-front\.log$|(^|/)(run\.lock|\.bringing|\.unisono-head-[^/]*|\..+\.tmp-[^/]*|\.trash-[^/]*)($|/)|\.tmp-[0-9a-f]+($|/)|^nodes/"
+    r"-front\.log$|(^|/)(run\.lock|\.bringing|\.unisono-head-[^/]*|\..+\.tmp-[^/]*|\.trash-[^/]*)($|/)"
+    r"|\.tmp-[0-9a-f]+($|/)|^nodes/"
 )
 """Files that concern the head alone, or are incomplete."""
 _CHECKPOINT = re.compile(r"checkpoints/(step-\d+[^/]*)/.+")
@@ -117,7 +118,7 @@ class Mirror:
             if self._seen and not now:
                 raise ActorLost(f"the run's directory on it, {self.remote}, is gone")
             changed = [name for name, stamp in now.items() if self._seen.get(name) != stamp]
-            steps = sorted({found[1] for name in changed if (found := _CHECKPOINT.fullmatch(name))})
+            steps = sorted({matched[1] for name in changed if (matched := _CHECKPOINT.fullmatch(name))})
             others = sorted(name for name in changed if not _CHECKPOINT.fullmatch(name))
             # The metrics of a checkpoint's steps, which a resume needs, come before it; the result
             # comes last.
@@ -128,14 +129,14 @@ class Mirror:
             for name in [name for name in others if name in _LAST]:
                 self._copy(name, now[name])
             for name in sorted(set(self._seen) - set(now)):
-                self._remove(name, {found[1] for one in now if (found := _CHECKPOINT.fullmatch(one))})
+                self._remove(name, {matched[1] for one in now if (matched := _CHECKPOINT.fullmatch(one))})
 
     def _listing(self) -> dict[str, Stamp]:
-        found = self.node.listing(self.remote)
+        stamps = self.node.listing(self.remote)
         try:
             return {
                 path_below(Path(), name).as_posix(): (s[0], s[1], s[2])
-                for name, s in found.items()
+                for name, s in stamps.items()
                 if self._takes(name)
             }
         except ValueError as error:
@@ -152,9 +153,9 @@ class Mirror:
         make_private_dir(temporary)
         try:
             for name in names:
-                place = temporary / name.removeprefix(prefix)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                self._fetch(name, place)
+                destination = temporary / name.removeprefix(prefix)
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                self._fetch(name, destination)
             if target.exists():  # the same step, saved again
                 _discard(target)
             temporary.rename(target)
@@ -242,10 +243,10 @@ class Mirror:
         )
 
     def _read_all(self, name: str) -> bytes:
-        found = b""
-        while data := self.node.read(f"{self.remote}/{name}", len(found), _PART_BYTES):
-            found += data
-        return found
+        content = b""
+        while data := self.node.read(f"{self.remote}/{name}", len(content), _PART_BYTES):
+            content += data
+        return content
 
     def _fetch(self, name: str, target: Path) -> None:
         with target.open("wb") as file:
@@ -281,9 +282,9 @@ class Mirror:
         del self._seen[name]
         self._grown.pop(name, None)
         with contextlib.suppress(OSError):
-            if found := _CHECKPOINT.fullmatch(name):
-                folder = self.run.checkpoints / found[1]
-                if kept and found[1] not in kept and folder.exists():
+            if matched := _CHECKPOINT.fullmatch(name):
+                folder = self.run.checkpoints / matched[1]
+                if kept and matched[1] not in kept and folder.exists():
                     _discard(folder)
             else:
                 path.unlink()

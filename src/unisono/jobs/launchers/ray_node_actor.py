@@ -4,7 +4,7 @@ its output, and read and write files.
 Ray sends the actor's code to the node, since unisono may be missing there or have a different
 version, and the actor reports that. So it needs only the standard library.
 
-The process guard is `python -m unisono.jobs.launchers.ray_node_actor FOLDER`: it runs the node's front,
+The process guard is `python -m unisono.jobs.launchers.ray_node_actor FOLDER`: it runs the front,
 and removes everything it leaves. Ray kills an actor at once, together with its child processes. So
 the guard detaches from the actor, and runs as long as the actor holds the other end of its stdin,
 whose lines are: the job's token; then `signal NAME`, or `end`. When stdin closes, the job is over
@@ -50,7 +50,7 @@ class NodeActor:
         """The installation here: host, Python, unisono and the digests of its code; `trouble` if
         unisono is missing.
         """
-        found = {
+        facts = {
             "host": socket.gethostname(),
             "python": ".".join(map(str, sys.version_info[:3])),
             "program": sys.executable,
@@ -61,15 +61,15 @@ class NodeActor:
         }
         import ray  # this process is a worker of Ray
 
-        found["ray_node"] = ray.get_runtime_context().get_node_id()
+        facts["ray_node"] = ray.get_runtime_context().get_node_id()
         try:
             import unisono
             from unisono.guard.facts.environment import code_digests
 
-            found["unisono"], found["code"] = unisono.__version__, code_digests()
+            facts["unisono"], facts["code"] = unisono.__version__, code_digests()
         except ImportError as error:
-            found["trouble"] = f"{type(error).__name__}: {error}"
-        return found
+            facts["trouble"] = f"{type(error).__name__}: {error}"
+        return facts
 
     def sees(self, path: str) -> bool:
         """Whether a file exists here as well, in a writable folder."""
@@ -151,8 +151,8 @@ class NodeActor:
             limit = time.monotonic() + timeout_s
             while len(self._lines) <= since and self._open and time.monotonic() < limit:
                 self._changed.wait(limit - time.monotonic())
-            found = self._lines[since : since + _MOST_LINES]
-            return found, not self._open and since + len(found) >= len(self._lines)
+            lines = self._lines[since : since + _MOST_LINES]
+            return lines, not self._open and since + len(lines) >= len(self._lines)
 
     def command(self, text: str) -> None:
         """Sends a command to the process guard: `signal NAME`, or `end`."""
@@ -163,14 +163,14 @@ class NodeActor:
         """Each file below a folder, by relative path: size in bytes, modification time in ns,
         inode.
         """
-        found = {}
+        stamps = {}
         for folder, _, names in os.walk(root, onerror=_unless_missing):
             for name in names:
                 path = str(Path(folder, name))
                 with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                     status = os.lstat(path)
-                    found[os.path.relpath(path, root)] = (status.st_size, status.st_mtime_ns, status.st_ino)
-        return found
+                    stamps[os.path.relpath(path, root)] = (status.st_size, status.st_mtime_ns, status.st_ino)
+        return stamps
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         """A part of a file."""
@@ -267,7 +267,7 @@ def main(folder: Path) -> int:
     commands.start()
     code = front.wait()
     with contextlib.suppress(OSError):  # the actor is dead, but the folder still has to be removed
-        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol of this process
+        print(json.dumps({"kind": "front_ended", "code": code}), flush=True)  # noqa: T201 - the protocol
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, sys.stdout.fileno())  # the actor has read everything
     os.dup2(devnull, sys.stderr.fileno())
@@ -278,9 +278,9 @@ def main(folder: Path) -> int:
 def _follow_commands(front: "subprocess.Popen[bytes]", folder: Path) -> None:
     """Executes the commands on stdin until it closes; then removes everything."""
     for line in sys.stdin.buffer:
-        word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
+        word, _, argument = line.decode("utf-8", "replace").strip().partition(" ")
         if word == "signal" and front.poll() is None:
-            front.send_signal(signal.Signals.__members__.get(rest, signal.SIGTERM))
+            front.send_signal(signal.Signals.__members__.get(argument, signal.SIGTERM))
         elif word == "end":
             _end(front)
     front.kill()  # the kernel ends its ranks and tasks with it

@@ -113,21 +113,21 @@ class JobNode:
                 raise ActorLost(one_line(str(error), limit=600), self) from error
 
     def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
-        """As `NodeActor.listing`."""
-        found: dict[str, tuple[int, int, int]] = self.call("listing", root)
-        return found
+        """Calls `NodeActor.listing`."""
+        stamps: dict[str, tuple[int, int, int]] = self.call("listing", root)
+        return stamps
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """As `NodeActor.read`."""
-        found: bytes = self.call("read", path, offset, size)
-        return found
+        """Calls `NodeActor.read`."""
+        content: bytes = self.call("read", path, offset, size)
+        return content
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """As `NodeActor.write`."""
+        """Calls `NodeActor.write`."""
         self.call("write", path, offset, data, mode)
 
     def command(self, text: str) -> None:
-        """As `NodeActor.command`; nothing is sent to a lost actor."""
+        """Calls `NodeActor.command`; nothing is sent to a lost actor."""
         if not self.lost:
             self.actor.command.remote(text)
 
@@ -157,14 +157,14 @@ class JobNode:
         """Records lines of output; gives them as text."""
         self._taken += len(lines)
         self._over = over
-        found = [(stream, data.decode("utf-8", "replace")) for stream, data in lines]
-        printed = [one_line(text, limit=300) for stream, text in found if stream == "err" and text.strip()]
+        texts = [(stream, data.decode("utf-8", "replace")) for stream, data in lines]
+        printed = [one_line(text, limit=300) for stream, text in texts if stream == "err" and text.strip()]
         self.tail = [*self.tail, *printed][-_TAIL_LINES:]
-        for stream, text in found:
+        for stream, text in texts:
             message = read_message(text) if stream == "out" else None
             if message is not None and message["kind"] == "front_ended":
                 self.code = int(message["code"])
-        return found
+        return texts
 
 
 @dataclass
@@ -292,8 +292,8 @@ def refuse_different_install(nodes: Sequence[JobNode]) -> None:
                 " docs/how-to/ray.md)"
             ),
         )
-    own = {"python": package_versions()["python"], "unisono": __version__}
-    for name, own_value in own.items():
+    local_versions = {"python": package_versions()["python"], "unisono": __version__}
+    for name, own_value in local_versions.items():
         different = [node for node in nodes if node.facts[name] != own_value]
         if different:
             _refuse(
@@ -413,11 +413,11 @@ def ray_head_lost(head: RayHead, *, message: str = "", after_s: float | None = N
         after_s: seconds from its silence to the verdict.
     """
     known = find_cause("node_unreachable")
-    place = plain_host(head.host or head.address.rpartition(":")[0].strip("[]"))
+    host = plain_host(head.host or head.address.rpartition(":")[0].strip("[]"))
     return Verdict(
         cause="node_unreachable",
         when="during",
-        hosts=(place,),
+        hosts=(host,),
         phase="ray",
         named_after_s=after_s,
         summary=(
@@ -466,10 +466,10 @@ class RayLossFiles:
         """Ray's verdict on a node and the seconds it took; None if none arrives in time."""
         began = self._clock()
         while True:
-            found = _read_loss(Path(loss_file(self._folder, node_rank)))
+            verdict = _read_loss(Path(loss_file(self._folder, node_rank)))
             waited_s = self._clock() - began
-            if found is not None:
-                return found, waited_s
+            if verdict is not None:
+                return verdict, waited_s
             if waited_s > _PATIENCE_S:
                 return None
             time.sleep(_LOOKED_AGAIN_S)

@@ -83,16 +83,16 @@ def submit_once(
     digest = hashlib.sha256(script.encode()).hexdigest()
     if spec.run.slurm.exists():
         with _submission_lock(spec):
-            found = _find_submitted(spec, digest)
-            if found is not None:
-                return found
+            submitted = _find_submitted(spec, digest)
+            if submitted is not None:
+                return submitted
     check()
     make_private_dir(spec.run.root)
     make_private_dir(spec.run.slurm)
     with _submission_lock(spec):
-        found = _find_submitted(spec, digest)  # submitted by a concurrent command
-        if found is not None:
-            return found
+        submitted = _find_submitted(spec, digest)  # submitted by a concurrent command
+        if submitted is not None:
+            return submitted
         write_text(script_of(spec), script, mode=0o600)
         # Written before the job is submitted: a command that is killed in between can still find
         # its job by name and identify it.

@@ -96,13 +96,13 @@ def partitions() -> dict[str, Partition]:
             where=f"Slurm reports: {answer.words}",
             fix="scontrol show partition   # shows the same error",
         )
-    found = {}
+    by_name = {}
     for line in answer.out.splitlines():
         fields = fields_of(line)
         name = fields.get("PartitionName")
         if name:
             most = fields.get("MaxNodes", "")
-            found[name] = Partition(
+            by_name[name] = Partition(
                 name,
                 fields.get("State") == "UP",
                 fields.get("State", "?"),
@@ -112,7 +112,7 @@ def partitions() -> dict[str, Partition]:
                 fields.get("Nodes", ""),
                 fields.get("Default") == "YES",
             )
-    return found
+    return by_name
 
 
 def has_gpus(names: tuple[str, ...]) -> bool:
@@ -156,7 +156,9 @@ def refuse_unusable_nodes(request: NodesRequest, chosen: list[Partition]) -> Non
     best: tuple[int, str, list[NodeState]] = (-1, "", [])
     for each in chosen:
         if not each.up:
-            best = max(best, (-1, f"partition {each.name} is {each.state}", []), key=lambda found: found[0])
+            best = max(
+                best, (-1, f"partition {each.name} is {each.state}", []), key=lambda candidate: candidate[0]
+            )
             continue
         nodes = node_states(each.nodelist)
         usable = sum(node.usable for node in nodes)
@@ -165,7 +167,7 @@ def refuse_unusable_nodes(request: NodesRequest, chosen: list[Partition]) -> Non
         best = max(
             best,
             (usable, f"partition {each.name}", [node for node in nodes if not node.usable]),
-            key=lambda found: found[0],
+            key=lambda candidate: candidate[0],
         )
     usable, where, bad = best
     states = "; ".join(node.description for node in bad[:_SHOWN]) + (
@@ -243,8 +245,8 @@ def _too_small(request: NodesRequest, partition: Partition) -> Problem | None:
 
 
 def _too_long(request: NodesRequest, partition: Partition) -> Problem | None:
-    limit, wanted = seconds_of(partition.most_time), seconds_of(request.time or "")
-    if limit is None or wanted is None or wanted <= limit:
+    limit, requested = seconds_of(partition.most_time), seconds_of(request.time or "")
+    if limit is None or requested is None or requested <= limit:
         return None
     return Problem(
         f"--time {request.time} is longer than partition {partition.name} allows",
@@ -261,7 +263,8 @@ _ENDED = frozenset(
     ]
 )
 _NEVER = re.compile(  # reasons that never change; all others may
-    r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
+    r"PartitionTimeLimit|PartitionNodeLimit|PartitionConfig|BadConstraints|InvalidAccount|InvalidQOS"
+    r"|AccountNotAllowed|QOSNotAllowed|QOSUsageThreshold"
     r"|Max(Wall|Node|Cpu|CPU|GRES|Mem|TRES)\w*PerJob|MaxWallDuration|MinCpuNotSatisfied|DependencyNeverSatisfied|can't"
     r" use this partition|not permitted",
 )

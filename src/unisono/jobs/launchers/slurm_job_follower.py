@@ -66,8 +66,8 @@ class JobOutput:
         except OSError:
             return []
         self._at += len(read)
-        *whole, rest = (self._rest + read).split(b"\n")
-        self._rest = rest if len(rest) < _MOST_BYTES else b""
+        *whole, incomplete = (self._rest + read).split(b"\n")
+        self._rest = incomplete if len(incomplete) < _MOST_BYTES else b""
         return [parsed for line in whole if (parsed := self._parsed(line)) is not None]
 
     def _parsed(self, line: bytes) -> OutputLine | None:

@@ -169,18 +169,21 @@ _MAKE_TOKEN = "import secrets; print(secrets.token_urlsafe(32))"  # noqa: S105 -
 _BODY = """\
 umask 077
 mkdir -p -m 700 -- {folder}
-# The nodes' shared secret: made here for each start and passed in srun's environment. It is not in any file or command line.
+# The nodes' shared secret: made here for each start and passed in srun's environment. \
+It is not in any file or command line.
 UNISONO_TOKEN="$({python} -c {make_token})"; export UNISONO_TOKEN
 newest() {{ ls -- {checkpoints} 2>/dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }}
 before="$(newest)"
 
-# One front on each node; node 0 is the head. Output: lines of JSON, prefixed with the node's number. All fronts get the config below.
+# One front on each node; node 0 is the head. Output: lines of JSON, prefixed with the node's number. \
+All fronts get the config below.
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1{cpus}{no_kill} --kill-on-bad-exit=0 --wait=0 --label \\
   {command}{at_least} >>{output}."$SLURM_JOB_ID" 2>&1 <<'{end}' &
 {config}{end}
 step=$!
 
-# --signal sends USR1 {signal_s} s before the time limit: the fronts save a checkpoint and exit with 75, and the job is requeued.
+# --signal sends USR1 {signal_s} s before the time limit: the fronts save a checkpoint and exit with 75, \
+and the job is requeued.
 out_of_time=
 trap 'out_of_time=1; kill -USR1 "$step" 2>/dev/null' USR1
 trap 'kill -USR1 "$step" 2>/dev/null' TERM

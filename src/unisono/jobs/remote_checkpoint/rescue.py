@@ -69,11 +69,13 @@ class RescuedStep:
     @classmethod
     def of_node(cls, memory: SharedMemory) -> "RescuedStep":
         """The snapshots of this node's ranks, which have ended."""
-        found = cls()
+        rescued = cls()
         for rank in memory.ranks:
             content = memory.content(rank)
-            found.steps[rank], found.damage[rank] = read_slots(content) if content is not None else ([], [])
-        return found
+            rescued.steps[rank], rescued.damage[rank] = (
+                read_slots(content) if content is not None else ([], [])
+            )
+        return rescued
 
 
 def choose_pieces(
@@ -105,7 +107,7 @@ def needs_other_nodes(plan: RunPlan, attempt: Attempt) -> bool:
 
 
 def rescue(
-    run: RunDir, plan: RunPlan, attempt: Attempt, found: RescuedStep, *, store: CheckpointStore, show: Show
+    run: RunDir, plan: RunPlan, attempt: Attempt, rescued: RescuedStep, *, store: CheckpointStore, show: Show
 ) -> bool:
     """Whether a new checkpoint was written from memory after the ranks died; it is then recorded in
     `attempt`.
@@ -115,14 +117,14 @@ def rescue(
     """
     if ended_with_result(attempt):
         return False
-    for rank, damage in found.damage.items():
+    for rank, damage in rescued.damage.items():
         for what in damage:
             _warn(show, "snapshot_refused", f"the snapshot of rank {rank} in memory is not used: {what}")
     holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
-    pieces = choose_pieces(found.steps, holders=holders)
+    pieces = choose_pieces(rescued.steps, holders=holders)
     if not pieces:
-        missing = [str(rank) for rank in holders if not found.steps.get(rank)]
-        if missing and any(found.steps.values()):
+        missing = [str(rank) for rank in holders if not rescued.steps.get(rank)]
+        if missing and any(rescued.steps.values()):
             _notify(show, f"the state in memory is incomplete: nothing from rank {', '.join(missing)}")
         return False
     step, began = pieces[0].step, time.monotonic()
@@ -208,9 +210,11 @@ def _report_checkpoint(
     for message in messages:
         attempt.note(message)
         show({**message, "time": time.time()})
-    rest = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
+    lost_steps = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
     who = _culprit_label(plan, attempt)
-    _notify(show, f"{who}: step {snapshot.step} was saved from memory as checkpoint {path.name}; {rest}")
+    _notify(
+        show, f"{who}: step {snapshot.step} was saved from memory as checkpoint {path.name}; {lost_steps}"
+    )
 
 
 def _culprit_label(plan: RunPlan, attempt: Attempt) -> str:
@@ -271,18 +275,18 @@ def collect(
     plan: RunPlan,
     server: HeadServer,
     attempt: Attempt,
-    found: RescuedStep,
+    rescued: RescuedStep,
     *,
     checkpoints: Path,
     interrupts: Interrupts,
 ) -> None:
-    """Adds the snapshots of other nodes' ranks to `found`.
+    """Adds the snapshots of other nodes' ranks to `rescued`.
 
     A node lost in the meantime is recorded in `attempt`.
 
     Args:
         plan: of the ranks; all of them have ended.
-        found: the snapshots so far; more are added.
+        rescued: the snapshots so far; more are added.
         checkpoints: the head's directory of checkpoints, where received files stay until they are
             read.
         interrupts: records a stop signal that a node reports in the meantime.
@@ -299,7 +303,7 @@ def collect(
             for event in server.receive(0.2):
                 match event:
                     case FileReceived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
-                        found.steps[rank], found.damage[rank] = read_slots(memoryview(path.read_bytes()))
+                        rescued.steps[rank], rescued.damage[rank] = read_slots(memoryview(path.read_bytes()))
                     case NodeMessage(message={"kind": "kept_sent"}):
                         waiting.discard(event.node_rank)
                     case NodeMessage(message={"kind": "stop", "signal": name, **rest}):

@@ -190,8 +190,8 @@ class Uploads:
         return self._interrupts.at + parse_seconds(self._plan.config.grace) - _RESULT_S
 
     def _newest(self) -> Path | None:
-        found = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
-        return max(found, key=_step_of, default=None)
+        checkpoints = [path for path in self._run.checkpoints.glob("step-*") if path.name[5:].isdigit()]
+        return max(checkpoints, key=_step_of, default=None)
 
     def _begin(self) -> None:
         if self._due is None:
@@ -388,10 +388,10 @@ class FirstCopy:
             self._task.close(patience_s=0)
             self._task = None
 
-    def _report_copy(self, copied: CopyResult, found: Message) -> None:
-        text = summary(self._plan, copied, found, place=self._place(copied))
+    def _report_copy(self, copied: CopyResult, read_back: Message) -> None:
+        text = summary(self._plan, copied, read_back, location=self._place(copied))
         self._show({"kind": "note", "time": time.time(), "text": text})
-        needed, free = more_bytes(self._plan, copied, found), found["free_bytes"]
+        needed, free = more_bytes(self._plan, copied, read_back), read_back["free_bytes"]
         if free is not None and needed > free:
             self._warn(
                 "copies_do_not_fit",
@@ -472,33 +472,33 @@ class FirstCopy:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
-def summary(plan: RunPlan, copied: CopyResult, found: dict[str, Any], *, place: str) -> str:
+def summary(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any], *, location: str) -> str:
     """A line about the cost of all copies of the run.
 
     Args:
         copied: the first copy.
-        found: the result of reading it back: seconds, bytes, existing steps, free_bytes or None.
+        read_back: result of reading it back: seconds, bytes, existing steps, free_bytes or None.
     """
-    size, duration = show_bytes(found["bytes"]), show_seconds(copied.seconds)
+    size, duration = show_bytes(read_back["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
     made = f"{size} in {duration} ({rate})" if copied.bytes else f"{size}, already there"
-    line = f"rehearsal: copy of {made}, read back completely from {place} in {show_seconds(found['seconds'])}"
+    line = f"rehearsal: copy of {made}, read back completely from {location} in {show_seconds(read_back['seconds'])}"
     due = steps_due(plan, copied.step)
     if not due:
         return f"{line}; it is the only one"
-    at_once = at_most(plan, found["steps"], due)
-    room = f" of {show_bytes(found['free_bytes'])} free" if found["free_bytes"] is not None else ""
+    at_once = at_most(plan, read_back["steps"], due)
+    room = f" of {show_bytes(read_back['free_bytes'])} free" if read_back["free_bytes"] is not None else ""
     in_all = f"; {show_seconds(len(due) * copied.seconds)} in all" if copied.bytes else ""
     return (
         f"{line}; {how_many_more(plan, due)}, at most {at_once} there:"
-        f" {show_bytes(more_bytes(plan, copied, found))} more{room}{in_all}"
+        f" {show_bytes(more_bytes(plan, copied, read_back))} more{room}{in_all}"
     )
 
 
-def more_bytes(plan: RunPlan, copied: CopyResult, found: dict[str, Any]) -> int:
+def more_bytes(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any]) -> int:
     """The bytes that the copies need at most, besides the existing ones."""
-    more = at_most(plan, found["steps"], steps_due(plan, copied.step)) - len(found["steps"])
-    return max(0, more) * int(found["bytes"])
+    more = at_most(plan, read_back["steps"], steps_due(plan, copied.step)) - len(read_back["steps"])
+    return max(0, more) * int(read_back["bytes"])
 
 
 PATIENCE_S = 60.0

@@ -147,8 +147,8 @@ class _Download:
         """
         request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
         _note(self._show, f"looking in {self.url} for a checkpoint to resume from")
-        found = self._ask(request)["manifest"]
-        return Manifest.from_bytes(found.encode()) if found else None
+        manifest = self._ask(request)["manifest"]
+        return Manifest.from_bytes(manifest.encode()) if manifest else None
 
     def warn(self, error: IntegrityError) -> None:
         """Warns of a damaged checkpoint, before an older one is tried."""
@@ -420,8 +420,8 @@ class ShardArrivals:
             Refused: for any other.
         """
         rank, temporary, name = (offer.label.get(key) for key in ("rank", "temporary", "name"))
-        own = [place.rank for place in self._plan.on_node(offer.node_rank)]
-        if not isinstance(rank, int) or rank not in own:
+        node_ranks = [place.rank for place in self._plan.on_node(offer.node_rank)]
+        if not isinstance(rank, int) or rank not in node_ranks:
             raise OfferRefused(f"rank {rank!r:.20} is not on node {offer.node_rank}")
         if not is_temporary_name(temporary):
             raise OfferRefused(f"{temporary!r:.80} is not a checkpoint in progress")

@@ -45,17 +45,17 @@ _SAVE_AT_MOST_S = 600.0  # leftovers of a dead writer do not delay reading for l
 _LAST_PRIORITY = 19
 
 
-def with_rehearsal(plan: RunPlan, run: RunDir, *, wanted: bool) -> RunPlan:
+def with_rehearsal(plan: RunPlan, run: RunDir, *, enabled: bool) -> RunPlan:
     """The plan, with the rehearsal if due: in a new run of several ranks, with a changed layout of
     ranks, and after a storage failure.
 
     Args:
         run: whose plan.json is still that of the previous start.
-        wanted: whether it is enabled.
+        enabled: whether it is enabled.
     """
     same_ranks = _rank_layout(plan.to_json()) == _rank_layout(read_object(run.plan))
     failed = read_object(run.result).get("outcome") in ("unfit", "corrupt")  # possibly in the rehearsal
-    due = wanted and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
+    due = enabled and plan.world_size > 1 and (plan.resume is None or failed or not same_ranks)
     return plan.model_copy(update={"rehearse": due})
 
 
@@ -180,10 +180,10 @@ class FirstCheckpoint:
             self._task = None
         self._release()
 
-    def _release(self, found: dict[str, Any] | None = None) -> None:
+    def _release(self, estimate: dict[str, Any] | None = None) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._show({**held, "estimate": found} if found is not None else held)
+            self._show({**held, "estimate": estimate} if estimate is not None else held)
 
     def _take(self, message: Message, saved: SavedCheckpoint) -> None:
         if message["kind"] == "room":
@@ -353,7 +353,8 @@ def _not_read_back(saved: SavedCheckpoint, error: UnisonoError) -> UnisonoError:
             problem.why
             or f"step {saved.step} was read from the disk in a new process: later checkpoints would be damaged as well",
             problem.fix
-            or "test this disk and the memory of this machine, or set output_dir to a different disk; then start again with --fresh",
+            or "test this disk and the memory of this machine, or set output_dir to a different disk; then start"
+            " again with --fresh",
         )
         for problem in error.problems
     ]
@@ -379,7 +380,7 @@ class _RunEndedError(Exception):
 
 
 @dataclass
-class Pace:
+class ReadThrottle:
     """Limits the rate of a reader, and pauses it while a checkpoint is written.
 
     Attributes:
@@ -469,7 +470,7 @@ class Verifier:
                     self._look_for_work()
         except _RunEndedError:
             return
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the run continues without its verifier, with a warning
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: the run continues without it
             self._warn(
                 "verifier_ended",
                 f"checkpoints are no longer read again in the background: {error!r}",
@@ -494,16 +495,16 @@ class Verifier:
         """
         if mark in self._read:
             return self._read[mark]
-        found = last_verified(self.root, path.name, read_manifest(path))
-        if found is None or not found.read_again:
+        verified = last_verified(self.root, path.name, read_manifest(path))
+        if verified is None or not verified.read_again:
             return None
         try:
-            return datetime.fromisoformat(found.at).astimezone(UTC).timestamp()
+            return datetime.fromisoformat(verified.at).astimezone(UTC).timestamp()
         except ValueError:
             return None
 
     def _read_again(self, path: Path, mark: tuple[str, int]) -> None:
-        pace = Pace(self.rhythm.bytes_per_s, self.clock, self._stop.wait, self._is_saving)
+        pace = ReadThrottle(self.rhythm.bytes_per_s, self.clock, self._stop.wait, self._is_saving)
         reading = read_through(path, key=self.key, pace=pace)
         self._read[mark] = self.clock.wall()
         if _mark_of(path) != mark:  # pruned in the meantime

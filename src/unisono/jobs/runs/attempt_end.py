@@ -31,13 +31,13 @@ from unisono.guard.supervise.local_ranks import SharedMemory
 from unisono.guard.supervise.rank_logs import LogEvents
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep, ended_with_result, needs_other_nodes, rescue
-from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.curve_drawing import CurveDrawing
 from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.read_back import read_back_result
 from unisono.jobs.runs.run_records import (
+    AgreementReports,
     Ending,
-    Table,
     ending_of,
     is_about_nodes,
     write_agreement,
@@ -60,7 +60,7 @@ class AttemptEnd:
     lock: RunLock
     disk: RunsDisk
     interrupts: Interrupts
-    table: Table
+    table: AgreementReports
     others: HeadNodes | None
     show: Show
 
@@ -156,13 +156,13 @@ class AttemptEnd:
         there is one now.
         """
         store = checkpoints_of(run, self.local_node)
-        found = RescuedStep.of_node(kept)
+        rescued = RescuedStep.of_node(kept)
         if self.others is not None and needs_other_nodes(plan, attempt):
             collect = partial(
                 self.others.collect,
                 plan,
                 attempt,
-                found,
+                rescued,
                 checkpoints=run.checkpoints,
                 interrupts=self.interrupts,
             )
@@ -170,7 +170,7 @@ class AttemptEnd:
         judged = attempt.decision.verdict if attempt.decision is not None else None
         if judged is not None and judged.cause == "replicas_diverged":
             return False  # the step in memory may be the one that has drifted
-        work = partial(rescue, run, plan, attempt, found, store=store, show=self.show)
+        work = partial(rescue, run, plan, attempt, rescued, store=store, show=self.show)
         return disk.write("what the ranks kept in memory", work) is True
 
     def _keep_beside(self, plan: RunPlan, attempt: Attempt, ending: Ending, kept: SharedMemory) -> Ending:
@@ -236,7 +236,7 @@ def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:
 
 
 def keep_result(
-    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: Drawing
+    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: CurveDrawing
 ) -> None:
     """Writes result.json and the last loss curve; a start that was stopped before training keeps
     the earlier result.
@@ -263,19 +263,24 @@ def with_launcher_cause(
     if reason is None:
         return ending
     known, waited_s = reason
-    own = ending.verdict
-    ours = {"evidence": (*known.evidence, *own.evidence), "fix": tuple(dict.fromkeys((*known.fix, *own.fix)))}
-    if known.cause == own.cause:
-        return replace(ending, verdict=own.model_copy(update=ours))
+    original = ending.verdict
+    ours = {
+        "evidence": (*known.evidence, *original.evidence),
+        "fix": tuple(dict.fromkeys((*known.fix, *original.fix))),
+    }
+    if known.cause == original.cause:
+        return replace(ending, verdict=original.model_copy(update=ours))
     cause = find_cause(known.cause)
     verdict = known.model_copy(
         update={
             "ranks": tuple(place.rank for place in plan.on_node(loss.node_rank)),
-            "hosts": own.hosts,
+            "hosts": original.hosts,
             "fix": known.fix,
             "evidence": ours["evidence"],
             "step": attempt.step or None,
-            "named_after_s": own.named_after_s + waited_s if own.named_after_s is not None else None,
+            "named_after_s": original.named_after_s + waited_s
+            if original.named_after_s is not None
+            else None,
         }
     )
     return replace(ending, verdict=verdict, exit_code=cause.exit_code if cause else ending.exit_code)
@@ -395,28 +400,28 @@ class ReplicaDrift:
     def finish(self) -> None:
         """Nothing is held."""
 
-    def _compare(self, step: int, found: dict[int, DriftReport]) -> None:
-        if len({report.digest for report in found.values()}) == 1:
+    def _compare(self, step: int, reports: dict[int, DriftReport]) -> None:
+        if len({report.digest for report in reports.values()}) == 1:
             self._equal_at = step
-        elif len({report.arithmetic for report in found.values()}) == 1:
-            self._verdict = name_drift(self._plan.ranks, found, step=step, equal_at=self._equal_at)
+        elif len({report.arithmetic for report in reports.values()}) == 1:
+            self._verdict = name_drift(self._plan.ranks, reports, step=step, equal_at=self._equal_at)
         elif not self._warned:
             self._warned = True
-            self._show(_rounding_warning(found, step))
+            self._show(_rounding_warning(reports, step))
 
 
 def name_drift(
-    places: Sequence[RankPlace], found: Mapping[int, DriftReport], *, step: int, equal_at: int | None
+    places: Sequence[RankPlace], reports: Mapping[int, DriftReport], *, step: int, equal_at: int | None
 ) -> Verdict:
     """The replica whose weights differ from the rest. Without a majority no replica is blamed.
 
     Args:
-        found: each rank's report; at least two of them differ.
+        reports: each rank's report; at least two of them differ.
         step: after which they reported it.
         equal_at: the last step after which all were equal, if there was one in this start.
     """
     who = [Member(place.node_rank, rank, place.host) for rank, place in enumerate(places)]
-    groups = partition((who[rank], report.digest) for rank, report in sorted(found.items()))
+    groups = partition((who[rank], report.digest) for rank, report in sorted(reports.items()))
     most = majority(groups)
     odd = [one for group in groups if most is not None and group is not most for one in group.members]
     since = f"they were equal after step {equal_at}" if equal_at is not None else "it is the first comparison"
@@ -462,8 +467,8 @@ def _fix_of_drift(ranks: tuple[int, ...], equal_at: int | None) -> tuple[str, ..
     return general
 
 
-def _rounding_warning(found: Mapping[int, DriftReport], step: int) -> Message:
-    kinds = " and ".join(sorted({report.arithmetic for report in found.values()}))
+def _rounding_warning(reports: Mapping[int, DriftReport], step: int) -> Message:
+    kinds = " and ".join(sorted({report.arithmetic for report in reports.values()}))
     return {
         "kind": "warning",
         "time": time.time(),

@@ -29,7 +29,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """How a change of a key is judged.
 
     Attributes:
@@ -48,57 +48,68 @@ class Rule:
 
 _TENSORS_DIFFER = "tensor names or shapes differ from those of the checkpoint"
 _ONLY_MEASUREMENT = "metrics change, training does not"
-_ROWS = Rule("contents", name="data")
-_OLD_SIZE = Rule(
+_ROWS = KeyRule("contents", name="data")
+_OLD_SIZE = KeyRule(
     "fixed", "the position in the data is counted in steps of the old size: rows would be repeated or skipped"
 )
 
-# fmt: off
-RULES: dict[str, Rule] = {
-    "output_dir": Rule("silent"),  # the run was found in it: it was moved, or has a different path
-    "reasons": Rule("silent"),  # comments on environment variables; no step depends on them
-    "restarts": Rule("line", "number of automatic restarts, counted again in each start; training does not change"),
-    "grace": Rule("line", "the time for the last checkpoint after a stop signal; training does not change"),
-    "watch": Rule("line", "when ranks count as hung or diverged; training does not change"),
-    "track": Rule("line", "tracking starts or stops here"),
-    "duration": Rule("silent"),  # reported in the reason of the start
-    "eval": Rule("line", _ONLY_MEASUREMENT),
-    "eval.every": Rule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
-    "eval.stop_after": Rule("line", "the run may end at a different step"),
-    "eval.exact_match": Rule("line", "there is no value from before step 1 to compare with"),
-    "checkpoint": Rule("line", "from here on; training does not change"),
-    "checkpoint.best": Rule("meaning", "the weights of a different step become the result"),
-    "parallel.strategy": Rule("decided"),
-    "device": Rule("decided"),
-    "model.dtype": Rule("decided"),
-    "batch.micro": Rule("decided"),
-    "memory.gradient_checkpointing": Rule("decided"),
-    "deterministic": Rule("line", "on a GPU, bit-exactness starts or ends here"),
-    "model.path": Rule("contents", name="model"),
-    "model.revision": Rule("contents", name="model"),
-    "model.tokenizer": Rule("contents", name="tokenizer"),
-    "model.weights": Rule("meaning", "weights that are not trained differ"),
-    "model.resize_vocabulary": Rule("fixed", _TENSORS_DIFFER),
-    "model.rope": Rule("meaning", "the model computes different positions"),
-    "model.embedding_noise": Rule("meaning", "the noise in training differs from here on"),
-    "model.trust_remote_code": Rule("meaning", "different code may compute the model"),
-    "model.quantize": Rule("meaning", "the frozen weights have different values"),
-    "model.quantize_double": Rule("meaning", "the frozen weights have different values"),
-    "model.quantize_embeddings": Rule("meaning", "the frozen weights have different values"),
-    "model.quantize_compute": Rule("meaning", "products with the frozen weights are rounded differently from here on"),
-    "adapter": Rule("fixed", _TENSORS_DIFFER),
-    "adapter.kind": Rule("meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"),
-    "adapter.rank": Rule("fixed", _TENSORS_DIFFER),
-    "adapter.alpha": Rule("meaning", "the trained adapter is scaled differently at once"),
-    "adapter.dropout": Rule("meaning", "dropout differs from here on"),
-    "adapter.targets": Rule("meaning", "different modules may be adapted, whose tensors the checkpoint lacks"),
-    "adapter.modules_to_save": Rule("meaning", "different modules may be trained, whose tensors the checkpoint lacks"),
-    "adapter.init": Rule("fixed", "the frozen weights differ"),
-    "adapter.init_steps": Rule("fixed", "the frozen weights differ"),
-    "adapter.from": Rule("contents", name="model"),
-    "adapter.merge": Rule("contents", name="model"),
-    "freeze": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
-    "train_only": Rule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
+RULES: dict[str, KeyRule] = {
+    "output_dir": KeyRule("silent"),  # the run was found in it: it was moved, or has a different path
+    "reasons": KeyRule("silent"),  # comments on environment variables; no step depends on them
+    "restarts": KeyRule(
+        "line", "number of automatic restarts, counted again in each start; training does not change"
+    ),
+    "grace": KeyRule(
+        "line", "the time for the last checkpoint after a stop signal; training does not change"
+    ),
+    "watch": KeyRule("line", "when ranks count as hung or diverged; training does not change"),
+    "track": KeyRule("line", "tracking starts or stops here"),
+    "duration": KeyRule("silent"),  # reported in the reason of the start
+    "eval": KeyRule("line", _ONLY_MEASUREMENT),
+    "eval.every": KeyRule("line", f"{_ONLY_MEASUREMENT}; eval.stop_after counts evaluations, not steps"),
+    "eval.stop_after": KeyRule("line", "the run may end at a different step"),
+    "eval.exact_match": KeyRule("line", "there is no value from before step 1 to compare with"),
+    "checkpoint": KeyRule("line", "from here on; training does not change"),
+    "checkpoint.best": KeyRule("meaning", "the weights of a different step become the result"),
+    "parallel.strategy": KeyRule("decided"),
+    "device": KeyRule("decided"),
+    "model.dtype": KeyRule("decided"),
+    "batch.micro": KeyRule("decided"),
+    "memory.gradient_checkpointing": KeyRule("decided"),
+    "deterministic": KeyRule("line", "on a GPU, bit-exactness starts or ends here"),
+    "model.path": KeyRule("contents", name="model"),
+    "model.revision": KeyRule("contents", name="model"),
+    "model.tokenizer": KeyRule("contents", name="tokenizer"),
+    "model.weights": KeyRule("meaning", "weights that are not trained differ"),
+    "model.resize_vocabulary": KeyRule("fixed", _TENSORS_DIFFER),
+    "model.rope": KeyRule("meaning", "the model computes different positions"),
+    "model.embedding_noise": KeyRule("meaning", "the noise in training differs from here on"),
+    "model.trust_remote_code": KeyRule("meaning", "different code may compute the model"),
+    "model.quantize": KeyRule("meaning", "the frozen weights have different values"),
+    "model.quantize_double": KeyRule("meaning", "the frozen weights have different values"),
+    "model.quantize_embeddings": KeyRule("meaning", "the frozen weights have different values"),
+    "model.quantize_compute": KeyRule(
+        "meaning", "products with the frozen weights are rounded differently from here on"
+    ),
+    "adapter": KeyRule("fixed", _TENSORS_DIFFER),
+    "adapter.kind": KeyRule(
+        "meaning", "the adapter's update is computed differently; dora has tensors that the other kinds lack"
+    ),
+    "adapter.rank": KeyRule("fixed", _TENSORS_DIFFER),
+    "adapter.alpha": KeyRule("meaning", "the trained adapter is scaled differently at once"),
+    "adapter.dropout": KeyRule("meaning", "dropout differs from here on"),
+    "adapter.targets": KeyRule(
+        "meaning", "different modules may be adapted, whose tensors the checkpoint lacks"
+    ),
+    "adapter.modules_to_save": KeyRule(
+        "meaning", "different modules may be trained, whose tensors the checkpoint lacks"
+    ),
+    "adapter.init": KeyRule("fixed", "the frozen weights differ"),
+    "adapter.init_steps": KeyRule("fixed", "the frozen weights differ"),
+    "adapter.from": KeyRule("contents", name="model"),
+    "adapter.merge": KeyRule("contents", name="model"),
+    "freeze": KeyRule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
+    "train_only": KeyRule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
     "data.train": _ROWS,
     "data.eval": _ROWS,
     "data.mix": _ROWS,
@@ -113,54 +124,58 @@ RULES: dict[str, Rule] = {
     "data.too_long": _ROWS,
     "data.on_bad_row": _ROWS,
     "data.check_template": _ROWS,
-    "data.resolution": Rule("meaning", "pictures have other sizes"),
-    "data.max_length": Rule("meaning", "rows are truncated and packed differently"),
-    "data.packing": Rule("meaning", "sequences combine different rows, and a step has different rows"),
-    "data.loss_on": Rule("meaning", "the loss covers different tokens"),
-    "objective": Rule("meaning", "the objective is different"),
-    "preference": Rule("meaning", "the loss is different from here on"),
-    "preference.reference": Rule("contents", name="model"),
-    "diffusion": Rule("meaning", "the loss, or what the model sees of a picture, is different from here on"),
+    "data.resolution": KeyRule("meaning", "pictures have other sizes"),
+    "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
+    "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),
+    "data.loss_on": KeyRule("meaning", "the loss covers different tokens"),
+    "objective": KeyRule("meaning", "the objective is different"),
+    "preference": KeyRule("meaning", "the loss is different from here on"),
+    "preference.reference": KeyRule("contents", name="model"),
+    "diffusion": KeyRule(
+        "meaning", "the loss, or what the model sees of a picture, is different from here on"
+    ),
     "diffusion.prior": _ROWS,
     "diffusion.eval_seed": _ROWS,
-    "diffusion.cache": Rule("line", "where latents are computed; training does not change"),
-    "diffusion.prompts": Rule("line", _ONLY_MEASUREMENT),
-    "diffusion.sample_steps": Rule("line", _ONLY_MEASUREMENT),
-    "diffusion.guidance": Rule("line", _ONLY_MEASUREMENT),
-    "optim.kind": Rule("fixed", "the checkpoint has the state of a different optimizer"),
-    "optim.options": Rule("meaning", "updates differ from here on"),
-    "optim.lr": Rule("meaning", "updates are larger or smaller from here on"),
-    "optim.muon_scale": Rule("meaning", "updates are larger or smaller from here on"),
-    "optim.muon_lr": Rule("meaning", "updates are larger or smaller from here on"),
-    "optim.lora_b_ratio": Rule("fixed", "the checkpoint has the state of different groups of parameters"),
-    "optim.schedule": Rule("meaning", "the learning rate differs from here on"),
-    "optim.schedule_start": Rule("meaning", "the learning rate differs from here on"),
-    "optim.cycles": Rule("meaning", "the learning rate differs from here on"),
-    "optim.power": Rule("meaning", "the learning rate differs from here on"),
-    "optim.warmup": Rule("meaning", "the learning rate differs from here on"),
-    "optim.min_lr": Rule("meaning", "the learning rate differs from here on"),
-    "optim.weight_decay": Rule("meaning", "weights are decayed more or less from here on"),
-    "optim.betas": Rule("meaning", "the moments decay faster or slower from here on"),
-    "optim.eps": Rule("meaning", "updates differ slightly from here on"),
-    "optim.state_dtype": Rule("fixed", "the checkpoint has the optimizer's state in the other dtype"),
-    "optim.label_smoothing": Rule("meaning", "the loss in training differs from here on"),
-    "optim.loss_weight": Rule("meaning", "the loss in training differs from here on"),
-    "optim.max_grad_norm": Rule("meaning", "gradients are clipped differently from here on"),
+    "diffusion.cache": KeyRule("line", "where latents are computed; training does not change"),
+    "diffusion.prompts": KeyRule("line", _ONLY_MEASUREMENT),
+    "diffusion.sample_steps": KeyRule("line", _ONLY_MEASUREMENT),
+    "diffusion.guidance": KeyRule("line", _ONLY_MEASUREMENT),
+    "optim.kind": KeyRule("fixed", "the checkpoint has the state of a different optimizer"),
+    "optim.options": KeyRule("meaning", "updates differ from here on"),
+    "optim.lr": KeyRule("meaning", "updates are larger or smaller from here on"),
+    "optim.muon_scale": KeyRule("meaning", "updates are larger or smaller from here on"),
+    "optim.muon_lr": KeyRule("meaning", "updates are larger or smaller from here on"),
+    "optim.lora_b_ratio": KeyRule("fixed", "the checkpoint has the state of different groups of parameters"),
+    "optim.schedule": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.schedule_start": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.cycles": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.power": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.warmup": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.min_lr": KeyRule("meaning", "the learning rate differs from here on"),
+    "optim.weight_decay": KeyRule("meaning", "weights are decayed more or less from here on"),
+    "optim.betas": KeyRule("meaning", "the moments decay faster or slower from here on"),
+    "optim.eps": KeyRule("meaning", "updates differ slightly from here on"),
+    "optim.state_dtype": KeyRule("fixed", "the checkpoint has the optimizer's state in the other dtype"),
+    "optim.label_smoothing": KeyRule("meaning", "the loss in training differs from here on"),
+    "optim.loss_weight": KeyRule("meaning", "the loss in training differs from here on"),
+    "optim.max_grad_norm": KeyRule("meaning", "gradients are clipped differently from here on"),
     "batch.global": _OLD_SIZE,
     "batch.per_rank": _OLD_SIZE,
     "batch.accumulate": _OLD_SIZE,
-    "seed": Rule("meaning", "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
-                 " and evaluation rows may have been trained on"),
+    "seed": KeyRule(
+        "meaning",
+        "order, dropout and the evaluation split are drawn again: rows of this epoch may be repeated or skipped,"
+        " and evaluation rows may have been trained on",
+    ),
 }
-# fmt: on
 
 
-def rule_of(key: str) -> Rule:
+def rule_of(key: str) -> KeyRule:
     """The rule of a key: its own, or that of its section."""
-    place = key
-    while place not in RULES and "." in place:
-        place = place.rpartition(".")[0]
-    return RULES.get(place, Rule("meaning", "the run becomes a different one"))
+    prefix = key
+    while prefix not in RULES and "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+    return RULES.get(prefix, KeyRule("meaning", "the run becomes a different one"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +187,7 @@ class Change:
     after: Any
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> KeyRule:
         """How it is judged."""
         return rule_of(self.key)
 
@@ -232,37 +247,37 @@ def judge_key(change: Change) -> ChangeFinding | None:
     return ChangeFinding(name, change.text, change.before, change.after, verdict)
 
 
-def not_allowed(found: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
+def not_allowed(findings: Iterable[ChangeFinding], allow: frozenset[str]) -> list[ChangeFinding]:
     """The findings that prevent a resume."""
-    return [f for f in found if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
+    return [f for f in findings if f.verdict == "fixed" or (f.verdict == "refused" and f.name not in allow)]
 
 
 def refusal(
-    found: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
+    findings: Sequence[ChangeFinding], *, root: str, new_name: str, origins: Mapping[str, str] | None = None
 ) -> UsageError:
     """Why a run cannot resume: a headline with the alternatives, and each change with its place and
     its fix.
 
     Args:
-        found: the findings that prevent it; at least one.
+        findings: the findings that prevent it; at least one.
         new_name: the new name after `--fresh`.
         origins: where keys of the new config were set, e.g. `train.yaml:7`.
     """
-    fixed = [finding.name for finding in found if finding.verdict == "fixed"]
-    flags = " ".join(f"--allow {finding.name}" for finding in found if finding.verdict != "fixed")
+    fixed = [finding.name for finding in findings if finding.verdict == "fixed"]
+    flags = " ".join(f"--allow {finding.name}" for finding in findings if finding.verdict != "fixed")
     if fixed:
         way = f"revert {', '.join(fixed)}, which cannot be allowed" + (
             f", and pass {flags} for the rest" if flags else ""
         )
     else:
-        way = f"revert {'it' if len(found) == 1 else 'them'}, or pass {flags} to resume anyway"
+        way = f"revert {'it' if len(findings) == 1 else 'them'}, or pass {flags} to resume anyway"
     headline = Problem(
-        f"the run in {root} would become a different one: {len(found)} change{'s' if len(found) > 1 else ''}",
+        f"the run in {root} would become a different one: {len(findings)} change{'s' if len(findings) > 1 else ''}",
         "output_dir",
         "a resumed run must mean the same from its first step to its last",
         f"{way}, or set a different output_dir, or pass --fresh: it renames the run there to {new_name}",
     )
-    return UsageError(headline, *(_problem(finding, root, origins or {}) for finding in found))
+    return UsageError(headline, *(_problem(finding, root, origins or {}) for finding in findings))
 
 
 def _problem(finding: ChangeFinding, root: str, origins: Mapping[str, str]) -> Problem:
@@ -288,15 +303,15 @@ def read_allowed(words: Iterable[str]) -> frozenset[str]:
         UsageError: with all unknown names.
     """
     known = all_keys(RunConfig)
-    found, problems = set(), []
+    names, problems = set(), []
     for word in words:
         if word in NAMES or (word in known and not _is_section(word, known)):
-            found.add(name_of(word))
+            names.add(name_of(word))
         else:
             problems.append(_unknown(word, known))
     if problems:
         raise UsageError(*problems)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def name_of(key: str) -> str:

@@ -127,24 +127,24 @@ def _frame(points: list[Point]) -> _Frame:
 
 
 def _axes(frame: _Frame) -> list[str]:
-    found = []
+    elements = []
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
     for loss in ticks(*frame.losses):
         y = frame.y(loss)
-        found.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        found.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.4g}</text>')
+        elements.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        elements.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.4g}</text>')
     for step in ticks(*frame.steps, about=8):
         if step != int(step):
             continue
         x = frame.x(step)
-        found.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
-        found.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{int(step):,}</text>')
-    found.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>')
-    found.append(
+        elements.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+        elements.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{int(step):,}</text>')
+    elements.append(f'<text x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">step</text>')
+    elements.append(
         f'<text x="16" y="{(_TOP + bottom) / 2:.0f}" text-anchor="middle" '
         f'transform="rotate(-90 16 {(_TOP + bottom) / 2:.0f})">loss</text>'
     )
-    return found
+    return elements
 
 
 def _line(points: list[Point], name: str, frame: _Frame) -> list[str]:
@@ -157,12 +157,12 @@ def _line(points: list[Point], name: str, frame: _Frame) -> list[str]:
 def _legend(train: list[Point], evaluation: list[Point]) -> list[str]:
     entries = [("smooth", f"training {train[-1][1]:.4g}")] if train else []
     entries += [("eval", f"evaluation {evaluation[-1][1]:.4g}")] if evaluation else []
-    found = []
+    elements = []
     for index, (name, text) in enumerate(entries):
         x, y = _WIDTH - _RIGHT - 160 * (len(entries) - index), 34
-        found.append(f'<line class="{name}" x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}"/>')
-        found.append(f'<text x="{x + 28}" y="{y}">{_text(text)}</text>')
-    return found
+        elements.append(f'<line class="{name}" x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}"/>')
+        elements.append(f'<text x="{x + 28}" y="{y}">{_text(text)}</text>')
+    return elements
 
 
 def _thinned(points: list[Point]) -> list[Point]:
@@ -193,7 +193,7 @@ def draw(run: RunDir, *, title: str) -> None:
         write_text(run.curve, draw_curve(losses, evaluations, title=title))
 
 
-class Drawing:
+class CurveDrawing:
     """Draws the curve while the ranks run, one picture at a time and at most one in ten seconds,
     the first of which count from here.
 

@@ -27,7 +27,7 @@ from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
 from unisono.jobs.runs.planning import LocalNode, prepared_facts
-from unisono.jobs.runs.run_records import Ending, Table, result_of
+from unisono.jobs.runs.run_records import AgreementReports, Ending, result_of
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig
 from unisono.trainer.plan import RunPlan
@@ -52,7 +52,7 @@ class HeadNodes:
     """
 
     meeting: "Meeting"
-    table: Table
+    table: AgreementReports
     _rounds: int = 0
 
     def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class HeadNodes:
         self,
         plan: RunPlan,
         attempt: Attempt,
-        found: RescuedStep,
+        rescued: RescuedStep,
         *,
         checkpoints: Path,
         interrupts: Interrupts,
@@ -106,7 +106,9 @@ class HeadNodes:
         with contextlib.suppress(
             OSError
         ):  # the head's disk is full or read-only: the rescue reports what is missing
-            collect(plan, self.meeting.server, attempt, found, checkpoints=checkpoints, interrupts=interrupts)
+            collect(
+                plan, self.meeting.server, attempt, rescued, checkpoints=checkpoints, interrupts=interrupts
+            )
 
     def can_do_without(self, nodes: Collection[int]) -> bool:
         """Whether enough nodes are left without these, as --nodes MIN:MAX has it.
@@ -150,12 +152,12 @@ class HeadNodes:
         Raises:
             Disagreed: with the verdict that all nodes have received.
         """
-        found = None
-        while found is None:
-            found = self._round(make_report, question)
+        agreement = None
+        while agreement is None:
+            agreement = self._round(make_report, question)
         known = {verdict.summary for verdict in self.meeting.agreement.verdicts}
-        new_verdicts = [verdict for verdict in found.verdicts if verdict.summary not in known]
-        self.meeting.judge(Agreement(found.checks, new_verdicts))
+        new_verdicts = [verdict for verdict in agreement.verdicts if verdict.summary not in known]
+        self.meeting.judge(Agreement(agreement.checks, new_verdicts))
         self.table.of_nodes = self.meeting.agreement
 
     def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
@@ -208,7 +210,7 @@ def together(
     *,
     run: RunDir,
     disk: RunsDisk,
-    table: Table,
+    table: AgreementReports,
 ) -> Iterator[HeadNodes]:
     """Brings all nodes together; an exception that leaves the context is sent to them.
 
@@ -243,7 +245,7 @@ def together(
 
 
 def remote_train(request: TrainRequest) -> RemoteCommand:
-    """The same training, on another node."""
+    """The command that joins this training on another node."""
     return RemoteCommand(
         ("train", str(request.config_path), *request.overrides),
         {

@@ -32,9 +32,9 @@ from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.jobs.runs.restarts import Restarts
 from unisono.jobs.runs.run_records import (
     NOTHING_DONE,
+    AgreementReports,
     Ending,
-    Recorder,
-    Table,
+    RunRecorder,
     is_about_nodes,
     keep_refusal,
     result_of,
@@ -61,7 +61,7 @@ class HeadRun:
     interrupts: Interrupts
     began: float
     party: Party | None
-    table: Table = field(default_factory=Table)
+    table: AgreementReports = field(default_factory=AgreementReports)
     uploading: Uploads | None = None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     disk: RunsDisk = field(init=False)
@@ -101,7 +101,7 @@ class HeadRun:
             layout=layout,
             rehearse=self.request.rehearse,
         )
-        recorder = Recorder(run, plan, self.disk, self.show)
+        recorder = RunRecorder(run, plan, self.disk, self.show)
         self._begin_uploading(plan, local_node, run)
         attempts = HeadAttempts(
             self.request,
@@ -229,7 +229,7 @@ class HeadRun:
         ending: Ending,
         restarts: list[dict[str, Any]],
         others: HeadNodes | None,
-        recorder: Recorder,
+        recorder: RunRecorder,
     ) -> dict[str, Any]:
         result = result_of(
             ending,
@@ -276,8 +276,8 @@ class HeadAttempts:
     run: RunDir
     disk: RunsDisk
     interrupts: Interrupts
-    recorder: Recorder
-    table: Table
+    recorder: RunRecorder
+    table: AgreementReports
     others: HeadNodes | None
     uploading: Uploads | None
     log_events: LogEvents = field(default_factory=lambda: LogEvents([]))

@@ -59,7 +59,7 @@ def take_part(
     """
     show, began = party.show, time.monotonic()
     disk = RunsDisk(Path(loaded.config.output_dir), show)
-    seen = _Seen(report_maker(request, loaded, local_node))
+    seen = _ReportMaker(report_maker(request, loaded, local_node))
     try:
         with join_meeting(party, seen.make) as member_side:
             member_side.wait_for("prepare")
@@ -74,8 +74,8 @@ def take_part(
                 last = member.run()
                 if isinstance(last, LostHead):
                     member_side.link.close()  # it is over; what follows may take a while
-                    own = HeadlessEnd(run, last, heads, shared, show, disk, began)
-                    return own.end(stop=interrupts.first)
+                    end = HeadlessEnd(run, last, heads, shared, show, disk, began)
+                    return end.end(stop=interrupts.first)
     except Disagreed as error:
         if seen.has_own_output:
             disk.write(
@@ -88,7 +88,7 @@ def take_part(
 
 
 @dataclass
-class _Seen:
+class _ReportMaker:
     """Makes this node's report, and remembers whether its output_dir is the head's."""
 
     maker: MakeReport
@@ -134,7 +134,7 @@ class _Member:
         while True:
             plan = accept_plan(
                 message.get("plan"),
-                own=self.loaded.config,
+                config=self.loaded.config,
                 node_rank=self.local_node.topology.node_rank,
                 host=self.local_node.machine.host,
                 devices=self.local_node.devices,
@@ -148,12 +148,12 @@ class _Member:
             except Disagreed:
                 if self.member_side.head_left is None:
                     raise
-                own = NodeLoss.at_node(
+                loss = NodeLoss.at_node(
                     self.member_side.head_left,
                     node_rank=self.local_node.topology.node_rank,
                     host=self.local_node.machine.host,
                 )
-                return LostHead(plan.nodes[0].host, own, plan.resume.step if plan.resume else 0, plan)
+                return LostHead(plan.nodes[0].host, loss, plan.resume.step if plan.resume else 0, plan)
             if message["kind"] == "ended":
                 return LastWord(message)
 
@@ -181,9 +181,9 @@ class _Member:
                 ),
             ) from error
         self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
-        own = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
+        ranks = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = (
-            f"node {node_rank} ({self.local_node.machine.host}): starting rank {own} of {plan.world_size};"
+            f"node {node_rank} ({self.local_node.machine.host}): starting rank {ranks} of {plan.world_size};"
             " steps are shown by node 0"
         )
         self.show({"kind": "note", "time": time.time(), "text": text})

@@ -131,8 +131,8 @@ class Serving:
                     self._take_outcome(outcome)
                 for event in self.link.receive(0):
                     if isinstance(event, Left):
-                        own = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
-                        return self._lost(own, "the head is gone")
+                        loss = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
+                        return self._lost(loss, "the head is gone")
                     last = self._obey(event.message)
                     if last is not None:
                         return last
@@ -141,8 +141,8 @@ class Serving:
                 self._forward_stop()
                 if self._head_is_late():
                     why = f"it did not answer a second signal within {_HEAD_ANSWERS_S:g} s"
-                    own = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
-                    return self._lost(own, "a second signal")
+                    loss = NodeLoss(self._node_rank, self._host, why, _HEAD_ANSWERS_S, lost_head=True)
+                    return self._lost(loss, "a second signal")
 
     @property
     def _head(self) -> str:

@@ -98,12 +98,12 @@ def make_node_report(
     machine, environment, topology = local_node.machine, local_node.environment, local_node.topology
     packages = probes.packages()
     limits = read_limits()
-    own: list[str] = []
+    addresses: list[str] = []
     head: list[str] = []
     if (
         topology.nodes > 1
     ):  # a job of one node has no addresses to resolve, and a resolver that hangs would cost three seconds
-        own, head = _resolved(probes, machine.host, topology.head_host)
+        addresses, head = _resolved(probes, machine.host, topology.head_host)
     threads, threads_origin = local_node.threads
     return NodeReport(
         node_rank=topology.node_rank,
@@ -142,7 +142,7 @@ def make_node_report(
         output=OutputFacts(**asdict(output)),
         limits=limits,
         interfaces=[Interface(**asdict(one)) for one in probes.network.interfaces()],
-        host_addresses=own,
+        host_addresses=addresses,
         head_addresses=head,
         clock_offset_s=_offset(channel.clock_offset_s, probes),
         probe_ports=list(channel.probe_ports),
@@ -199,16 +199,17 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
     """
     body = config.model_dump(mode="json", by_alias=True)
     for role in ("train", "eval"):
-        found = [section for key, section in sources_of(config.data) if key.split(".")[1] == role]
+        sections = [section for key, section in sources_of(config.data) if key.split(".")[1] == role]
         if role == "train" or isinstance(config.data.eval, list):
             # One that is only a path means the same as a section with the defaults.
             body["data"][role] = {
-                str(i): section.model_dump(mode="json", exclude={"path"}) for i, section in enumerate(found)
+                str(i): section.model_dump(mode="json", exclude={"path"})
+                for i, section in enumerate(sections)
             }
-        elif found:
+        elif sections:
             body["data"][role] = "a file"
-    for own in own_code_of(config):
-        put_path(body, own, own.path.name)
+    for code in own_code_of(config):
+        put_path(body, code, code.path.name)
     marks = path_keys(RunConfig)
     del marks["data.train"], marks["data.eval"]  # they are described above
     return {
@@ -376,9 +377,9 @@ def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host:
     except ValueError:  # none, or not the name of a checkpoint
         return
     limit = time.monotonic() + _SEEN_S
-    while (found := manifest_digest(path)) != question.get("manifest"):
+    while (digest := manifest_digest(path)) != question.get("manifest"):
         if time.monotonic() > limit:
-            what = f"{path} differs from the head's" if found else f"{path} is not there"
+            what = f"{path} differs from the head's" if digest else f"{path} is not there"
             raise _refusal(
                 "checkpoint_not_shared",
                 f"{who} does not see the checkpoint to resume from: {what}",

@@ -48,18 +48,33 @@ class _Decided:
     key: str = ""
 
 
-# fmt: off
 _DECIDED = (
-    _Decided("dtype", "frozen weights and the computation are rounded differently", "set model.dtype to {0}", "model.dtype"),
+    _Decided(
+        "dtype",
+        "frozen weights and the computation are rounded differently",
+        "set model.dtype to {0}",
+        "model.dtype",
+    ),
     _Decided("world_size", f"{_SAME_ROWS}: sums over the ranks have a different order"),
-    _Decided("strategy", f"{_SAME_ROWS}: gradients and norms are summed in different parts", "set parallel.strategy to {0}"),
+    _Decided(
+        "strategy",
+        f"{_SAME_ROWS}: gradients and norms are summed in different parts",
+        "set parallel.strategy to {0}",
+    ),
     _Decided("device.kind", f"{_ROUNDING}: it sums in a different order", "set device to {0}"),
     _Decided("device.name", f"{_ROUNDING}: it may sum in a different order"),
-    _Decided("threads", f"{_ROUNDING}: sums are split among the threads of a rank", "set OMP_NUM_THREADS={0}"),
-    _Decided("micro_batch", f"{_SAME_ROWS}: sums are over different groups of sequences", "set batch.micro to {0}"),
-    _Decided("gradient_checkpointing", f"{_ROUNDING}: activations are computed at different times", "set memory.gradient_checkpointing to {0}"),
+    _Decided(
+        "threads", f"{_ROUNDING}: sums are split among the threads of a rank", "set OMP_NUM_THREADS={0}"
+    ),
+    _Decided(
+        "micro_batch", f"{_SAME_ROWS}: sums are over different groups of sequences", "set batch.micro to {0}"
+    ),
+    _Decided(
+        "gradient_checkpointing",
+        f"{_ROUNDING}: activations are computed at different times",
+        "set memory.gradient_checkpointing to {0}",
+    ),
 )
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -90,15 +105,15 @@ def check_same_run(
     before = read_object(run.plan)
     packages = read_object(run.environment).get("packages")
     now = versions if isinstance(packages, dict) else {}
-    found = find_changes(before, plan, packages if isinstance(packages, dict) else {}, now)
-    refused = not_allowed(found, allow)
+    findings = find_changes(before, plan, packages if isinstance(packages, dict) else {}, now)
+    refused = not_allowed(findings, allow)
     if refused:
         raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name)
     step = _at(plan, "resume.step") or 0
-    taken = [finding for finding in found if finding.verdict == "refused"]
+    taken = [finding for finding in findings if finding.verdict == "refused"]
     earlier = before.get("allowed")
     return ResumeChanges(
-        [f"{'allowed: ' if finding.verdict == 'refused' else ''}{finding.text}" for finding in found]
+        [f"{'allowed: ' if finding.verdict == 'refused' else ''}{finding.text}" for finding in findings]
         + unused_allowances(allow - {finding.name for finding in taken}),
         [*(earlier if isinstance(earlier, list) else []), *({**f.record, "from_step": step} for f in taken)],
     )
@@ -122,16 +137,16 @@ def find_changes(
         packages_before: versions by package, as in environment.json of the earlier start.
     """
     changed = changes_between(*(RunConfig.model_validate(plan["config"]) for plan in (before, after)))
-    found = [finding for change in changed if (finding := judge_key(change)) is not None]
-    found += _model_findings(before, after, changed)
-    found += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
-    found += _decided_findings(before, after)
-    found += _code_findings(before, after, {change.key for change in changed})
-    found += [
+    findings = [finding for change in changed if (finding := judge_key(change)) is not None]
+    findings += _model_findings(before, after, changed)
+    findings += _row_findings(before, after, changed, _versions(packages_before, packages_after, _ENCODE))
+    findings += _decided_findings(before, after)
+    findings += _code_findings(before, after, {change.key for change in changed})
+    findings += [
         ChangeFinding("", f"{text}: losses may not be bit-exact")
         for text in _versions(packages_before, packages_after, (*_PACKAGES, *_quantizers(after)))
     ]
-    return sorted(found, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
+    return sorted(findings, key=lambda finding: ("fixed", "refused", "line").index(finding.verdict))
 
 
 _CODE_DECIDES = {"objective": "the loss", "optim.kind": "updates", "optim.schedule": "learning rates"}
@@ -139,15 +154,15 @@ _CODE_DECIDES = {"objective": "the loss", "optim.kind": "updates", "optim.schedu
 
 def _code_findings(before: dict[str, Any], after: dict[str, Any], changed: set[str]) -> list[ChangeFinding]:
     """Code of the user's own, or of other packages, that differs under the same name."""
-    found = []
+    findings = []
     for key, decides in _CODE_DECIDES.items():
         old, new = (plan.get("code_digests", {}).get(key, "") for plan in (before, after))
         if old != new and key not in changed:
             name = str(_at(after, f"config.{key}"))
             what = "file" if own_class(name) else "package"
             text = f"the {what} of {key} {name} has changed: {decides} may be different from here on"
-            found.append(ChangeFinding(key, text, old, new, "refused"))
-    return found
+            findings.append(ChangeFinding(key, text, old, new, "refused"))
+    return findings
 
 
 def _model_findings(
@@ -180,26 +195,26 @@ def _row_findings(
     old, new = _prepared_data(before), _prepared_data(after)
     if old == new:
         return _same_row_findings(keys, of_tokenizer, files=_differ(files), tokenizer=_differ(tokenizer))
-    found = []
+    findings = []
     if _differ(tokenizer):
         text = "the tokenizer has changed: the same text gives different tokens than in training"
         causes = [*(change.values for change in of_tokenizer), *(encoders if tokenizer == traits else [])]
         names = f" ({'; '.join(causes)})" if causes else ""
-        found.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
-    explained = bool(found) or any(change.key in _SHAPES_ROWS for change in changed)
+        findings.append(ChangeFinding("tokenizer", text + names, *tokenizer, verdict="refused"))
+    explained = bool(findings) or any(change.key in _SHAPES_ROWS for change in changed)
     means = _effect_of_rows(before, after)
     if keys or _differ(files):
         why = "; ".join([*(change.values for change in keys), *(["files changed"] if _differ(files) else [])])
         text = f"the rows differ from those with which the run began{f' ({why})' if why else ''}: {means}"
-        found.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
+        findings.append(ChangeFinding("data", text, _digest_of(before), _digest_of(after), "refused"))
     elif not explained:
         why = f" ({'; '.join(encoders)})" if encoders else ""
         text = (
             f"the same files, tokenizer and settings give different rows because of different packages{why}:"
             f" {means}"
         )
-        found.append(ChangeFinding("versions", text, _digest_of(before), _digest_of(after), "refused"))
-    return found
+        findings.append(ChangeFinding("versions", text, _digest_of(before), _digest_of(after), "refused"))
+    return findings
 
 
 def _same_row_findings(
@@ -223,7 +238,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
         "past and future rows no longer form complete epochs: some rows may be repeated, and some never seen"
     )
     if isinstance(old, int) and isinstance(new, int) and new:
-        epoch, place = divmod(done, new)
+        epoch, position = divmod(done, new)
         how = (
             f"drawn again for {new} sequences (they were {old})"
             if old != new
@@ -231,7 +246,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
         )
         text = (
             f"{done} sequences are done; the order of an epoch is {how}, and the run continues at position"
-            f" {place + 1} of epoch {epoch + 1}; {text}"
+            f" {position + 1} of epoch {epoch + 1}; {text}"
         )
     if isinstance(_at(after, "config.data.eval"), float | int):
         text += "; evaluation rows may have been trained on"
@@ -239,7 +254,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[ChangeFinding]:
-    found = []
+    findings = []
     differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
     strategies = {_at(plan, "strategy") for plan in (before, after)}
     if "world_size" in differ and "fsdp" not in strategies:
@@ -257,11 +272,11 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
             )
         if decided.remedy and old != "single":  # possible with one rank only
             text += f"; {decided.remedy.format(_plain(old))} to restore it"
-        found.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
+        findings.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:
         text = f"deterministic is false: on a GPU {_ROUNDING}, since its kernels sum in any order"
-        found.append(ChangeFinding("", text))
-    return found
+        findings.append(ChangeFinding("", text))
+    return findings
 
 
 def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
@@ -293,8 +308,8 @@ def _digest_of(plan: dict[str, Any]) -> Any:
     return _at(plan, "data.rows_digest")
 
 
-def _pair(before: dict[str, Any], after: dict[str, Any], place: str) -> tuple[Any, Any]:
-    return _at(before, place), _at(after, place)
+def _pair(before: dict[str, Any], after: dict[str, Any], path: str) -> tuple[Any, Any]:
+    return _at(before, path), _at(after, path)
 
 
 def _known(pair: tuple[Any, Any]) -> bool:

@@ -50,12 +50,12 @@ class LocalNode:
     environment: Environment
     topology: Topology
     devices: list[DeviceChoice]
-    """Of this node's ranks, by local rank."""
+    """The devices of this node's ranks, by local rank."""
     device_origin: str
 
     @property
     def threads(self) -> tuple[int, str]:
-        """Of each rank of this node, and where the number comes from."""
+        """The threads of each rank of this node, and where the number comes from."""
         return threads_of(
             cores=self.machine.cores, nproc=len(self.devices), declared=self.environment.omp_num_threads
         )
@@ -192,8 +192,8 @@ def make_plan(
 
 
 def _origins(loaded: LoadedConfig, local_node: LocalNode, layout: Layout) -> dict[str, str]:
-    own = {"device": f"{layout.ranks[0].device.name}: {local_node.device_origin}"}
-    return {**loaded.origins, **local_node.topology.origins, **own}
+    decided = {"device": f"{layout.ranks[0].device.name}: {local_node.device_origin}"}
+    return {**loaded.origins, **local_node.topology.origins, **decided}
 
 
 def _set_by_hand(environment: Environment, reasons: Mapping[str, str]) -> dict[str, str]:
@@ -225,7 +225,7 @@ def offer_of(report: NodeReport) -> NodeOffer:
 def accept_plan(
     value: Any,
     *,
-    own: RunConfig,
+    config: RunConfig,
     node_rank: int,
     host: str,
     devices: list[DeviceChoice],
@@ -235,7 +235,7 @@ def accept_plan(
     this node.
 
     Args:
-        own: this node's config, its paths absolute.
+        config: this node's config, its paths absolute.
         node_rank: which node this is.
         devices: of its ranks, as it has reported them.
 
@@ -248,16 +248,16 @@ def accept_plan(
         plan = RunPlan.model_validate(value)
     except ValidationError as error:
         raise _mismatch(where, host, "the head's plan cannot be read", validation_words(error)) from error
-    if own.batch.of_ranks is not None and own.batch.of_ranks == plan.batch_of_ranks:
-        own = own.model_copy(update={"batch": plan.config.batch})  # the head knows the number of ranks
-    for problem in _problems(plan, own=own, node_rank=node_rank, devices=devices, prepared=prepared):
+    if config.batch.of_ranks is not None and config.batch.of_ranks == plan.batch_of_ranks:
+        config = config.model_copy(update={"batch": plan.config.batch})  # the head knows the number of ranks
+    for problem in _problems(plan, config=config, node_rank=node_rank, devices=devices, prepared=prepared):
         raise _mismatch(where, host, *problem)
     data = DataSummary.model_validate(prepared["data"])
     model = ModelFacts.model_validate(prepared["model"])
     return plan.model_copy(
         update={
-            "config": own,
-            "output_dir": own.output_dir,
+            "config": config,
+            "output_dir": config.output_dir,
             "data": plan.data.model_copy(update={"cache_dir": data.cache_dir}),
             "model": plan.model.model_copy(update={"directory": model.directory}),
         }
@@ -265,18 +265,18 @@ def accept_plan(
 
 
 def _problems(
-    plan: RunPlan, *, own: RunConfig, node_rank: int, devices: list[DeviceChoice], prepared: dict[str, Any]
+    plan: RunPlan, *, config: RunConfig, node_rank: int, devices: list[DeviceChoice], prepared: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """The problems of a plan, each with its evidence."""
-    found = []
-    planned, own_config = _without_paths(plan.config), _without_paths(own)
+    problems = []
+    planned, own_config = _without_paths(plan.config), _without_paths(config)
     if planned != own_config:
         odd = [key for key in sorted({*planned, *own_config}) if planned.get(key) != own_config.get(key)]
-        found.append(
+        problems.append(
             ("the head's plan has a different config than this node", f"they differ in {', '.join(odd)}")
         )
-    if plan.config.model.trust_remote_code and not own.model.trust_remote_code:
-        found.append(
+    if plan.config.model.trust_remote_code and not config.model.trust_remote_code:
+        problems.append(
             (
                 "the head's plan would run code from the model's repository",
                 "model.trust_remote_code is off here",
@@ -284,27 +284,27 @@ def _problems(
         )
     places = plan.on_node(node_rank)
     if [place.device.uuid for place in places] != [device.uuid for device in devices]:
-        found.append(
+        problems.append(
             ("the head's plan gives this node different devices than it offered", f"{len(places)} ranks")
         )
     if [place.rank for place in plan.ranks] != list(range(plan.world_size)):
-        found.append(("the head's plan does not number its ranks from 0", f"world_size {plan.world_size}"))
+        problems.append(("the head's plan does not number its ranks from 0", f"world_size {plan.world_size}"))
     for part in ("data", "model"):
         planned_digest, own_digest = getattr(plan, part).digest, prepared[part]["digest"]
         if planned_digest != own_digest:
-            found.append(
+            problems.append(
                 (
                     f"the head's plan has a different {part}",
                     f"digest {planned_digest} there, {own_digest} here",
                 )
             )
-    return found
+    return problems
 
 
 def _without_paths(config: RunConfig) -> dict[str, Any]:
     body = deciding_keys(config)
-    for own in own_code_of(config):
-        put_path(body, own, own.path.name)
+    for code in own_code_of(config):
+        put_path(body, code, code.path.name)
     for dotted in path_keys(RunConfig):
         section, _, key = dotted.rpartition(".")
         if body.get(section) is not None:
@@ -352,9 +352,9 @@ def party_of(request: TrainRequest, topology: Topology, *, host: str, token: str
     if topology.hosts and request.token_file is None and token is None:
         secret = make_token()
     else:
-        found = read_token(request.token_file, token, nodes=topology.nodes)
-        assert found is not None, "several nodes have a token"
-        secret = found
+        token_read = read_token(request.token_file, token, nodes=topology.nodes)
+        assert token_read is not None, "several nodes have a token"
+        secret = token_read
     if secret.from_stdin:
         watch_lifeline()
     return Party(

@@ -45,7 +45,7 @@ from unisono.jobs.runs.planning import (
     refusal_alone,
     with_step_difference,
 )
-from unisono.jobs.runs.run_records import Table, as_warning
+from unisono.jobs.runs.run_records import AgreementReports, as_warning
 from unisono.jobs.runs.start_decision import StartDecision, decide_start, refuse_if_shrunk, set_aside
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint, OnDamage
@@ -99,8 +99,8 @@ def with_changes(plan: RunPlan, run: RunDir, decision: StartDecision, request: T
     lines: list[str] = []
     allowed = plan.allowed
     if plan.resume is not None:
-        found = check_same_run(run, plan.to_json(), request.probes.packages(), allow=request.allowed)
-        lines, allowed = found.lines + _rate_rises(plan, run, plan.resume.step), found.allowed
+        changes = check_same_run(run, plan.to_json(), request.probes.packages(), allow=request.allowed)
+        lines, allowed = changes.lines + _rate_rises(plan, run, plan.resume.step), changes.allowed
     elif decision.kind == "fresh":
         lines = unused_allowances(request.allowed)
     if request.trust and (plan.resume is None or not plan.resume.trust):
@@ -131,7 +131,7 @@ def _rate_rises(plan: RunPlan, run: RunDir, step: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousStartFiles:
     """The files of the previous start that a start overwrites before its ranks train.
 
     The next start compares with what really ran. So a start that came to nothing puts these files
@@ -141,13 +141,13 @@ class Earlier:
     files: dict[Path, str]
 
     @classmethod
-    def of(cls, run: RunDir) -> "Earlier":
+    def of(cls, run: RunDir) -> "PreviousStartFiles":
         """Reads them; those that are not there are left out."""
-        found = {}
+        contents = {}
         for path in (run.config, run.environment, run.data, run.plan):
             with contextlib.suppress(OSError, ValueError):
-                found[path] = read_text(path)
-        return cls(found)
+                contents[path] = read_text(path)
+        return cls(contents)
 
     def put_back(self) -> None:
         """Writes back what has changed, the plan last."""
@@ -175,7 +175,7 @@ class Claim:
     run: RunDir
     decision: StartDecision
     made: bool
-    earlier: Earlier
+    earlier: PreviousStartFiles
     lock: RunLock
     worth_keeping: bool = False
     trained: bool = False
@@ -190,7 +190,7 @@ class Claim:
         """
         self.worth_keeping = True
         self.decision = decide_start(self.run, config, resume=True, fresh=False, allow=allow, origins=origins)
-        self.earlier = Earlier.of(self.run)
+        self.earlier = PreviousStartFiles.of(self.run)
 
 
 @contextlib.contextmanager
@@ -235,7 +235,7 @@ def claim(
             if remove_partial_download(run):
                 notify(f"removed the incomplete download of a killed start from {run.root}")
             decision = decide(fresh=False)
-            claimed = Claim(run, decision, made, Earlier.of(run), lock)
+            claimed = Claim(run, decision, made, PreviousStartFiles.of(run), lock)
             try:
                 yield claimed
             finally:
@@ -310,10 +310,10 @@ def require_intact(
         if on_damage is not None:
             on_damage(path, damage)
 
-    found = store.newest_intact(note, run_id=run_id, trust=trust)
-    if found is None and findings:
+    checkpoint = store.newest_intact(note, run_id=run_id, trust=trust)
+    if checkpoint is None and findings:
         raise _none_intact(store.root, findings)
-    return found
+    return checkpoint
 
 
 def resume_point(
@@ -336,12 +336,14 @@ def resume_point(
     """
     if decision.kind == "fresh":
         return None, decision.reason
-    found = require_intact(store, on_damage, run_id=decision.run_id, trust=trust)
-    if found is not None:
-        reason = f"{decision.reason}; from step {found.step}"
-        if found.is_foreign:
+    checkpoint = require_intact(store, on_damage, run_id=decision.run_id, trust=trust)
+    if checkpoint is not None:
+        reason = f"{decision.reason}; from step {checkpoint.step}"
+        if checkpoint.is_foreign:
             reason += ", which is not signed with your key and is trusted (--trust)"
-        return ResumePoint(step=found.step, path=str(found.path), trust=found.is_foreign), reason
+        return ResumePoint(
+            step=checkpoint.step, path=str(checkpoint.path), trust=checkpoint.is_foreign
+        ), reason
     if decision.kind == "extend":
         raise IntegrityError.of(
             "the finished run has no checkpoint to extend it from",
@@ -424,7 +426,7 @@ def prepare_all(
     claimed: Claim,
     others: HeadNodes | None,
     *,
-    table: Table,
+    table: AgreementReports,
     show: Show,
 ) -> tuple[dict[str, Any], Layout]:
     """The facts of data and model, the same on all nodes, and which rank runs where.
@@ -488,7 +490,7 @@ def plan_start(
     plan = with_step_difference(plan, loaded)
     plan = with_changes(plan, run, decision, request)
     refuse_if_shrunk(decision, done_steps=resume.step if resume else 0, total_steps=plan.total_steps)
-    return with_rehearsal(plan, run, wanted=rehearse)
+    return with_rehearsal(plan, run, enabled=rehearse)
 
 
 def _refuse_failed(agreement: Agreement, show: Show) -> None:

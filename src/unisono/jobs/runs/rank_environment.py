@@ -36,7 +36,7 @@ def rank_environments(
     """
     without = misleading_variables(variables, world_size=plan.world_size)
     places = plan.on_node(node_rank)
-    found = []
+    environments = []
     for place in places:
         environment = child_environment(threads=plan.threads, without=without, device=place.device)
         if place.device.kind == "cuda" and plan.config.deterministic:
@@ -53,8 +53,8 @@ def rank_environments(
             environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
             if debug_comm:
                 environment |= DEBUG_COMM | _nccl_file(plan, place.rank)
-        found.append(environment)
-    return found
+        environments.append(environment)
+    return environments
 
 
 def _nccl_file(plan: RunPlan, rank: int) -> dict[str, str]:

@@ -48,7 +48,7 @@ def read_back_result(
     environment = child_environment(threads=plan.threads, without=leftovers, device=plan.device)
     try:
         with interrupts.raising():
-            found = _run({"output_dir": plan.output_dir}, request, environment, show)
+            comparison = _run({"output_dir": plan.output_dir}, request, environment, show)
     except Stopped:
         _warn(show, "the result was not read back: the run was stopped meanwhile", "")
         return ending
@@ -57,7 +57,7 @@ def read_back_result(
     except UnisonoError as error:  # it says nothing about the files
         _warn(show, f"the result was not read back: {error}", error.problems[0].fix)
         return ending
-    about = {key: found[key] for key in ("compared", "why", "differs_by", "tolerance")}
+    about = {key: comparison[key] for key in ("compared", "why", "differs_by", "tolerance")}
     seconds = round(time.monotonic() - began, 3)
     return replace(ending, fields={**ending.fields, "read_back": {**about, "seconds": seconds}})
 

@@ -202,14 +202,14 @@ class Replay:
         plan = _plan_of(self.run)
         if not self.trust_code:
             plan_file = str(self.run.plan)
-            refuse_code(plan.config, {own.key: plan_file for own in own_code_of(plan.config)})
+            refuse_code(plan.config, {code.key: plan_file for code in own_code_of(plan.config)})
         logged = {line["step"]: line for line in iterate_metrics(self.run.metrics) if "loss" in line}
-        found = self._choose(plan, logged)
-        last = found.step + self.steps
-        explanations = _run_explanations(plan, found, last=last)
+        checkpoint = self._choose(plan, logged)
+        last = checkpoint.step + self.steps
+        explanations = _run_explanations(plan, checkpoint, last=last)
         with tempfile.TemporaryDirectory(prefix="unisono-replay-") as folder:
             scratch = RunDir(Path(folder) / "run")
-            again = self._plan_again(plan, found, scratch)
+            again = self._plan_again(plan, checkpoint, scratch)
             explanations += _machine_explanations(plan, again)
             explanations += changed_versions(self.run, self.probes.packages())
             self._announce(plan, again)
@@ -217,13 +217,18 @@ class Replay:
             lines = {line["step"]: line for line in iterate_metrics(scratch.metrics) if "loss" in line}
         _check_end(attempt, again, lines)
         return Replayed(
-            found.step, found.step + 1, last, compare(logged, lines), tuple(explanations), attempt.seconds
+            checkpoint.step,
+            checkpoint.step + 1,
+            last,
+            compare(logged, lines),
+            tuple(explanations),
+            attempt.seconds,
         )
 
     def _choose(self, plan: RunPlan, logged: Lines) -> IntactCheckpoint:
         store = CheckpointStore(self.run.checkpoints, key=user_key(read_environment().settings_dir))
-        wanted = store.list() if self.step is None else [store.path(self.step)]
-        able = [path for path in wanted if _has_steps_after(_step_of(path), self.steps, logged)]
+        candidates = store.list() if self.step is None else [store.path(self.step)]
+        able = [path for path in candidates if _has_steps_after(_step_of(path), self.steps, logged)]
         if not able:
             raise _nothing_to_compare(store, self.step, self.steps, logged)
         for path in reversed(able):
@@ -234,11 +239,11 @@ class Replay:
                     raise
         raise AssertionError
 
-    def _plan_again(self, plan: RunPlan, found: IntactCheckpoint, scratch: RunDir) -> RunPlan:
+    def _plan_again(self, plan: RunPlan, checkpoint: IntactCheckpoint, scratch: RunDir) -> RunPlan:
         """The run's plan on this machine alone, in another directory, and up to the last step that
         is wanted.
         """
-        _refuse_other_ranks(plan, found)
+        _refuse_other_ranks(plan, checkpoint)
         environment = read_environment()
         body = {
             "config": plan.config.model_dump(mode="json", by_alias=True),
@@ -277,9 +282,9 @@ class Replay:
                 "host": machine.host,
                 "data": data,
                 "model": model,
-                "resume": ResumePoint(step=found.step, path=str(found.path)),
+                "resume": ResumePoint(step=checkpoint.step, path=str(checkpoint.path)),
                 "resume_reason": "a replay",
-                "last_step": found.step + self.steps,
+                "last_step": checkpoint.step + self.steps,
                 "faults": {},
             }
         )
@@ -288,10 +293,10 @@ class Replay:
         assert again.resume is not None
         ranks = f"{again.world_size} ranks ({again.strategy})" if again.world_size > 1 else "1 rank"
         many = len(plan.nodes)
-        place = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
+        machines = f", all on this machine; the run had them on {many} nodes" if many > 1 else ""
         text = (
             f"running steps {again.resume.step + 1}-{again.last_step} again from step {again.resume.step}:"
-            f" {ranks}{place}"
+            f" {ranks}{machines}"
         )
         self.show({"kind": "phase", "time": time.time(), "phase": "replay", "text": text})
 
@@ -396,16 +401,19 @@ def _nothing_to_compare(store: CheckpointStore, step: int | None, steps: int, lo
     )
 
 
-def _refuse_other_ranks(plan: RunPlan, found: IntactCheckpoint) -> None:
+def _refuse_other_ranks(plan: RunPlan, checkpoint: IntactCheckpoint) -> None:
     """The plans of earlier starts are not kept; steps that were made with other ranks cannot be
     made again.
     """
-    manifest, first_step = found.manifest, plan.resume.step if plan.resume else 0
-    if found.step >= first_step or (manifest.world_size, manifest.threads) == (plan.world_size, plan.threads):
+    manifest, first_step = checkpoint.manifest, plan.resume.step if plan.resume else 0
+    if checkpoint.step >= first_step or (manifest.world_size, manifest.threads) == (
+        plan.world_size,
+        plan.threads,
+    ):
         return
     raise UsageError.of(
-        f"the steps after checkpoint {found.step} were made by an earlier start with a different layout",
-        where=str(found.path),
+        f"the steps after checkpoint {checkpoint.step} were made by an earlier start with a different layout",
+        where=str(checkpoint.path),
         why=(
             f"it was written by {manifest.world_size} ranks with {manifest.threads} threads, and the plan"
             f" that is kept has {plan.world_size} with {plan.threads}"
@@ -432,12 +440,12 @@ def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
             )
 
 
-def _run_explanations(plan: RunPlan, found: IntactCheckpoint, *, last: int) -> list[str]:
+def _run_explanations(plan: RunPlan, checkpoint: IntactCheckpoint, *, last: int) -> list[str]:
     """Why steps of this run may come out otherwise, whatever machine they are run on."""
     lines = []
     if plan.device.kind == "cuda" and not plan.config.deterministic:
         lines.append("it was trained on accelerators without `deterministic: true`: sums have no fixed order")
-    if plan.resume is not None and found.step < plan.resume.step:
+    if plan.resume is not None and checkpoint.step < plan.resume.step:
         lines.append(
             f"the run has been started again from step {plan.resume.step} since, and only the plan of the"
             " last start is kept"

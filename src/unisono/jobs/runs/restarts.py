@@ -26,7 +26,7 @@ from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.node_report import look_again, question_of, refuse_old_ranks
 from unisono.jobs.runs.planning import LocalNode, make_plan, offer_of, refusal_alone
 from unisono.jobs.runs.preparation import find_resume_point, with_changes
-from unisono.jobs.runs.run_records import Table
+from unisono.jobs.runs.run_records import AgreementReports
 from unisono.jobs.runs.start_decision import StartDecision
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.store import CheckpointStore
@@ -91,7 +91,7 @@ class Restarts:
     run: RunDir
     prepared: dict[str, Any]
     others: HeadNodes | None
-    table: Table
+    table: AgreementReports
     show: Show
     restarts: list[dict[str, Any]] = field(default_factory=list)
     _deaths: list[Death] = field(default_factory=list)
@@ -188,11 +188,11 @@ class Restarts:
         """Nodes that take part no more: those that are gone, and the one whose machine is the
         cause, where it can be done without.
         """
-        found = self._lost(plan, attempt)
+        unusable = self._lost(plan, attempt)
         blamed = {plan.ranks[rank].node_rank for rank in verdict.ranks if rank < plan.world_size}
-        if verdict.cause in OF_ITS_NODE and self._can_do_without(found | blamed):
-            found |= blamed
-        return found
+        if verdict.cause in OF_ITS_NODE and self._can_do_without(unusable | blamed):
+            unusable |= blamed
+        return unusable
 
     def _agree(self, resume: ResumePoint | None) -> None:
         """The short agreement, on all nodes or on this one alone."""
@@ -223,10 +223,10 @@ class Restarts:
             ChannelFacts(first.address, {}, 0.0, []),
             question,
         )
-        found = compare_again([report])
-        if found.fatal:
-            self.table.of_nodes = (self.table.of_nodes or Agreement()).merged(found)
-            raise refusal_alone(found.fatal[0], again=True)
+        agreement = compare_again([report])
+        if agreement.fatal:
+            self.table.of_nodes = (self.table.of_nodes or Agreement()).merged(agreement)
+            raise refusal_alone(agreement.fatal[0], again=True)
 
     def _is_smaller(self, plan: RunPlan) -> bool:
         return self.others is not None and len(self.others.meeting.reports) < len(plan.nodes)

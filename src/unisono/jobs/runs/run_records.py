@@ -37,7 +37,7 @@ from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.postmortem import name_death, name_failure, name_victims
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.guard.supervise.task_process import refusal
-from unisono.jobs.runs.curve_drawing import Drawing
+from unisono.jobs.runs.curve_drawing import CurveDrawing
 from unisono.jobs.runs.train_request import config_yaml
 from unisono.trainer.checkpoint.store import CheckpointStore, step_of
 from unisono.trainer.config import RunConfig
@@ -105,7 +105,7 @@ def note_in_plan(run: RunDir, **fields: Any) -> None:
 
 
 @dataclass
-class Table:
+class AgreementReports:
     """The reports of all nodes and ranks, and the results of their comparison.
 
     Attributes:
@@ -129,16 +129,16 @@ class Table:
         self.of_ranks = agreement
 
 
-def write_agreement(run: RunDir, table: Table) -> None:
+def write_agreement(run: RunDir, table: AgreementReports) -> None:
     """Writes agreement.json of several ranks."""
-    found = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
-    outcome = "refused" if not found.agreed else "agreed" if table.of_ranks is not None else "unfinished"
+    agreement = Agreement().merged(*(a for a in (table.of_nodes, table.of_ranks) if a is not None))
+    outcome = "refused" if not agreement.agreed else "agreed" if table.of_ranks is not None else "unfinished"
     body = {
         "schema": 1,
         "outcome": outcome,
         "nodes": [report.to_json() for report in table.nodes],
         "ranks": [report.to_json() for report in table.ranks],
-        **found.to_json(),
+        **agreement.to_json(),
     }
     write_json(run.agreement, body)
 
@@ -151,14 +151,16 @@ def is_about_nodes(error: UnisonoError) -> bool:
     return isinstance(error, Disagreed) or phase.startswith("agree.")
 
 
-def keep_refusal(run: RunDir, config: RunConfig, table: Table, error: UnisonoError, *, command: str) -> None:
+def keep_refusal(
+    run: RunDir, config: RunConfig, table: AgreementReports, error: UnisonoError, *, command: str
+) -> None:
     """Keeps why nodes or ranks did not agree: agreement.json, verdict.json, result.json.
 
     A finished run's result stays.
     """
-    found = table.of_nodes or Agreement()
-    if error.verdict is not None and not found.fatal:
-        table.of_nodes = found.merged(Agreement.found("joining", error.verdict))
+    agreement = table.of_nodes or Agreement()
+    if error.verdict is not None and not agreement.fatal:
+        table.of_nodes = agreement.merged(Agreement.found("joining", error.verdict))
     if not run.config.exists():
         write_text(run.config, config_yaml(config, command=command), mode=0o600)
     write_agreement(run, table)
@@ -200,7 +202,7 @@ def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
     return {"schema": 1, "nodes": [report], "verdicts": [], "outcome": "agreed"}
 
 
-def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
+def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: AgreementReports) -> None:
     """Writes all that is decided before a start of the ranks, on the head; agreement.json of
     several ranks, too.
     """
@@ -211,13 +213,13 @@ def write_plan(run: RunDir, lock: RunLock, plan: RunPlan, table: Table) -> None:
         write_agreement(run, table)
 
 
-class Recorder:
+class RunRecorder:
     """Passes messages on, and updates the run's directory at a first step, an evaluation, and a
     measurement of kept steps.
     """
 
     def __init__(self, run: RunDir, plan: RunPlan, disk: RunsDisk, show: Show) -> None:
-        self.drawing = Drawing(run, title=f"{Path(plan.output_dir).name}: {plan.config.model.path}")
+        self.drawing = CurveDrawing(run, title=f"{Path(plan.output_dir).name}: {plan.config.model.path}")
         self._run = run
         self._disk = disk
         self._show = show
@@ -236,7 +238,9 @@ class Recorder:
         self._note_kept(message)
         self._show(message)
 
-    def keep_agreement(self, table: Table, reports: Mapping[int, RankReport], agreement: Agreement) -> None:
+    def keep_agreement(
+        self, table: AgreementReports, reports: Mapping[int, RankReport], agreement: Agreement
+    ) -> None:
         """Adds what the ranks reported to agreement.json, and shows what does not prevent the
         start.
         """
@@ -354,7 +358,7 @@ def _ended_by(verdict: Verdict, fields: dict[str, Any]) -> Ending:
 
 
 def _with_place(error: UnisonoError, place: RankPlace) -> UnisonoError:
-    """The same refusal with the rank that raised it: other nodes cannot know."""
+    """The refusal with the rank that raised it: other nodes cannot know."""
     problems = [
         replace(problem, where=f"{place.label}: {problem.where}" if problem.where else place.label)
         for problem in error.problems

@@ -175,7 +175,7 @@ def _refuse_special_files(run: RunDir) -> None:
     """Refuses special files in the place of files that a run writes: the ranks would fail in the
     middle of the run.
     """
-    own = (
+    written = (
         run.config,
         run.plan,
         run.environment,
@@ -188,7 +188,7 @@ def _refuse_special_files(run: RunDir) -> None:
         *run.events(0).parent.glob("rank-*.jsonl"),
         *run.log("", 0).parent.glob("*-rank-*"),
     )
-    for path in own:
+    for path in written:
         mode = path.stat().st_mode if path.exists() else stat.S_IFREG
         if not stat.S_ISREG(mode):
             raise UsageError.of(
@@ -217,14 +217,14 @@ def _refuse_foreign_files(run: RunDir) -> None:
             why="without it the run of the checkpoints is unknown",
             fix=f"restore {run.plan.name}, or set a different output_dir",
         )
-    found = [
+    foreign = [
         name
         for name in sorted(entry.name for entry in run.root.iterdir())
         if not _is_left_by_a_start(run, name)
     ]
-    if found:
+    if foreign:
         raise UsageError.of(
-            f"{run.root} is not empty, and is not a run of unisono: it holds {_list_some(found)}",
+            f"{run.root} is not empty, and is not a run of unisono: it holds {_list_some(foreign)}",
             where="output_dir",
             why="nothing there is overwritten or renamed",
             fix="set output_dir to a different directory",
@@ -349,8 +349,8 @@ def _refuse_another_run(
     """Refuses settings that make a different run and are not allowed; contents are compared once
     they are known.
     """
-    found = [judge_key(change) for change in changes_between(before, config)]
-    refused = not_allowed([finding for finding in found if finding is not None], allow)
+    findings = [judge_key(change) for change in changes_between(before, config)]
+    refused = not_allowed([finding for finding in findings if finding is not None], allow)
     if refused:
         raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name, origins=origins)
 
@@ -384,19 +384,19 @@ def _in_form_of(config: RunConfig, before: RunConfig, plan: dict[str, Any]) -> R
     """The earlier config with its batch as `per_rank` and `accumulate`, if the new one has it so:
     only these are compared, not the ranks.
     """
-    asked, earlier = config.batch.of_ranks, _batch_of(plan)
-    if asked is None or earlier is None:
+    requested, earlier = config.batch.of_ranks, _batch_of(plan)
+    if requested is None or earlier is None:
         return before
     size, of_ranks = earlier
-    if of_ranks is None and size == math.prod((*asked, _int_or_zero(plan.get("world_size")))):
-        of_ranks = asked  # the run was started with this `global`
+    if of_ranks is None and size == math.prod((*requested, _int_or_zero(plan.get("world_size")))):
+        of_ranks = requested  # the run was started with this `global`
     if of_ranks is None:
         return before
     # The same product in other factors is the same run: a smaller `per_rank` after running out of
     # memory.
     batch = (
         config.batch
-        if math.prod(of_ranks) == math.prod(asked)
+        if math.prod(of_ranks) == math.prod(requested)
         else BatchSection(per_rank=of_ranks[0], accumulate=of_ranks[1])
     )
     return before.model_copy(update={"batch": batch})

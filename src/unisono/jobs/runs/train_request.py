@@ -41,15 +41,15 @@ class LostNodeSource(Protocol):
 
 
 def with_absolute_paths(config: RunConfig, base: Path) -> RunConfig:
-    """The same config with every path absolute.
+    """The config with every path absolute.
 
     Hub ids, URLs and `builtin:` names stay as they are.
 
     A name counts as a path if it exists relative to `base`.
     """
     located = _located(config, base)
-    for own in own_code_of(config):
-        located = with_code_path(located, own, _absolute(str(own.path), base))
+    for code in own_code_of(config):
+        located = with_code_path(located, code, _absolute(str(code.path), base))
     return located
 
 
@@ -101,7 +101,7 @@ def _joined(value: str, base: Path) -> Path:
 
 def _matches(pattern: Path) -> bool:
     """Whether a glob pattern finds anything."""
-    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return next(glob.iglob(str(pattern), recursive=True), None) is not None  # noqa: PTH207 - absolute patterns
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ def refuse_code(config: RunConfig, origins: Mapping[str, str]) -> None:
     """
     problems = [
         Problem(
-            f"{own.key}: {own.path}:{own.name} is code that has not been trusted",
-            origins.get(own.key, own.key),
+            f"{code.key}: {code.path}:{code.name} is code that has not been trusted",
+            origins.get(code.key, code.key),
             "each rank would execute the file, with your rights",
             "read it, and pass --trust-code (in Python: trust_code=True) on every node",
         )
-        for own in own_code_of(config)
+        for code in own_code_of(config)
     ]
     if problems:
         raise UsageError(*problems)
@@ -278,7 +278,7 @@ def named_code_digests(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: as there.
     """
-    names = {own.key: f"{own.what} {own.path.name}" for own in own_code_of(config)}
+    names = {code.key: f"{code.what} {code.path.name}" for code in own_code_of(config)}
     return {names.get(key, key): digest for key, digest in own_code_digests(config).items()}
 
 
@@ -350,8 +350,8 @@ def _refuse_several_tasks(step: SlurmStep | None, request: TrainRequest) -> None
     """
     if step is None or step.tasks <= step.nodes:
         return
-    each, rest = divmod(step.tasks, step.nodes)
-    ranks = f" --nproc {each}" if request.nproc is None and not rest else ""
+    each, remainder = divmod(step.tasks, step.nodes)
+    ranks = f" --nproc {each}" if request.nproc is None and not remainder else ""
     start = "srun --ntasks-per-node=1" if step.nodes > 1 else "srun --ntasks=1"
     raise UsageError.of(
         f"unisono train was started by srun as one of {step.tasks} tasks on {step.nodes}"
