@@ -26,15 +26,15 @@ GRIDS = st.builds(
 
 @given(mesh=GRIDS)
 def test_every_rank_has_coordinates_that_no_other_has(mesh: Mesh) -> None:
-    found = [tuple(mesh.coordinates(rank).items()) for rank in range(mesh.world_size)]
-    assert len(set(found)) == mesh.world_size
-    assert all(0 <= at < mesh.axes[axis] for place in found for axis, at in place)
+    points = [tuple(mesh.coordinates(rank).items()) for rank in range(mesh.world_size)]
+    assert len(set(points)) == mesh.world_size
+    assert all(0 <= at < mesh.axes[axis] for point in points for axis, at in point)
 
 
 @given(mesh=GRIDS)
 def test_the_last_axis_changes_fastest(mesh: Mesh) -> None:
-    found = [[mesh.coordinates(rank)[axis] for axis in mesh.axes] for rank in range(mesh.world_size)]
-    assert found == sorted(found)
+    points = [[mesh.coordinates(rank)[axis] for axis in mesh.axes] for rank in range(mesh.world_size)]
+    assert points == sorted(points)
 
 
 @given(mesh=GRIDS)
@@ -43,9 +43,9 @@ def test_the_ranks_along_an_axis_are_a_partition_by_the_other_coordinates(mesh: 
         groups = mesh.ranks_of(axis)
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(mesh.world_size))
         for ranks in groups:
-            places = [mesh.coordinates(rank) for rank in ranks]
-            assert [place[axis] for place in places] == list(range(size))
-            assert all(place | {axis: 0} == places[0] for place in places)
+            points = [mesh.coordinates(rank) for rank in ranks]
+            assert [point[axis] for point in points] == list(range(size))
+            assert all(point | {axis: 0} == points[0] for point in points)
 
 
 @given(mesh=ANY)
@@ -101,15 +101,15 @@ def test_a_config_allows_meshes_by_the_number_of_ranks(
 
 
 def test_strategies_are_compared_by_name_in_one_module() -> None:
-    found = Counter(
+    comparisons = Counter(
         str(path.relative_to(SOURCE))
         for path in sorted(SOURCE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if _compared(node) & set(get_args(Strategy))
     )
-    assert found.pop("trainer/plan/mesh.py") > 0, "the search finds them"
+    assert comparisons.pop("trainer/plan/mesh.py") > 0, "the search finds them"
     levels = {"front/checks/device_checks.py": 1, "front/checks/device_selection.py": 1}  # of PCIe bridges
-    assert found == levels | {"trainer/config/schema.py": 2}, (
+    assert comparisons == levels | {"trainer/config/schema.py": 2}, (
         "the config says what fsdp cannot do; ask plan.mesh"
     )
 

@@ -253,10 +253,10 @@ def _ranks(plan: RunPlan) -> str:
     """The placement of ranks; empty for a single rank."""
     if plan.world_size == 1:
         return ""
-    part = "a shard of every tensor" if plan.mesh.shards_weights else "the full model"
+    full, sharded = "each has the full model (ddp)", "each has a shard of every tensor (fsdp)"
     places = ", ".join(_of_node(plan, node) for node in plan.nodes[:8])
     more = f" and {len(plan.nodes) - 8} nodes more" if len(plan.nodes) > 8 else ""
-    return f"{plan.world_size}: {places}{more} · each has {part} ({plan.strategy})"
+    return f"{plan.world_size}: {places}{more} · {sharded if plan.mesh.shards_weights else full}"
 
 
 def _of_node(plan: RunPlan, node: NodePlace) -> str:

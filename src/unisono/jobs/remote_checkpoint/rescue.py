@@ -50,7 +50,7 @@ def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
         return []
     places = [place.rank for place in plan.on_node(node_rank)]
     parts = [ranks for ranks in plan.mesh.holders if ranks[0] in places]
-    return [rank for ranks in parts for rank in [r for r in ranks if r in places][:_REPLICAS]]
+    return [rank for ranks in parts for rank in [r for r in places if r in ranks][:_REPLICAS]]
 
 
 @dataclass

@@ -47,10 +47,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """The coordinate of a rank on each axis."""
-        found: dict[Axis, int] = {}
+        coordinates: dict[Axis, int] = {}
         for axis, size in reversed(self.axes.items()):
-            rank, found[axis] = divmod(rank, size)
-        return found
+            rank, coordinates[axis] = divmod(rank, size)
+        return coordinates
 
     def ranks_of(self, axis: Axis) -> list[list[int]]:
         """The ranks along an axis, by their coordinate: a list for each combination of the other
@@ -105,7 +105,7 @@ class Mesh:
     @property
     def has_replicas(self) -> bool:
         """Whether some ranks must have equal weights, which digests can compare."""
-        return any(len(ranks) > 1 for ranks in self.holders)
+        return self.weight_shards < self.world_size
 
     @property
     def forwards_together(self) -> bool:

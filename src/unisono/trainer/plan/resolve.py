@@ -299,8 +299,12 @@ def _fit(given: PlanInputs, dtype: str, origins: dict[str, str]) -> tuple[Mesh, 
             " show it"
         )
     if len(meshes) > 1:
-        fits = "does not fit" if found.mesh.shards_weights else "fits"
-        origins["strategy"] = f"auto: the model {fits} on one device"
+        why = (
+            "the model fits on one device"
+            if found.mesh.has_replicas
+            else "the model does not fit on one device"
+        )
+        origins["strategy"] = f"auto: {why}"
     return found.mesh, found.micro, found.checkpointing, found.memory
 
 
