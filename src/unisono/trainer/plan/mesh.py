@@ -48,7 +48,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """The coordinate of a rank on each axis."""
         coordinates: dict[Axis, int] = {}
-        for axis, size in reversed(self.axes.items()):
+        for axis, size in reversed(list(self.axes.items())):
             rank, coordinates[axis] = divmod(rank, size)
         return coordinates
 
@@ -74,7 +74,7 @@ class Mesh:
     @property
     def gradient_axes(self) -> tuple[Axis, ...]:
         """The axes over which gradients, losses and counts are summed; empty for one rank."""
-        return tuple(axis for axis in self.axes if axis == "dp" and self.axes[axis] > 1)
+        return ("dp",) if self.dp_size > 1 else ()
 
     @property
     def norm_axes(self) -> tuple[Axis, ...]:
