@@ -272,17 +272,17 @@ def kept(*sequences: int) -> list[StepSnapshot]:
 @pytest.mark.parametrize(
     ("steps", "holders", "chosen"),
     [
-        ({0: [4, 5], 1: [3, 4]}, [], [5]),
-        ({0: [], 1: [3, 4]}, [], [4]),
-        ({}, [], []),
-        ({0: [4, 5], 1: [3, 4]}, [0, 1], [4, 4]),
-        ({0: [4, 5], 1: [5]}, [0, 1], [5, 5]),
-        ({0: [4, 5]}, [0, 1], []),
-        ({0: [4, 5], 1: [2, 3]}, [0, 1], []),
+        ({0: [4, 5], 1: [3, 4]}, [[0, 1]], [5]),
+        ({0: [], 1: [3, 4]}, [[0, 1]], [4]),
+        ({}, [[0, 1]], []),
+        ({0: [4, 5], 1: [3, 4]}, [[0], [1]], [4, 4]),
+        ({0: [4, 5], 1: [5]}, [[0], [1]], [5, 5]),
+        ({0: [4, 5]}, [[0], [1]], []),
+        ({0: [4, 5], 1: [2, 3]}, [[0], [1]], []),
     ],
 )
 def test_the_newest_state_that_all_its_holders_have_is_chosen(
-    steps: dict[int, Sequence[int]], holders: list[int], chosen: list[int]
+    steps: dict[int, Sequence[int]], holders: list[list[int]], chosen: list[int]
 ) -> None:
     found = choose_pieces({rank: kept(*sequences) for rank, sequences in steps.items()}, holders=holders)
     assert [piece.sequence for piece in found] == chosen

@@ -20,11 +20,12 @@ from unisono.trainer.config.schema import OptimSection
 from unisono.trainer.model.forward import Rows, choose_forward
 from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.plan import Mesh
 from unisono.trainer.training import sharding
 from unisono.trainer.training.gradient_sync import ReplicaSync
 from unisono.trainer.training.join import check_world, checksum
 from unisono.trainer.training.optim import build_optimizers
-from unisono.trainer.training.process_group import Listener, Ranks, close_group, world_mesh
+from unisono.trainer.training.process_group import Listener, Ranks, close_group, device_mesh
 from unisono.trainer.training.sharding import full_tensor, shard_model
 
 _CUDA = pytest.param(
@@ -106,7 +107,7 @@ def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
 def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradient(group: Ranks) -> None:
     plain, sharded = _model(), _model()
     plain.model.to(group.device)
-    root = shard_model(sharded, world_mesh(group.device, 1))
+    root = shard_model(sharded, device_mesh(Mesh.of("fsdp", 1), group.device))
     assert {p.device.type for p in sharded.trainable.values()} == {group.device.type}
     rows = _rows(group.device)
     losses, fast = [], []
@@ -162,7 +163,7 @@ def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
     layers = sharded.base.model.layers
     size = sum(p.nbytes for p in layers[0].parameters())
     monkeypatch.setattr(sharding, "KEPT_WHOLE_BYTES", kept * size)
-    root = shard_model(sharded, world_mesh(group.device, 1))
+    root = shard_model(sharded, device_mesh(Mesh.of("fsdp", 1), group.device))
     assert [isinstance(layer.mlp.up_proj.base_layer.weight, DTensor) for layer in layers] == [
         number < 4 - kept for number in range(4)
     ]
@@ -202,7 +203,7 @@ def test_only_the_last_layers_stay_whole_after_a_forward(
     loaded = _model()
     layers = loaded.base.model.layers
     monkeypatch.setattr(sharding, "KEPT_WHOLE_BYTES", 2 * sum(p.nbytes for p in layers[0].parameters()) + 1)
-    root = shard_model(loaded, world_mesh(group.device, 1))
+    root = shard_model(loaded, device_mesh(Mesh.of("fsdp", 1), group.device))
     forward = choose_forward(
         loaded, dtype="float32", quick_adapter=False, gradient_checkpointing=False, root=root.module
     )

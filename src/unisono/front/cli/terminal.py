@@ -220,7 +220,7 @@ def _without_shared_output(plan: RunPlan) -> str:
         return ""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     does, parts = ("do", "their parts are") if len(names) > 1 else ("does", "its part is")
-    how = f"; {parts} sent over the control channel" if plan.strategy == "fsdp" else ""
+    how = f"; {parts} sent over the control channel" if plan.mesh.shards_weights else ""
     return (
         f"{shown} {does} not see this output_dir: the complete checkpoints are here, on"
         f" {plan.nodes[0].host}{how}"
@@ -253,10 +253,10 @@ def _ranks(plan: RunPlan) -> str:
     """The placement of ranks; empty for a single rank."""
     if plan.world_size == 1:
         return ""
-    how = {"ddp": "each has the full model (ddp)", "fsdp": "each has a shard of every tensor (fsdp)"}
+    full, sharded = "each has the full model (ddp)", "each has a shard of every tensor (fsdp)"
     places = ", ".join(_of_node(plan, node) for node in plan.nodes[:8])
     more = f" and {len(plan.nodes) - 8} nodes more" if len(plan.nodes) > 8 else ""
-    return f"{plan.world_size}: {places}{more} · {how.get(plan.strategy, plan.strategy)}"
+    return f"{plan.world_size}: {places}{more} · {sharded if plan.mesh.shards_weights else full}"
 
 
 def _of_node(plan: RunPlan, node: NodePlace) -> str:

@@ -49,9 +49,8 @@ def snapshot_ranks(plan: RunPlan, node_rank: int) -> list[int]:
     if not plan.keeps_steps:
         return []
     places = [place.rank for place in plan.on_node(node_rank)]
-    if plan.strategy == "fsdp":
-        return places
-    return places[:_REPLICAS] if node_rank == 0 else []
+    parts = [ranks for ranks in plan.mesh.holders if ranks[0] in places]
+    return [rank for ranks in parts for rank in [r for r in places if r in ranks][:_REPLICAS]]
 
 
 @dataclass
@@ -79,18 +78,18 @@ class RescuedStep:
 
 
 def choose_pieces(
-    steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[int]
+    steps: Mapping[int, Sequence[StepSnapshot]], *, holders: Sequence[Sequence[int]]
 ) -> list[StepSnapshot]:
-    """The latest complete state: one snapshot for each holder. Empty if there is none.
+    """The latest complete state: one snapshot for each part. Empty if there is none.
 
     Args:
         steps: the snapshots of each rank.
-        holders: the ranks that hold a shard each; empty if every rank holds the full state.
+        holders: for each part of the state, the ranks that hold it; the first one's is preferred.
     """
-    if not holders:
-        everything = [snapshot for rank in sorted(steps) for snapshot in steps[rank]]
-        return [max(everything, key=lambda snapshot: snapshot.sequence)] if everything else []
-    of_each = [{snapshot.sequence: snapshot for snapshot in steps.get(rank, ())} for rank in holders]
+    of_each = [
+        {snapshot.sequence: snapshot for rank in reversed(ranks) for snapshot in steps.get(rank, ())}
+        for ranks in holders
+    ]
     common = set.intersection(*map(set, of_each))
     return [by_sequence[max(common)] for by_sequence in of_each] if common else []
 
@@ -120,10 +119,10 @@ def rescue(
     for rank, damage in rescued.damage.items():
         for what in damage:
             _warn(show, "snapshot_refused", f"the snapshot of rank {rank} in memory is not used: {what}")
-    holders = [place.rank for place in plan.ranks] if plan.strategy == "fsdp" else []
+    holders = plan.mesh.holders
     pieces = choose_pieces(rescued.steps, holders=holders)
     if not pieces:
-        missing = [str(rank) for rank in holders if not rescued.steps.get(rank)]
+        missing = [str(ranks[0]) for ranks in holders if not any(map(rescued.steps.get, ranks))]
         if missing and any(rescued.steps.values()):
             _notify(show, f"the state in memory is incomplete: nothing from rank {', '.join(missing)}")
         return False

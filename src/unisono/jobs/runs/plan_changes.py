@@ -24,6 +24,7 @@ from unisono.jobs.runs.config_changes import (
 )
 from unisono.jobs.runs.start_decision import next_old
 from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import Mesh
 
 _ROUNDING = "losses agree to rounding, not bit-exactly"
 _SAME_ROWS = f"the same rows in the same order; {_ROUNDING}"
@@ -256,8 +257,8 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[ChangeFinding]:
     findings = []
     differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
-    strategies = {_at(plan, "strategy") for plan in (before, after)}
-    if "world_size" in differ and "fsdp" not in strategies:
+    meshes = (Mesh.of(_at(plan, "strategy"), _at(plan, "world_size")) for plan in (before, after))
+    if "world_size" in differ and not any(mesh.shards_weights for mesh in meshes):
         differ.discard("strategy")  # one rank is single and several are ddp: their number says it
     dropout = _at(after, "config.adapter.dropout")
     for decided in _DECIDED:
@@ -270,7 +271,7 @@ def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[Cha
                 f"; adapter.dropout is {dropout}, and different sequences share a forward: losses agree only"
                 " on average"
             )
-        if decided.remedy and old != "single":  # possible with one rank only
+        if decided.remedy and (decided.place != "strategy" or _at(before, "world_size") != 1):
             text += f"; {decided.remedy.format(_plain(old))} to restore it"
         findings.append(ChangeFinding(decided.key, text, old, new, "refused" if decided.key else "line"))
     if _at(after, "device.kind") == "cuda" and not _at(after, "config.deterministic") and not differ:

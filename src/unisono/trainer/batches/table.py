@@ -122,8 +122,8 @@ class TableSource(BatchSource):
     global_batch: int
     micro_batch: int
     total_sequences: int
-    rank: int = 0
-    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
 
     @classmethod
     def of(cls, plan: RunPlan, place: RankPlace, rows: TableRows) -> Self:
@@ -133,8 +133,8 @@ class TableSource(BatchSource):
         firsts = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
         of_sequences = groups[firsts].tolist() if groups is not None else []
         stream = Stream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
-        ranks = {"rank": place.rank, "world_size": plan.world_size}
-        return cls(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, **ranks)
+        share = {"dp_rank": plan.mesh.dp_rank(place.rank), "dp_size": plan.mesh.dp_size}
+        return cls(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, **share)
 
     def __post_init__(self) -> None:
         self._tokens = self.rows.table.sequence_tokens()
@@ -146,8 +146,8 @@ class TableSource(BatchSource):
     def step(self, step: int) -> StepBatches:
         """The sequences of a step, distributed over the ranks and split into micro batches."""
         sequences = self.sequences(step)
-        shares = deal(self._tokens[sequences].tolist(), ranks=self.world_size)
-        first, own = (step - 1) * self.global_batch, shares[self.rank]
+        shares = deal(self._tokens[sequences].tolist(), ranks=self.dp_size)
+        first, own = (step - 1) * self.global_batch, shares[self.dp_rank]
         cut = [own[i : i + self.micro_batch] for i in range(0, len(own), self.micro_batch)]
         return StepBatches(
             step=step,
@@ -227,14 +227,14 @@ class EvaluationRows:
     Attributes:
         rows: of the evaluation table.
         micro_batch: sequences in a group.
-        rank: the rank that takes these groups.
-        world_size: number of ranks.
+        dp_rank: the rank of `dp` that takes these groups.
+        dp_size: number of these ranks.
     """
 
     rows: TableRows
     micro_batch: int
-    rank: int = 0
-    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
 
     @property
     def sequences(self) -> int:
@@ -244,7 +244,7 @@ class EvaluationRows:
     @property
     def at_once(self) -> int:
         """Sequences of a round, over all ranks."""
-        return self.micro_batch * self.world_size
+        return self.micro_batch * self.dp_size
 
     def rounds(self) -> Iterator[list[int]]:
         """This rank's group in each round; empty if the last round has none for it.
@@ -252,7 +252,7 @@ class EvaluationRows:
         All ranks have the same number of rounds.
         """
         for begin in range(0, self.sequences, self.at_once):
-            first = begin + self.rank * self.micro_batch
+            first = begin + self.dp_rank * self.micro_batch
             yield list(range(first, min(first + self.micro_batch, self.sequences)))
 
     def questions(self) -> Iterator["Question"]:

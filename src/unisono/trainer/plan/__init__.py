@@ -4,6 +4,7 @@ Pure: values in, values out; no torch, no clock, no disk.
 """
 
 from unisono.trainer.plan.memory import estimate_memory
+from unisono.trainer.plan.mesh import Mesh
 from unisono.trainer.plan.resolve import STORAGE_PACKAGES, PlanInputs, needed_packages, resolve_plan
 from unisono.trainer.plan.run_plan import (
     DataSummary,
@@ -12,7 +13,6 @@ from unisono.trainer.plan.run_plan import (
     ResumePoint,
     RunPlan,
     SplitSummary,
-    Strategy,
     Stream,
     deal,
     order_by_group,
@@ -24,12 +24,12 @@ __all__ = [
     "STORAGE_PACKAGES",
     "DataSummary",
     "MemoryEstimate",
+    "Mesh",
     "ModelFacts",
     "PlanInputs",
     "ResumePoint",
     "RunPlan",
     "SplitSummary",
-    "Strategy",
     "Stream",
     "deal",
     "estimate_memory",

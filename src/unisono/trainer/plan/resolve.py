@@ -19,6 +19,7 @@ from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest
 from unisono.trainer.config.sections import DIFFUSION, Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.memory import estimate_memory
+from unisono.trainer.plan.mesh import Mesh, meshes_of, needs_several_ranks
 from unisono.trainer.plan.run_plan import (
     DataSummary,
     MemoryEstimate,
@@ -26,7 +27,6 @@ from unisono.trainer.plan.run_plan import (
     ResumePoint,
     RunPlan,
     Setting,
-    Strategy,
     expects_fast_layers,
     has_one_backward,
 )
@@ -135,7 +135,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     threads = _threads(given, origins)
     dtype = _dtype(config, given.devices, origins)
     _refuse_float16_products(config, given.devices)
-    strategy, micro, checkpointing, memory = _fit(given, dtype, origins)
+    mesh, micro, checkpointing, memory = _fit(given, dtype, origins)
     per_epoch = data.train.sequences / config.batch.global_
     total_steps, total_sequences = steps_of(config, data)
     periods = {
@@ -151,7 +151,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         config_digest=config_digest(config),
         output_dir=given.output_dir,
         world_size=given.world_size,
-        strategy=strategy,
+        strategy=mesh.strategy,
         nodes=given.nodes
         or [NodePlace(node_rank=0, host=given.host, address="127.0.0.1", nproc=1, nproc_origin="")],
         ranks=given.ranks
@@ -174,7 +174,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         eval_every=eval_every,
         checkpoint_every=checkpoint_every or total_steps,
         keep_every=period_of(config.checkpoint.keep_every, config, data),
-        digest_every=period_of(config.watch.digest_every, config, data) if strategy == "ddp" else None,
+        digest_every=period_of(config.watch.digest_every, config, data) if mesh.has_replicas else None,
         memory=memory,
         resume=given.resume,
         resume_reason=given.resume_reason,
@@ -187,11 +187,11 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         warnings=_few_steps(given, total_steps, of_ranks)
         + beyond_the_end(periods, given.origins, steps=total_steps)
         + beyond_training(config)
-        + _without_effect(config, data, strategy, given.model)
+        + _without_effect(config, data, mesh, given.model)
         + _too_many_layers(config, given.model)
         + _parted_head(config, given.model)
-        + _silent(given, strategy)
-        + _gathered_whole(given, strategy)
+        + _silent(given, mesh)
+        + _gathered_whole(given, mesh)
         + _uneven(given.nodes)
         + _seldom_kept(config, data)
         + _reasons_for_nothing(config, given.settings),
@@ -275,47 +275,43 @@ def _refuse_float16_products(config: RunConfig, devices: list[DeviceChoice]) -> 
 
 @dataclass(frozen=True)
 class _Fitting:
-    """One combination of strategy and micro batch, and its memory."""
+    """One combination of mesh and micro batch, and its memory."""
 
-    strategy: Strategy
+    mesh: Mesh
     micro: int
     checkpointing: bool
     memory: MemoryEstimate
 
 
-def _fit(
-    given: PlanInputs, dtype: str, origins: dict[str, str]
-) -> tuple[Strategy, int, bool, MemoryEstimate]:
-    """The strategy, the micro batch, whether activations are recomputed, and the memory."""
-    strategies = _strategies(given)
+def _fit(given: PlanInputs, dtype: str, origins: dict[str, str]) -> tuple[Mesh, int, bool, MemoryEstimate]:
+    """The mesh, the micro batch, whether activations are recomputed, and the memory."""
+    meshes = _meshes(given)
     room = int(min(device.memory_bytes for device in given.devices) * _SHARE_OF_MEMORY)
-    for strategy in strategies:
-        found = _micro_batch(given, strategy, dtype, room, origins)
+    for mesh in meshes:
+        found = _micro_batch(given, mesh, dtype, room, origins)
         if found is not None:
             break
     else:
-        found = _smallest(given, strategies[-1], dtype)
+        found = _smallest(given, meshes[-1], dtype)
         origins["memory"] = (
             f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the"
             f" {show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the trial of the longest batch will"
             " show it"
         )
-    if len(strategies) > 1:
+    if len(meshes) > 1:
         why = (
             "the model fits on one device"
-            if found.strategy == "ddp"
+            if found.mesh.has_replicas
             else "the model does not fit on one device"
         )
         origins["strategy"] = f"auto: {why}"
-    return found.strategy, found.micro, found.checkpointing, found.memory
+    return found.mesh, found.micro, found.checkpointing, found.memory
 
 
-def _strategies(given: PlanInputs) -> list[Strategy]:
-    """The strategies to try, in order."""
-    requested = given.config.parallel.strategy
-    if given.world_size == 1:
-        return ["single"]
-    if requested == "single":
+def _meshes(given: PlanInputs) -> list[Mesh]:
+    """The meshes to try, in order."""
+    meshes = meshes_of(given.config.parallel.strategy, given.world_size)
+    if not meshes:
         raise ConfigError.of(
             f"parallel.strategy is single, and there are {given.world_size} ranks",
             where="parallel.strategy",
@@ -327,11 +323,8 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
     needs_full = bool(optimizer_named(given.config.optim.kind).needs_full)
     adapter = given.config.adapter
     quantized_dora = bool(given.model.quantized) and adapter is not None and adapter.kind == "dora"
-    if requested == "auto":
-        if given.config.objective == DIFFUSION:
-            return ["ddp"]
-        return ["ddp"] if needs_full or quantized_dora else ["ddp", "fsdp"]
-    if requested == "fsdp" and quantized_dora:
+    unsharded = [mesh for mesh in meshes if not mesh.shards_weights]
+    if quantized_dora and not unsharded:
         raise ConfigError.of(
             "parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as"
             f" {given.model.quantized}",
@@ -339,11 +332,12 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    return [requested]
+    has_full = given.config.objective == DIFFUSION or needs_full or quantized_dora
+    return unsharded if has_full and unsharded else meshes
 
 
 def _micro_batch(
-    given: PlanInputs, strategy: Strategy, dtype: str, room: int, origins: dict[str, str]
+    given: PlanInputs, mesh: Mesh, dtype: str, room: int, origins: dict[str, str]
 ) -> _Fitting | None:
     """The largest micro batch that fits; None if none fits."""
     config, longest = given.config, given.data.train.longest_sequence
@@ -351,7 +345,7 @@ def _micro_batch(
     requested = config.memory.gradient_checkpointing
     for checkpointing in (False, True) if requested == "auto" else (bool(requested),):
         for micro in choices:
-            estimate = _need(given, strategy, dtype, micro=micro, checkpointing=checkpointing)
+            estimate = _need(given, mesh, dtype, micro=micro, checkpointing=checkpointing)
             enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
@@ -362,19 +356,19 @@ def _micro_batch(
                 if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
                     origins["gradient_checkpointing"] = f"auto: {needed}"
-                return _Fitting(strategy, micro, checkpointing, estimate)
+                return _Fitting(mesh, micro, checkpointing, estimate)
     return None
 
 
-def _smallest(given: PlanInputs, strategy: Strategy, dtype: str) -> _Fitting:
+def _smallest(given: PlanInputs, mesh: Mesh, dtype: str) -> _Fitting:
     """The combination with the least memory."""
     checkpointing = given.config.memory.gradient_checkpointing is not False
     micro = _micro_choices(given)[-1]
     return _Fitting(
-        strategy,
+        mesh,
         micro,
         checkpointing,
-        _need(given, strategy, dtype, micro=micro, checkpointing=checkpointing),
+        _need(given, mesh, dtype, micro=micro, checkpointing=checkpointing),
     )
 
 
@@ -389,9 +383,7 @@ def _micro_choices(given: PlanInputs) -> list[int]:
     return [n for n in divisors if n <= enough]
 
 
-def _need(
-    given: PlanInputs, strategy: Strategy, dtype: str, *, micro: int, checkpointing: bool
-) -> MemoryEstimate:
+def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointing: bool) -> MemoryEstimate:
     config, train = given.config, given.data.train
     share = -(-config.batch.global_ // given.world_size)
     return estimate_memory(
@@ -401,7 +393,7 @@ def _need(
         micro_tokens=min(micro, share) * train.longest_sequence,
         longest_row=train.longest_row,
         gradient_checkpointing=checkpointing,
-        shards=given.world_size if strategy == "fsdp" else 1,
+        shards=mesh.weight_shards,
         logits=config.objective != "reward",
         on_gpu=given.device.kind == "cuda",
         fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
@@ -443,11 +435,11 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
     return [f"ranks per node differ, as declared: {counts}"]
 
 
-def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
+def _silent(given: PlanInputs, mesh: Mesh) -> list[str]:
     """A warning if answers are enabled and cannot be generated: see `RunPlan.answers`."""
     names = sorted({device.name for device in given.devices})
     requested = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
-    if strategy != "fsdp" or len(names) == 1 or given.data.eval is None:
+    if not mesh.forwards_together or len(names) == 1 or given.data.eval is None:
         return []
     return [
         f"eval.{key} has no effect: with fsdp all ranks generate in step, and their devices differ:"
@@ -456,10 +448,10 @@ def _silent(given: PlanInputs, strategy: Strategy) -> list[str]:
     ]
 
 
-def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
+def _gathered_whole(given: PlanInputs, mesh: Mesh) -> list[str]:
     """A warning if the result of sharded ranks cannot be gathered tensor by tensor."""
     model = given.model
-    if strategy != "fsdp" or given.config.adapter is not None or model.model_type not in FUSED_TYPES:
+    if not mesh.shards_weights or given.config.adapter is not None or model.model_type not in FUSED_TYPES:
         return []
     size = show_bytes(model.weight_bytes or 4 * model.parameters)
     return [
@@ -468,10 +460,10 @@ def _gathered_whole(given: PlanInputs, strategy: Strategy) -> list[str]:
     ]
 
 
-def _without_effect(config: RunConfig, data: DataSummary, strategy: Strategy, model: ModelFacts) -> list[str]:
+def _without_effect(config: RunConfig, data: DataSummary, mesh: Mesh, model: ModelFacts) -> list[str]:
     """A warning for each setting without effect in this run."""
     found = []
-    if strategy == "single" and config.parallel.strategy in ("ddp", "fsdp"):
+    if mesh.world_size == 1 and needs_several_ranks(config.parallel.strategy):
         found.append(
             f"parallel.strategy: {config.parallel.strategy} has no effect: there is one rank; pass --nproc"
         )

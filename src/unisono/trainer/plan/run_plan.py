@@ -17,6 +17,7 @@ from unisono.guard.places.ranks import DeviceChoice, NodePlace, Part, RankPlace
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.plan.mesh import Mesh, Strategy
 
 
 class ModelFacts(Part):
@@ -153,9 +154,6 @@ class ResumePoint(Part):
     """Whether it is accepted with `--trust` although this user has not signed it."""
 
 
-Strategy = Literal["single", "ddp", "fsdp"]
-
-
 class RunPlan(Part):
     """All decisions of a run. The worker follows it and decides nothing again."""
 
@@ -246,6 +244,11 @@ class RunPlan(Part):
         return self.model_copy(update={"device": place.device, "host": place.host})
 
     @property
+    def mesh(self) -> Mesh:
+        """The arrangement of the ranks."""
+        return Mesh.of(self.strategy, self.world_size)
+
+    @property
     def own_code(self) -> dict[str, str]:
         """The user's own code that the ranks execute: its name for people, by a part of the paths
         of its files.
@@ -260,7 +263,7 @@ class RunPlan(Part):
 
         Sharded ranks generate in lockstep, which requires equal arithmetic on all.
         """
-        return self.strategy != "fsdp" or len({place.device.name for place in self.ranks}) == 1
+        return not self.mesh.forwards_together or len({place.device.name for place in self.ranks}) == 1
 
     @property
     def expects_fast_layers(self) -> bool:
@@ -431,8 +434,8 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
 
 
 def deal(tokens: Sequence[int], *, ranks: int) -> list[list[int]]:
-    """The indices of a step's sequences, distributed over the ranks: evenly by number, and within
-    that evenly by tokens.
+    """The indices of a step's sequences, distributed over the ranks of `dp`: evenly by number, and
+    within that evenly by tokens.
 
     Longest first, each goes to the rank with the fewest tokens so far that may still take one (the
     lower rank on a tie). A rank's indices are ascending, so a single rank has all in order. With

@@ -318,7 +318,7 @@ def gradient_sync_of(
     """The way gradients are summed over the ranks."""
     if sharded is not None:
         return ShardSync(group, device, sharded, gathers_late=plan.config.adapter is not None)
-    if group.world_size == 1:
+    if not plan.mesh.gradient_axes:
         one_backward = has_one_backward(
             plan.config, micro=plan.micro_batch, global_batch=plan.global_batch, world_size=1
         )

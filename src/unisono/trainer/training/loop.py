@@ -452,7 +452,7 @@ def _norm(run: Run) -> torch.Tensor:
     """The norm of the gradient. All ranks must call it."""
     found = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
     norm = total_norm([own_part(gradient) for gradient in found])
-    if run.sharded is not None:
+    if run.plan.mesh.norm_axes:
         squared = norm.square().to(run.device)
         run.group.sum(squared)
         norm = squared.sqrt()

@@ -127,7 +127,7 @@ class MemorySnapshots:
         if run.group.any(too_much):
             size = f"{show_bytes(needed)} of the {show_bytes(free)} that are free"
             self._turn_off(run, f"keeping each step in memory would take {size}: turned off{_OFF}")
-        elif run.group.any(self._fd is None and (run.sharded is not None or run.group.is_main)):
+        elif run.group.any(self._fd is None and run.group.rank in run.plan.mesh.checkpoint_writers):
             self._is_off = True  # the ranks were not started by the front: nothing would read the memory
         return self._is_off
 

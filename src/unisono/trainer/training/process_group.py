@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.base.torch_internals import let_gloo_finish
 from unisono.guard.watch import Beats
+from unisono.trainer.plan import Mesh
 
 CLOSE_LIMIT_S = 15.0
 # The front detects a stall long before this. This limit ends ranks whose front is gone.
@@ -240,9 +241,12 @@ class Ranks:
             return False
 
 
-def world_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """A one-dimensional device mesh of all ranks, for sharded weights. All ranks must call it."""
-    return DeviceMesh(device.type, list(range(world_size)))
+def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The device mesh of all ranks with the axes of the plan's mesh, for sharded weights. All ranks
+    must call it.
+    """
+    ranks = torch.arange(mesh.world_size).view(*mesh.axes.values())
+    return DeviceMesh(device.type, ranks, mesh_dim_names=tuple(mesh.axes))
 
 
 def backend_of(device: torch.device) -> str:

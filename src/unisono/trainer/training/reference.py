@@ -37,7 +37,7 @@ from unisono.trainer.model.load import DTYPES, LoadedModel, load_base
 from unisono.trainer.model.quantization import count_parameters, quantized_load, scales_of
 from unisono.trainer.training.evaluation import evaluating
 from unisono.trainer.training.join import digest_of, values_by_name
-from unisono.trainer.training.process_group import world_mesh
+from unisono.trainer.training.process_group import device_mesh
 from unisono.trainer.training.rank0_work import on_rank0
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.sharding import ShardedRoot, shard_model
@@ -257,9 +257,7 @@ def _load(run: Run, named: str) -> tuple[Forward, ShardedRoot | None]:
     for hook in run.hooks:
         hook.reference_loaded(loaded)
     _compare(run, named, digest_of(values_by_name(dict(base.named_parameters()) | scales_of(base)).items()))
-    sharded = (
-        shard_model(loaded, world_mesh(run.device, plan.world_size)) if run.sharded is not None else None
-    )
+    sharded = shard_model(loaded, device_mesh(plan.mesh, run.device)) if run.sharded is not None else None
     root = sharded.module if sharded is not None else None
     forward = choose_forward(
         loaded, dtype=plan.dtype, quick_adapter=False, gradient_checkpointing=False, root=root

@@ -67,7 +67,7 @@ def save_checkpoint(run: Run) -> None:
     if not _is_free(run):
         return
     run.save_is_read = False
-    if not run.group.is_main and run.sharded is None:  # rank 0 has the full state, and writes it alone
+    if run.group.rank not in run.plan.mesh.checkpoint_writers:
         run.begun_step = run.state.step
         return
     job = _job_of(run)
@@ -279,7 +279,7 @@ def _job_of(run: Run) -> Job:
     if run.group.is_main:
         number.fill_(secrets.randbits(32))
     run.group.broadcast(number)
-    return Job(step, temporary_name(step, f"{int(number):09x}"), run.group.world_size)
+    return Job(step, temporary_name(step, f"{int(number):09x}"), run.plan.mesh.weight_shards)
 
 
 def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> Path | None:

@@ -25,7 +25,7 @@ from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
 from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
-from unisono.trainer.training.process_group import Alone, Group, world_mesh
+from unisono.trainer.training.process_group import Alone, Group, device_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
@@ -64,7 +64,7 @@ def set_up(
     beats.enter("load_model")
     # Weights that will be sharded are first loaded into host memory: they may not fit on one
     # device.
-    loaded = _load_model(plan, torch.device("cpu") if plan.strategy == "fsdp" else device, hooks)
+    loaded = _load_model(plan, torch.device("cpu") if plan.mesh.shards_weights else device, hooks)
     report.phase("load_data", "mapping the token table")
     beats.enter("load_data")
     tables = _open_tables(plan, device, hooks)
@@ -74,7 +74,7 @@ def set_up(
         group = join_ranks(plan, place, report, beats, device=device, loaded=loaded, data=data)
         for hook in hooks:
             group = hook.ranks_joined(group, beats)
-    sharded = shard_model(loaded, world_mesh(device, plan.world_size)) if plan.strategy == "fsdp" else None
+    sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
     forward = _choose_forward(plan, loaded, sharded)
     loaded.model.train()
     is_main = group.is_main
@@ -110,7 +110,7 @@ def set_up(
         sharded=sharded,
         objective=objective,
         source=objective.source(data, forward, group),
-        evaluation=EvaluationRows(tables["eval"], plan.micro_batch, group.rank, group.world_size)
+        evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables
         else None,
         pictures=pictures,

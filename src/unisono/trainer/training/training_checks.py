@@ -424,7 +424,7 @@ def _savings(run: Run) -> list[str]:
             micro_tokens=micro * plan.data.train.longest_sequence,
             longest_row=plan.data.train.longest_row,
             gradient_checkpointing=checkpointing,
-            shards=run.group.world_size if run.sharded is not None else 1,
+            shards=plan.mesh.weight_shards,
             logits=config.objective != "reward",
             on_gpu=run.device.type == "cuda",
             fast_layers=run.device.type == "cuda" and run.forward.fast_layers > 0,
