@@ -7,7 +7,7 @@ folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet --constraint "$constraints" torch
-"$folder/venv/bin/pip" install --quiet --constraint "$constraints" "$wheel"
+"$folder/venv/bin/pip" install --quiet --constraint "$constraints" "$wheel[train]"
 cd "$folder"
 export PATH="$folder/venv/bin:$PATH" XDG_CACHE_HOME="$folder/cache" HF_HUB_OFFLINE=1
 unisono --version

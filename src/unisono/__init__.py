@@ -119,7 +119,14 @@ def __getattr__(name: str) -> Any:
     """Imports a public name; nobody pays for names that are not used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ImportError:
+        from unisono.base.requirements import refuse_without_trainer
+
+        refuse_without_trainer(f"unisono.{name}")
+        raise
+    value = globals()[name] = getattr(module, name)
     return value
 
 

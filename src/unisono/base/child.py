@@ -138,9 +138,20 @@ def _keep_compile_times_to_themselves() -> None:
         atexit.unregister(dump)
 
 
+def _result(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> dict[str, Any]:
+    """What `body` gives; an import that fails because the trainer is not installed is a refusal."""
+    try:
+        return body(reporter)
+    except ImportError as error:
+        from unisono.base.requirements import refuse_without_trainer
+
+        refuse_without_trainer(f"import {error.name}")
+        raise
+
+
 def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is_task: bool) -> int:
     try:
-        result = body(reporter)
+        result = _result(body, reporter)
     except UnisonoError as error:
         reporter.send("refused", **error.to_json())
         return error.exit_code

@@ -49,6 +49,48 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.fixture(scope="module")
+def light(python: Path) -> Path:
+    """The same without some packages of the trainer, and with an old one."""
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    folder = python.parents[1] / "light"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (target,) = folder.glob("lib/python*/site-packages")
+    for entry in packages.iterdir():
+        if not entry.name.startswith(("pyarrow", "sacrebleu", "transformers-")):
+            (target / entry.name).symlink_to(entry)
+    old = target / "transformers-4.57.6.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.6\n")
+    return folder / "bin" / "python"
+
+
+NEEDS_TRAINER = (
+    "chat x", "checkpoint export x y", "checkpoint verify x --replay 2", "data preview c.yaml", "download x", "drill",
+    "eval x --data r", "export x y", "generate x y", "init --data c.yaml", "push x y", "serve x", "train c.yaml",
+    "train c.yaml --dry-run", "train c.yaml --launcher slurm", "train c.yaml --rehearse",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", NEEDS_TRAINER)
+def test_a_command_that_needs_the_trainer_names_its_extra(light: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "c.yaml").write_text("model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n")
+    words = [str(light), "-m", "unisono", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "missing: pyarrow, sacrebleu, transformers>=5.0 (4.57.6 is installed)\n" in done.stderr
+    assert done.stderr.endswith("  fix:   pip install 'unisono[train]'\n")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c.yaml"]
+
+
+def test_a_child_that_cannot_import_the_trainer_refuses(light: Path, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    words = [str(light), "-m", "unisono.task", "preview", "request.json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'unisono[train]'" in done.stderr
+
+
 def refused(python: Path, folder: Path, *words: str) -> str:
     (folder / "c.yaml").write_text(
         "model: builtin:tiny\ndata: {train: rows.jsonl}\nadapter: {rank: 4}\ndevice: cpu\n"

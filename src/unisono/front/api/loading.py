@@ -12,6 +12,7 @@ import torch
 
 from unisono.base.errors import UnisonoError, UsageError
 from unisono.base.events import Reporter
+from unisono.base.requirements import refuse_without_trainer
 from unisono.front.api import Result
 from unisono.front.api.front import shown
 from unisono.guard.rundir.records import is_image_model
@@ -43,7 +44,8 @@ def load(
         device: e.g. `cuda:1`; None: the first visible accelerator, else the CPU.
 
     Raises:
-        UsageError: if it does not exist, or has no weights yet.
+        UsageError: if it does not exist, or has no weights yet; or if the extra `train` is not
+            installed.
         ModelError: if files are missing or do not match each other.
         IntegrityError: if a file differs from its digest.
     """
@@ -51,6 +53,7 @@ def load(
     name = str(result.output_dir) if isinstance(result, Result) else str(result)
     target = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     try:
+        refuse_without_trainer("unisono.load")
         return _load(name, step, target)
     except UnisonoError as error:
         raise shown(error) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.base.errors import Problem, UnisonoError
+from unisono.base.requirements import INSTALL_TRAINER, missing_trainer_packages
 from unisono.base.text import show_bytes, show_count
 from unisono.front.checks.check import CheckFunction, DoctorCheck, Finding, Status, Surroundings, found
 from unisono.guard.facts.environment import Hub, is_cached, probe_url, read_hub
@@ -337,6 +338,9 @@ def judge_disk(need: int, free: int, *, where: str) -> Finding:
 
 def _check_packages(facts: Surroundings, loaded: LoadedConfig) -> list[Finding]:
     """Findings on packages that this config needs."""
+    if lacking := missing_trainer_packages():
+        text = f"the trainer is not installed here: {', '.join(lacking)} missing"
+        return [found(PACKAGES, "fail", text, fix=[f"`{INSTALL_TRAINER}`"])]
     config, installed = loaded.config, facts.probes.packages()
     required = {package: needed.words for needed in needed_packages(config) for package in needed.names}
     missing = [

@@ -153,6 +153,16 @@ _COMMANDS: dict[str, tuple[str, str, str, str]] = {
     ),
 }
 
+_TRAINER_COMMANDS = frozenset(
+    (
+        *("chat", "checkpoint export", "data preview", "download", "drill", "eval", "export"),
+        *("generate", "push", "serve"),
+    )
+)
+"""Commands that always need the extra `train`. `train` is refused where its nodes would hear of it,
+`init --data` and `checkpoint verify --replay` by themselves.
+"""
+
 
 class _Context(typer.Context):
     """The context of all commands; its formatter writes help in the language of the command."""
@@ -178,7 +188,12 @@ parser: Any = functools.cache(lambda: typer.main.get_command(build_app()))
 
 
 class _Command(_WithGlobalFlags, TyperCommand):
-    pass
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.command_path.removeprefix("unisono ") in _TRAINER_COMMANDS:
+            from unisono.base.requirements import refuse_without_trainer
+
+            refuse_without_trainer(f"command line: {ctx.command_path}")
+        return super().invoke(ctx)
 
 
 class _Group(_WithGlobalFlags, TyperGroup):

@@ -256,7 +256,10 @@ def verify(
     The exit code is 7 if anything is damaged.
     """
     from unisono.base.errors import IntegrityError
+    from unisono.base.requirements import refuse_without_trainer
 
+    if replay is not None:
+        refuse_without_trainer("command line: --replay")
     final = _check_final(run) if step is None else None
     readings = _read(run, step, may_be_none=final is not None)
     printer = output()

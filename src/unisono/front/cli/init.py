@@ -96,6 +96,7 @@ def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
     import yaml
 
     from unisono.base.errors import UsageError
+    from unisono.base.requirements import refuse_without_trainer
     from unisono.base.text import Duration
     from unisono.guard.facts import read_environment
     from unisono.guard.supervise.task_process import run_task
@@ -103,6 +104,7 @@ def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
 
     if name in job_names():
         raise UsageError.of(f"{name} is a job file, which has no rows", where="--data", fix="remove --data")
+    refuse_without_trainer("command line: --data")
     template = yaml.safe_load(text)
     request = {
         "path": path,

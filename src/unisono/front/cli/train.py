@@ -114,11 +114,13 @@ def train(
     """Fine-tune a model on one device, on several (--nproc), or on several nodes (--nodes,
     --hosts).
     """
+    from unisono.base.requirements import missing_trainer_packages
     from unisono.guard.supervise.base_environment import early_environment
     from unisono.guard.supervise.fork_server import ForkServer
 
     fork_server = None
-    if not (dry_run or rehearse or find_launcher(job.launcher).places_nodes):
+    places_nodes = find_launcher(job.launcher).places_nodes
+    if not (dry_run or rehearse or places_nodes or missing_trainer_packages()):
         fork_server = ForkServer(output().warn)  # it ends with this process at the latest
         fork_server.begin(early_environment())  # before the imports below
     from unisono.guard.supervise.child_process import Programs

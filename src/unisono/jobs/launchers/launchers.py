@@ -92,7 +92,7 @@ def run_launcher(request: "TrainRequest", show: "Show") -> dict[str, Any]:
     """
     from unisono.jobs.runs.train_request import with_overwriting
 
-    launcher, request = prepare_launcher(request)
+    launcher, request = _prepared_training(request)
     return launcher.train(with_overwriting(request), show)
 
 
@@ -105,7 +105,7 @@ def plan_only(request: "TrainRequest", show: "Show") -> "RunPlan | str":
     """
     from unisono.jobs.runs.train_request import with_overwriting
 
-    launcher, request = prepare_launcher(request)
+    launcher, request = _prepared_training(request)
     return launcher.plan(with_overwriting(request), show)
 
 
@@ -136,6 +136,18 @@ def prepare_launcher(request: Request) -> tuple[Launcher, Request]:
     launcher.check(request)
     request = replace(request, expects_nodes=launcher.expects_nodes)
     return replace(launcher, **request.launcher_options), request
+
+
+def _prepared_training(request: "TrainRequest") -> "tuple[Launcher, TrainRequest]":
+    """`prepare_launcher` for a training; other launchers than those that place the nodes refuse a
+    missing trainer where the other nodes learn of it.
+    """
+    from unisono.base.requirements import refuse_without_trainer
+
+    launcher, request = prepare_launcher(request)
+    if launcher.places_nodes:
+        refuse_without_trainer("unisono train")
+    return launcher, request
 
 
 def _foreign_option(name: str, launcher: Launcher) -> "UsageError":

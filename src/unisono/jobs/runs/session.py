@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono.base.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.base.events import Message, Show, notify
+from unisono.base.requirements import refuse_without_trainer
 from unisono.base.text import show_bytes, show_seconds
 from unisono.guard.facts import Environment, read_environment, read_machine, take_token
 from unisono.guard.places.placement import lay_out
@@ -119,6 +120,7 @@ def plan_only(request: TrainRequest, show: Show) -> RunPlan:
 
 def _look(request: TrainRequest, environment: Environment) -> tuple[LoadedConfig, LocalNode]:
     """The config, and what is here for it."""
+    refuse_without_trainer("unisono train")
     with as_usage_error():
         loaded = load_requested(request)
         own_code_digests(loaded.config)
