@@ -5,13 +5,13 @@ tests.front.serve.hangs`, as tests/front/serve/test_ends.py starts it.
 import sys
 import time
 
-from unisono.trainer.model.engine import Answer, Engine
+from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.task.entry import main
 
 _step = Engine.step
 
 
-def step(self: Engine) -> list[Answer]:
+def step(self: Engine) -> list[GeneratedAnswer]:
     if self.waiting and len(self.waiting[0].prompt) == 1:
         while True:
             time.sleep(0.01)

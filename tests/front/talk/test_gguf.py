@@ -27,7 +27,7 @@ from tests.front.talk.conftest import Listening, Trained
 from unisono.base.errors import IntegrityError, ModelError, UsageError
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.directory import locate_model
-from unisono.trainer.model.gguf import Layout, Spaces, find_spaces, find_split, read_back
+from unisono.trainer.model.gguf import GgufLayout, Spaces, find_spaces, find_split, read_back
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
 from unisono.trainer.task import generation, gguf_export, llama_logits
 from unisono.trainer.task.inference import decode, open_for_inference
@@ -211,7 +211,7 @@ def test_other_architectures_and_tokenizers_are_refused(
     make_tokenizer: Callable[[], Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="gpt2"):
-        Layout.of(transformers.GPT2Config())
+        GgufLayout.of(transformers.GPT2Config())
     real = make_tokenizer().backend_tokenizer
     raw = json.loads(real.to_str())
     assert find_split(raw, real) == "gpt-2"
@@ -226,7 +226,7 @@ def test_damage_after_writing_is_found_in_its_tensor(
 ) -> None:
     model = save(CONFIGS["qwen3"], tmp_path / "model", make_tokenizer())
     export(tmp_path / "model", tmp_path / "out", quantize="f16")
-    file, layout = tmp_path / "out" / "model-f16.gguf", Layout.of(model.config)
+    file, layout = tmp_path / "out" / "model-f16.gguf", GgufLayout.of(model.config)
     assert read_back(file, layout.tensors(model), dtype="f16") == 0
     tensor = gguf.GGUFReader(file).tensors[4]
     with file.open("r+b") as stream:
@@ -387,7 +387,7 @@ def test_what_llama_cpp_has_no_field_for_is_refused(words: str) -> None:
     not loaded.
     """
     with pytest.raises(ModelError, match=f"llama.cpp has nothing for {words}") as caught:
-        Layout.of(REFUSED[words])
+        GgufLayout.of(REFUSED[words])
     assert caught.value.problems[0].where.startswith("config.json: ")
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from unisono.trainer.model.attention import FLAT_ATTENTION, register
-from unisono.trainer.model.generate import Sampling, generate
+from unisono.trainer.model.generate import SamplingParams, generate
 
 Make = Callable[..., Any]
 PROMPTS = [[5, 9, 11], [7], [20, 30, 40, 50, 60, 70], [8, 8], [100, 200, 299, 4, 5]]
@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_answers_and_a_different_seed_others(make_m
             max_new_tokens=20,
             stop_ids={1},
             pad_id=0,
-            sampling=Sampling(temperature=1.0, top_p=0.95, seed=seed),
+            sampling=SamplingParams(temperature=1.0, top_p=0.95, seed=seed),
         )
 
     model = make_model()
@@ -64,7 +64,7 @@ def test_what_is_sampled_does_not_depend_on_what_else_is_in_the_batch(make_model
         "max_new_tokens": 20,
         "stop_ids": {1},
         "pad_id": 0,
-        "sampling": Sampling(temperature=1.2, seed=5),
+        "sampling": SamplingParams(temperature=1.2, seed=5),
     }
     together = generate(model, PROMPTS, **settings)
     for length in range(1, len(PROMPTS)):
@@ -89,7 +89,7 @@ def test_top_p_draws_only_from_the_likeliest_tokens(make_model: Make) -> None:
             max_new_tokens=1,
             stop_ids=set(),
             pad_id=0,
-            sampling=Sampling(temperature=1.0, top_p=0.5, seed=s),
+            sampling=SamplingParams(temperature=1.0, top_p=0.5, seed=s),
         )[0][0]
         for s in range(60)
     }
@@ -100,7 +100,7 @@ def test_top_p_draws_only_from_the_likeliest_tokens(make_model: Make) -> None:
 def test_a_tiny_top_p_is_greedy(make_model: Make) -> None:
     model = make_model()
     settings: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": set(), "pad_id": 0}
-    sampling = Sampling(temperature=2.0, top_p=1e-9)
+    sampling = SamplingParams(temperature=2.0, top_p=1e-9)
     assert generate(model, PROMPTS, sampling=sampling, **settings) == generate(model, PROMPTS, **settings)
 
 
@@ -117,7 +117,7 @@ def test_top_k_draws_only_from_so_many_tokens_and_top_p_is_a_share_of_them(make_
                 max_new_tokens=1,
                 stop_ids=set(),
                 pad_id=0,
-                sampling=Sampling(temperature=1.0, seed=s, **settings),
+                sampling=SamplingParams(temperature=1.0, seed=s, **settings),
             )
             for s in range(60)
         )
@@ -138,7 +138,7 @@ def test_the_frequencies_of_sampled_tokens_are_their_probabilities(make_model: M
         max_new_tokens=1,
         stop_ids=set(),
         pad_id=0,
-        sampling=Sampling(temperature=1.0, seed=1),
+        sampling=SamplingParams(temperature=1.0, seed=1),
     )
     counts = torch.bincount(torch.tensor([a[0] for a in answers]), minlength=len(odds)) / 2000
     # Half the L1 distance of 2000 draws from 300 odds is about 0.1 by chance; another distribution
@@ -159,7 +159,7 @@ def test_a_repetition_penalty_is_that_of_transformers_and_is_the_same_in_a_padde
         ]
     wanted = [answer[:-1] if answer[-1] == 1 else answer for answer in wanted]  # the model's own stop token
     settings: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": {1}}
-    sampling = Sampling(repetition_penalty=penalty)
+    sampling = SamplingParams(repetition_penalty=penalty)
     for pad in (0, wanted[1][0]):  # also where the padding is a token of the answer
         assert generate(model, PROMPTS, pad_id=pad, sampling=sampling, **settings) == wanted
     assert generate(model, PROMPTS, pad_id=0, **settings) != wanted
@@ -190,7 +190,7 @@ def test_beams_find_what_transformers_finds_and_an_answer_ends_before_its_stop_t
         "max_new_tokens": 10,
         "stop_ids": stops,
         "pad_id": 0,
-        "sampling": Sampling(beams=4, length_penalty=0.5, repetition_penalty=penalty),
+        "sampling": SamplingParams(beams=4, length_penalty=0.5, repetition_penalty=penalty),
     }
     assert generate(model, PROMPTS, **settings) == wanted
     assert generate(model, PROMPTS[:1], on_token=streamed.append, **settings) == [streamed] == wanted[:1]
@@ -198,10 +198,11 @@ def test_beams_find_what_transformers_finds_and_an_answer_ends_before_its_stop_t
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(beams=2, repetition_penalty=1.1)]
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(beams=2, repetition_penalty=1.1)],
 )
 def test_the_model_and_all_generators_are_left_as_they_were_found(
-    make_model: Make, sampling: Sampling
+    make_model: Make, sampling: SamplingParams
 ) -> None:
     register()
     model = make_model()

@@ -19,7 +19,14 @@ from unisono.guard.supervise.decision import Decision, NodeLoss
 from unisono.guard.supervise.local_ranks import RankEnd, SharedMemory
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep, choose_pieces, rescue, snapshot_ranks
-from unisono.trainer.checkpoint.snapshot import Entry, Layout, Slots, StepSnapshot, needed_bytes, slot_text
+from unisono.trainer.checkpoint.snapshot import (
+    SlotLayout,
+    Slots,
+    StepSnapshot,
+    TensorEntry,
+    needed_bytes,
+    slot_text,
+)
 from unisono.trainer.checkpoint.state import load_state
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
@@ -61,9 +68,9 @@ class Rank:
     def __init__(self, fd: int, rank: int, ranks: int, *, sharded: bool) -> None:
         whole = (ROWS * ranks, 4) if sharded else (ROWS, 4)
         self.rank = rank
-        self.layout = Layout(
+        self.layout = SlotLayout(
             ("trainable", "optimizer-adamw"),
-            (Entry("trainable", "w", "F32", (ROWS, 4), whole, (ROWS * rank if sharded else 0, 0)),),
+            (TensorEntry("trainable", "w", "F32", (ROWS, 4), whole, (ROWS * rank if sharded else 0, 0)),),
         )
         size = needed_bytes(self.layout, text_bytes=1000)
         os.ftruncate(fd, size)
@@ -265,7 +272,7 @@ def test_parts_of_one_step_make_a_checkpoint_of_parts(tmp_path: Path) -> None:
 
 
 def kept(*sequences: int) -> list[StepSnapshot]:
-    layout = Layout((), ())
+    layout = SlotLayout((), ())
     return [StepSnapshot(n, n, layout, memoryview(b""), {}, []) for n in sorted(sequences, reverse=True)]
 
 

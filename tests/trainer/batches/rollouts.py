@@ -11,7 +11,7 @@ import unisono
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import BatchSource, Counts, MicroBatch, RankSum, StepBatches, agree_on
 from unisono.trainer.model.forward import Forward, Rows
-from unisono.trainer.model.generate import Sampling, generate
+from unisono.trainer.model.generate import SamplingParams, generate
 
 TOKENS = 6  # of an answer
 Sampled = tuple[
@@ -43,7 +43,7 @@ class Rollouts(BatchSource):
         rows = micro.load((0,)).rows
         prompt = rows.input_ids[: rows.lengths[0] - rows.loss_counts[0]].tolist()
         how: Any = {"max_new_tokens": TOKENS, "stop_ids": set(), "pad_id": 0}
-        how["sampling"] = Sampling(temperature=1.0, seed=stream_seed(0, "rollouts", micro.places[0]))
+        how["sampling"] = SamplingParams(temperature=1.0, seed=stream_seed(0, "rollouts", micro.places[0]))
         with self._forward.ready_to_generate() as model:
             (answer,) = self._forward.within(lambda: generate(model, [prompt], **how))
         return micro, prompt, answer, sum(token % 3 == 0 for token in answer) / TOKENS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from unisono.trainer.checkpoint.retention import (
     Candidate,
-    Decision,
+    RetentionPlan,
     Rules,
     decide,
     record_verified,
@@ -41,7 +41,7 @@ rules = st.builds(
 )
 
 
-def _after(found: list[Candidate], decision: Decision) -> list[Candidate]:
+def _after(found: list[Candidate], decision: RetentionPlan) -> list[Candidate]:
     return [one for one in found if one.step not in decision.go]
 
 

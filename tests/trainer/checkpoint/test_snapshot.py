@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.trainer.checkpoint.snapshot import (
-    Entry,
-    Layout,
+    SlotLayout,
     Slots,
     StepSnapshot,
+    TensorEntry,
     needed_bytes,
     read_slots,
     slot_text,
@@ -21,7 +21,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> SlotLayout:
     groups = ("trainable", "optimizer-adamw")
     entries = []
     for number in range(draw(st.integers(0, 6))):
@@ -29,14 +29,16 @@ def layouts(draw: st.DrawFn) -> Layout:
         shape = tuple(draw(st.integers(0, n)) for n in whole)
         offsets = tuple(w - s for w, s in zip(whole, shape, strict=True))
         dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
-        entries.append(Entry(draw(st.sampled_from(groups)), f"tensor {number}", dtype, shape, whole, offsets))
-    return Layout(groups, tuple(entries))
+        entries.append(
+            TensorEntry(draw(st.sampled_from(groups)), f"tensor {number}", dtype, shape, whole, offsets)
+        )
+    return SlotLayout(groups, tuple(entries))
 
 
 class Rank:
     """Writes states of a layout; each is a function of its number."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SlotLayout) -> None:
         self.layout = layout
         self.memory = memoryview(
             bytearray(needed_bytes(layout, text_bytes=len(slot_text(self.values(0), self.lines(0)))))
@@ -83,7 +85,7 @@ class Rank:
 
 
 @given(layouts(), st.integers(1, 9))
-def test_the_newest_two_states_are_read_back_as_they_were_written(layout: Layout, count: int) -> None:
+def test_the_newest_two_states_are_read_back_as_they_were_written(layout: SlotLayout, count: int) -> None:
     rank = Rank(layout)
     assert read_slots(rank.memory) == ([], [])
     for number in range(count):
@@ -97,7 +99,7 @@ def test_the_newest_two_states_are_read_back_as_they_were_written(layout: Layout
 
 @given(layouts(), st.integers(1, 9), st.data())
 def test_a_death_while_a_state_is_written_leaves_the_one_before(
-    layout: Layout, count: int, data: st.DataObject
+    layout: SlotLayout, count: int, data: st.DataObject
 ) -> None:
     rank = Rank(layout)
     for number in range(count):
@@ -111,7 +113,7 @@ def test_a_death_while_a_state_is_written_leaves_the_one_before(
 
 @given(layouts(), st.integers(2, 9), st.data())
 def test_a_flipped_bit_is_found_and_the_other_slot_is_whole(
-    layout: Layout, count: int, data: st.DataObject
+    layout: SlotLayout, count: int, data: st.DataObject
 ) -> None:
     rank = Rank(layout)
     for number in range(count):
@@ -126,7 +128,7 @@ def test_a_flipped_bit_is_found_and_the_other_slot_is_whole(
 
 @given(layouts(), st.integers(2, 9), st.data())
 def test_a_flipped_bit_where_something_stands_is_refused(
-    layout: Layout, count: int, data: st.DataObject
+    layout: SlotLayout, count: int, data: st.DataObject
 ) -> None:
     rank = Rank(layout)
     for number in range(count):
@@ -146,6 +148,6 @@ def test_memory_of_something_else_is_not_a_state(content: bytes) -> None:
 
 
 def test_a_text_that_grew_too_long_is_reported_before_it_is_written() -> None:
-    rank = Rank(Layout(("trainable",), ()))
+    rank = Rank(SlotLayout(("trainable",), ()))
     assert rank.slots.fits(b" " * 60_000)
     assert not rank.slots.fits(b" " * 100_000)

@@ -21,14 +21,14 @@ from unisono.base.errors import DataError, Problem
 from unisono.trainer.config.schema import DataSection, SourceSection
 from unisono.trainer.data import RawRow
 from unisono.trainer.data.readers import read_rows
-from unisono.trainer.data.sources import Source, fetch_hub, find_sources
+from unisono.trainer.data.sources import RowSource, fetch_hub, find_sources
 
 
-def find(tmp_path: Path, train: Any, **more: Any) -> list[Source]:
+def find(tmp_path: Path, train: Any, **more: Any) -> list[RowSource]:
     return find_sources(DataSection.model_validate({"train": train, **more}), cache_dir=tmp_path / "cache")
 
 
-def texts(source: Source) -> list[str]:
+def texts(source: RowSource) -> list[str]:
     rows = [row for file in source.files for row in read_rows(file)]
     return [row.value["text"] for row in rows if isinstance(row, RawRow)]
 
@@ -251,7 +251,7 @@ def test_a_hub_dataset_is_written_once_and_then_needs_no_datasets(tmp_path: Path
         assert done.stdout.split() == ["owner/name:train", "owner/name:test", needed], done.stderr
     section = SourceSection(path="owner/name")
     files = fetch_hub(section, "data.train", cache, splits=["train"])
-    assert texts(Source(section, files)) == ["a", "b"]
+    assert texts(RowSource(section, files)) == ["a", "b"]
 
 
 def test_a_subset_and_a_folder_of_a_hub_dataset_are_downloads_of_their_own(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from unisono.trainer.model.decoder import (
     speed_up_layers,
 )
 from unisono.trainer.model.forward import Rows, _flat_inputs
-from unisono.trainer.model.kernels import Layer, load_kernels, product, product_back
+from unisono.trainer.model.kernels import LayerWeights, load_kernels, product, product_back
 from unisono.trainer.model.layers import _on_gpu, _rows_in_place, head_loss, speed_up_lora, why_no_kernels
 from unisono.trainer.training.gradient_sync import NoSync
 from unisono.trainer.training.optim import build_optimizers, clipping_factor, total_norm
@@ -220,7 +220,7 @@ def test_products_of_adapters_are_exact_with_any_number_of_threads(
     y, low, x = (torch.randn(tokens, n + 3).bfloat16()[:, :n] for n in sizes)
     bs, scales = [torch.randn(width, rank) for width in widths], [0.75, 2.0, 0.5][: len(widths)]
     layers = [
-        Layer(torch.randn(width, 224).bfloat16(), torch.randn(rank, 224), b, scale)
+        LayerWeights(torch.randn(width, 224).bfloat16(), torch.randn(rank, 224), b, scale)
         for width, b, scale in zip(widths, bs, scales, strict=True)
     ]
     threads, found = torch.get_num_threads(), []

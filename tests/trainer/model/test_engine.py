@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from unisono.trainer.model.engine import Answer, Engine, answer_prompts
-from unisono.trainer.model.generate import Sampling, draw_tokens, generate
+from unisono.trainer.model.engine import Engine, GeneratedAnswer, answer_prompts
+from unisono.trainer.model.generate import SamplingParams, draw_tokens, generate
 from unisono.trainer.task.prompts import describe_failure
 
 SHAPE: dict[str, Any] = {
@@ -44,7 +44,7 @@ def make_prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(10, 120) for _ in range(draw.randint(1, 30))] for _ in range(count)]
 
 
-def alone(model: Any, prompt: list[int], *, limit: int, sampling: Sampling) -> list[int]:
+def alone(model: Any, prompt: list[int], *, limit: int, sampling: SamplingParams) -> list[int]:
     (answer,) = generate(model, [prompt], max_new_tokens=limit, stop_ids=STOP, pad_id=0, sampling=sampling)
     return answer
 
@@ -55,8 +55,14 @@ def test_answers_that_join_and_leave_are_those_that_generate_gives_alone(
     name: str, *, together: bool, part: int | None
 ) -> None:
     model, draw = make_model(name), random.Random(2)
-    samplings = [Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4), Sampling(repetition_penalty=1.3)]
-    answers = [Answer(prompt, draw.randint(1, 25), draw.choice(samplings)) for prompt in make_prompts(12)]
+    samplings = [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=4),
+        SamplingParams(repetition_penalty=1.3),
+    ]
+    answers = [
+        GeneratedAnswer(prompt, draw.randint(1, 25), draw.choice(samplings)) for prompt in make_prompts(12)
+    ]
     engine = Engine(model, stop_ids=STOP, pad_id=0, rows=5, together=together, part_tokens=part)
     left = list(answers)
     with engine.ready():
@@ -75,7 +81,7 @@ def test_answers_that_join_and_leave_are_those_that_generate_gives_alone(
 def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> None:
     model = make_model("llama")
     prompts = make_prompts(3)
-    answers = [Answer(prompt, 40, Sampling()) for prompt in prompts]
+    answers = [GeneratedAnswer(prompt, 40, SamplingParams()) for prompt in prompts]
     engine = Engine(model, stop_ids=set(), pad_id=0, rows=2)
     with engine.ready():
         for answer in answers:
@@ -94,8 +100,14 @@ def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> N
 
 def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between_them() -> None:
     model = make_model("llama")
-    running, other = Answer([11, 12], 100, Sampling()), Answer([13] * 3, 100, Sampling())
-    long, short = Answer([10 + i % 100 for i in range(60)], 3, Sampling()), Answer([15], 3, Sampling())
+    running, other = (
+        GeneratedAnswer([11, 12], 100, SamplingParams()),
+        GeneratedAnswer([13] * 3, 100, SamplingParams()),
+    )
+    long, short = (
+        GeneratedAnswer([10 + i % 100 for i in range(60)], 3, SamplingParams()),
+        GeneratedAnswer([15], 3, SamplingParams()),
+    )
     engine = Engine(model, stop_ids=set(), pad_id=0, rows=8, part_tokens=8)
     with engine.ready():
         engine.add(running)
@@ -114,7 +126,7 @@ def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between
         assert counts[:-1] == [1] * (len(counts) - 1)
         assert len(counts) >= 60 // 8
         engine.add(other)  # and one that is dropped while its prompt is read takes nothing with it
-        engine.add(again := Answer(list(long.prompt), 3, Sampling()))
+        engine.add(again := GeneratedAnswer(list(long.prompt), 3, SamplingParams()))
         engine.step()
         other.ended = "dropped"
         while not again.ended:
@@ -123,8 +135,10 @@ def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between
         assert answer.tokens == greedy(model, list(answer.prompt), 3)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2), Sampling(beams=2)])
-def test_many_prompts_get_the_answers_that_generate_gives(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=2), SamplingParams(beams=2)]
+)
+def test_many_prompts_get_the_answers_that_generate_gives(sampling: SamplingParams) -> None:
     model, prompts = make_model("llama"), make_prompts(70)
     wanted = generate(model, prompts, max_new_tokens=20, stop_ids=STOP, pad_id=0, sampling=sampling)
     options: Any = {"stop_ids": STOP, "pad_id": 0, "sampling": sampling}
@@ -161,8 +175,10 @@ def test_an_exception_ends_the_answer_that_it_came_from_and_no_other(*, together
     wanted = greedy(model, [11, 12, 13], 12)  # without the token 99
     assert 99 not in wanted
     model.register_forward_pre_hook(refuse_99, with_kwargs=True)
-    good, bad, later = (Answer(prompt, 12, Sampling()) for prompt in ([11, 12, 13], [14, 99], [11, 12, 13]))
-    failed: list[tuple[list[Answer], Exception]] = []
+    good, bad, later = (
+        GeneratedAnswer(prompt, 12, SamplingParams()) for prompt in ([11, 12, 13], [14, 99], [11, 12, 13])
+    )
+    failed: list[tuple[list[GeneratedAnswer], Exception]] = []
     engine = Engine(model, stop_ids=set(), pad_id=0, rows=4, together=together)
     engine.on_failure = lambda answers, error: failed.append((list(answers), error))
     with engine.ready():
@@ -185,22 +201,24 @@ def test_without_somebody_to_report_it_to_an_exception_is_raised() -> None:
     model = make_model("llama")
     model.register_forward_pre_hook(refuse_99, with_kwargs=True)
     engine = Engine(model, stop_ids=set(), pad_id=0, rows=4)
-    engine.add(Answer([14, 99], 3, Sampling()))
+    engine.add(GeneratedAnswer([14, 99], 3, SamplingParams()))
     with engine.ready(), pytest.raises(RefusedError):
         engine.step()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1e-300)])
-def test_logits_that_are_not_finite_end_their_row_alone(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1e-300)]
+)
+def test_logits_that_are_not_finite_end_their_row_alone(sampling: SamplingParams) -> None:
     model = make_model("llama")
     wanted = [alone(model, [11, 12], limit=6, sampling=sampling), greedy(model, [11, 12, 13], 6)]
     model.register_forward_hook(lose_99, with_kwargs=True)
     answers = [
-        Answer([11, 12], 6, sampling),
-        Answer([14, 99], 6, sampling),
-        Answer([11, 12, 13], 6, Sampling()),
+        GeneratedAnswer([11, 12], 6, sampling),
+        GeneratedAnswer([14, 99], 6, sampling),
+        GeneratedAnswer([11, 12, 13], 6, SamplingParams()),
     ]
-    failed: list[Answer] = []
+    failed: list[GeneratedAnswer] = []
     engine = Engine(model, stop_ids=STOP, pad_id=0, rows=4)
     engine.on_failure = lambda answers, _: failed.extend(answers)
     with engine.ready():
@@ -222,5 +240,5 @@ def test_the_smallest_temperatures_draw_the_most_likely_token() -> None:
     scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 1e4
     numbers = torch.rand(4, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for temperature in (5e-324, 1e-300, 1e-30):
-        drawn = draw_tokens(scores, numbers, Sampling(temperature=temperature))
+        drawn = draw_tokens(scores, numbers, SamplingParams(temperature=temperature))
         assert drawn[:, 0].tolist() == scores.argmax(dim=-1).tolist()

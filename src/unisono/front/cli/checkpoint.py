@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unisono.guard.rundir import RunDir
     from unisono.jobs.runs.replay import Replayed
     from unisono.trainer.checkpoint.store import CheckpointStore
-    from unisono.trainer.checkpoint.verify import Damage, ModelCheck, Reading
+    from unisono.trainer.checkpoint.verify import Damage, ModelCheck, VerificationResult
 
 
 app = typer.Typer(help="List, verify, export and prune the checkpoints of a run.", rich_markup_mode=None)
@@ -293,7 +293,7 @@ def _check_final(run: Path) -> "ModelCheck | None":
     return check_model(there[0]) if there else None
 
 
-def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[Reading]":
+def _read(run: Path, step: int | None, *, may_be_none: bool) -> "list[VerificationResult]":
     """Reads the checkpoint of a step, or all, and records the result."""
     from unisono.base.errors import UsageError
     from unisono.trainer.checkpoint.retention import record_verified
@@ -324,7 +324,7 @@ def _replay(run: Path, step: int | None, steps: int, *, trust_code: bool) -> "Re
         return Replay(RunDir(run), steps, step, progress.show, trust_code=trust_code).carry_out()
 
 
-def _print_readings(readings: "list[Reading]") -> None:
+def _print_readings(readings: "list[VerificationResult]") -> None:
     printer = output()
     for reading in readings:
         printer.result(f"{reading.path.name}  {'intact' if reading.intact else 'DAMAGED'}")
@@ -368,7 +368,7 @@ def _finding(finding: "Damage") -> dict[str, Any]:
     }
 
 
-def _row(reading: "Reading") -> dict[str, Any]:
+def _row(reading: "VerificationResult") -> dict[str, Any]:
     return {
         "step": _step(reading.path),
         "path": str(reading.path),
@@ -378,7 +378,7 @@ def _row(reading: "Reading") -> dict[str, Any]:
     }
 
 
-def _problems(readings: "list[Reading]") -> "list[Problem]":
+def _problems(readings: "list[VerificationResult]") -> "list[Problem]":
     """All damage, each with its consequence for the run."""
     from unisono.base.errors import Problem
 
@@ -398,7 +398,7 @@ def _problems(readings: "list[Reading]") -> "list[Problem]":
     ]
 
 
-def _restore(run: Path, readings: "list[Reading]") -> str:
+def _restore(run: Path, readings: "list[VerificationResult]") -> str:
     """How to restore a damaged final adapter or model."""
     good = [_step(reading.path) for reading in readings if reading.intact]
     if not good:

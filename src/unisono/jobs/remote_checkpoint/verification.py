@@ -31,7 +31,7 @@ from unisono.guard.supervise.child_process import Programs, child_environment
 from unisono.guard.supervise.task_process import TaskProcess, cannot_start
 from unisono.trainer.checkpoint.retention import DiskSpace, Rules, last_verified, max_on_disk, record_verified
 from unisono.trainer.checkpoint.store import CheckpointStore
-from unisono.trainer.checkpoint.verify import Reading, read_manifest, read_through
+from unisono.trainer.checkpoint.verify import VerificationResult, read_manifest, read_through
 from unisono.trainer.plan import ResumePoint, RunPlan
 
 _PATIENCE_S = 60.0
@@ -514,7 +514,7 @@ class Verifier:
         if not reading.intact:
             self._warn_of_damage(reading)
 
-    def _warn_of_damage(self, reading: Reading) -> None:
+    def _warn_of_damage(self, reading: VerificationResult) -> None:
         finding = next(finding for finding in reading.findings if finding.is_fatal)
         mark = (reading.path.name, str(finding))
         if mark in self._warned:

@@ -54,10 +54,10 @@ class TablePictures:
         """
         is_training = self.table.split == "train"
         name = "pictures" if is_training else "evaluation pictures"
-        seeds = [stream_seed(self.seed, name, place) for place in places]
+        seeds = [stream_seed(self.seed, name, position) for position in places]
         numbers = self.table.columns["picture"][list(units)].tolist()
         pictures = (
-            self.loader.load(numbers, seeds, [place // self.global_batch for place in places])
+            self.loader.load(numbers, seeds, [position // self.global_batch for position in places])
             if is_training
             else self.loader.load_evaluation(numbers, seeds)
         )

@@ -168,11 +168,11 @@ def agree_on(batches: StepBatches, group: RankSum, device: torch.device) -> Step
     is collective, so all need the same number of them.
     """
     counts = batches.counts
-    own = torch.zeros(4 + group.world_size, dtype=torch.float64, device=device)  # exact up to 2⁵³
-    own[:4] = own.new_tensor([batches.tokens, counts.units, counts.loss_tokens, counts.first_tokens])
-    own[4 + group.rank] = len(batches.micros)
-    group.sum(own)
-    tokens, units, loss_tokens, first_tokens, *rounds = map(int, group.figures(own))
+    figures = torch.zeros(4 + group.world_size, dtype=torch.float64, device=device)  # exact up to 2⁵³
+    figures[:4] = figures.new_tensor([batches.tokens, counts.units, counts.loss_tokens, counts.first_tokens])
+    figures[4 + group.rank] = len(batches.micros)
+    group.sum(figures)
+    tokens, units, loss_tokens, first_tokens, *rounds = map(int, group.figures(figures))
     return StepBatches(
         batches.step,
         batches.sequences,

@@ -147,13 +147,13 @@ class TableSource(BatchSource):
         """The sequences of a step, distributed over the ranks and split into micro batches."""
         sequences = self.sequences(step)
         shares = deal(self._tokens[sequences].tolist(), ranks=self.dp_size)
-        first, own = (step - 1) * self.global_batch, shares[self.dp_rank]
-        cut = [own[i : i + self.micro_batch] for i in range(0, len(own), self.micro_batch)]
+        first, share = (step - 1) * self.global_batch, shares[self.dp_rank]
+        cut = [share[i : i + self.micro_batch] for i in range(0, len(share), self.micro_batch)]
         return StepBatches(
             step=step,
             sequences=sequences,
             micros=[
-                self._micro([sequences[place] for place in group], [first + place for place in group])
+                self._micro([sequences[index] for index in group], [first + index for index in group])
                 for group in cut
             ],
             rounds=-(-max(map(len, shares)) // self.micro_batch),
@@ -204,16 +204,16 @@ def _largest_padded(longest_row: np.ndarray, rows: np.ndarray, size: int) -> lis
     Each sequence in turn, from that with the shortest longest row, is the one that decides the
     length; those with most rows before it fill the group.
     """
-    best, found, total = -1, [0], 0
+    best, largest, total = -1, [0], 0
     most: list[tuple[int, int]] = []  # rows and index of up to size - 1 of those before, a heap
     for i in np.argsort(longest_row, kind="stable").tolist():
         if (padded := (total + int(rows[i])) * int(longest_row[i])) > best:
-            best, found = padded, [i, *(index for _, index in most)]
+            best, largest = padded, [i, *(index for _, index in most)]
         total += int(rows[i])
         heapq.heappush(most, (int(rows[i]), i))
         if len(most) == size:
             total -= heapq.heappop(most)[0]
-    return found
+    return largest
 
 
 # ---- evaluation
@@ -255,7 +255,7 @@ class EvaluationRows:
             first = begin + self.dp_rank * self.micro_batch
             yield list(range(first, min(first + self.micro_batch, self.sequences)))
 
-    def questions(self) -> Iterator["Question"]:
+    def questions(self) -> Iterator["PromptAnswer"]:
         """The questions of rows whose answer is a reference, which an undesirable answer is not."""
         table = self.rows.table
         desirable = table.columns.get("label")
@@ -267,14 +267,14 @@ class EvaluationRows:
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptAnswer:
     """The last answer of a row, and the prompt before it, as tokens."""
 
     prompt: list[int]
     answer: list[int]
 
 
-def question_of(table: TokenTable, row: int) -> Question | None:
+def question_of(table: TokenTable, row: int) -> PromptAnswer | None:
     """The question of a row, whose answer is its last run of loss tokens; None if nothing precedes
     it.
     """
@@ -287,4 +287,4 @@ def question_of(table: TokenTable, row: int) -> Question | None:
         start -= 1
     if start == 0 or start == end:
         return None
-    return Question(ids[:start].tolist(), ids[start:end].tolist())
+    return PromptAnswer(ids[:start].tolist(), ids[start:end].tolist())

@@ -83,12 +83,12 @@ class Vouched(BaseModel):
         if isinstance(value, dict) and isinstance(value.get("schema"), int) and value["schema"] > 1:
             raise ManifestError(f"its schema {value['schema']} is from a newer version of unisono")
         try:
-            found = cls.model_validate(value)
+            vouched = cls.model_validate(value)
         except ValidationError as error:
             raise ManifestError(validation_words(error)) from error
-        if found.checksum != found.true_checksum() or data != found.to_bytes():
+        if vouched.checksum != vouched.true_checksum() or data != vouched.to_bytes():
             raise ManifestError("its checksum does not match its content")
-        return found
+        return vouched
 
     def _body(self, *without: str) -> bytes:
         """Canonical JSON: sorted keys, no whitespace, ASCII."""

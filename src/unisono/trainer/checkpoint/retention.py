@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.base.files import read_json, write_json
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
-from unisono.trainer.checkpoint.verify import Reading, Stamp, inspect, read_manifest, stamp_of
+from unisono.trainer.checkpoint.verify import Stamp, VerificationResult, inspect, read_manifest, stamp_of
 from unisono.trainer.checkpoint.writer import free_bytes
 
 _OWN_NAME = re.compile(r"(step-(?P<step>\d{8,})|step-\d{8,}\.tmp-[0-9a-f]+|\.trash-\d{8,}-[0-9a-f]+)")
@@ -68,7 +68,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RetentionPlan:
     """The checkpoints to delete, or to read first.
 
     Attributes:
@@ -92,31 +92,33 @@ class Decision:
         return self.ask is not None or self.recall is not None
 
 
-def decide(candidates: Iterable[Candidate], rules: Rules) -> Decision:
+def decide(candidates: Iterable[Candidate], rules: Rules) -> RetentionPlan:
     """The steps to delete. Damaged ones stay until they are older than all that are kept.
 
     Args:
         candidates: all published ones, in any order, each step once.
     """
     assert rules.keep >= 1
-    own = sorted((one for one in candidates if not one.foreign), key=lambda one: one.step, reverse=True)
+    newest_first = sorted(
+        (one for one in candidates if not one.foreign), key=lambda one: one.step, reverse=True
+    )
     kept: list[int] = []
     go: list[int] = []
-    for candidate in own:
+    for candidate in newest_first:
         if len(kept) < rules.keep:
             if candidate.intact is None:
-                return Decision(ask=candidate.step)
+                return RetentionPlan(ask=candidate.step)
             if candidate.intact:
                 kept.append(candidate.step)
         elif not rules.protects(candidate.step):
             go.append(candidate.step)
     if len(kept) < rules.keep:
-        return Decision()
-    last = _last_read_back(own, since=go[-1]) if go else None
+        return RetentionPlan()
+    last = _last_read_back(newest_first, since=go[-1]) if go else None
     if last is not None and last.read_back is None:
-        return Decision(recall=last.step)
+        return RetentionPlan(recall=last.step)
     spared = last.step if last is not None else None
-    return Decision(go=tuple(step for step in reversed(go) if step != spared), oldest_kept=kept[-1])
+    return RetentionPlan(go=tuple(step for step in reversed(go) if step != spared), oldest_kept=kept[-1])
 
 
 def _last_read_back(newest_first: Iterable[Candidate], *, since: int) -> Candidate | None:
@@ -163,22 +165,22 @@ def measure_disk_space(root: Path, *, key: bytes) -> DiskSpace:
     after = _own_bytes(root, key)
     # A checkpoint that is deleted meanwhile is in the first sum and already free: the smaller sum
     # is right.
-    own = min(sum(before.values()), sum(after.values()))
-    steps = [int(found["step"]) for name in after if (found := _OWN_NAME.fullmatch(name)) and found["step"]]
-    return DiskSpace(free, own, tuple(sorted(steps)))
+    own_bytes = min(sum(before.values()), sum(after.values()))
+    steps = [int(match["step"]) for name in after if (match := _OWN_NAME.fullmatch(name)) and match["step"]]
+    return DiskSpace(free, own_bytes, tuple(sorted(steps)))
 
 
 def _own_bytes(root: Path, key: bytes) -> dict[str, int]:
     """Bytes by directory."""
-    found = {}
+    sizes = {}
     for path in root.iterdir():
         named = _OWN_NAME.fullmatch(path.name)
         if named is None:
             continue
         manifest = read_manifest(path) if named["step"] else None
         if manifest is None or manifest.is_signed_by(key):
-            found[path.name] = _directory_bytes(path)
-    return found
+            sizes[path.name] = _directory_bytes(path)
+    return sizes
 
 
 def _directory_bytes(directory: Path) -> int:
@@ -205,7 +207,7 @@ def max_on_disk(there: Sequence[int], due: Sequence[int], rules: Rules, *, best:
 
 
 def max_without_permanent(keep: int, *, best: bool) -> int:
-    """The same without those that stay forever, for a run that makes more than enough of them.
+    """The most checkpoints at a time without permanent ones, in a run that makes more than enough.
 
     These are: the ones that are kept, the one that is written, the last one that was read back if
     no newer one was yet, and the best.
@@ -230,7 +232,7 @@ class Verified:
     read_again: bool = True
 
 
-def record_verified(root: Path, readings: Iterable[Reading]) -> None:
+def record_verified(root: Path, readings: Iterable[VerificationResult]) -> None:
     """Records that checkpoints were read through now; best effort."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     new = {
@@ -304,7 +306,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _SeenCheckpoint:
     """A checkpoint as this process last saw it: its stamp, and whether it was read through or only
     written.
     """
@@ -320,15 +322,15 @@ class KnownStates:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SeenCheckpoint] = {}
 
     def note_written(self, path: Path, manifest: Manifest) -> None:
         """Notes that it was written completely just now."""
-        self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=False)
+        self._seen[path.name] = _SeenCheckpoint(stamp_of(path, manifest), was_read=False)
 
     def note_read(self, path: Path, manifest: Manifest) -> None:
         """Notes that it was read through just now, and is intact."""
-        self._seen[path.name] = _Seen(stamp_of(path, manifest), was_read=True)
+        self._seen[path.name] = _SeenCheckpoint(stamp_of(path, manifest), was_read=True)
 
     def forget(self, path: Path) -> None:
         """Notes that it is deleted or damaged."""

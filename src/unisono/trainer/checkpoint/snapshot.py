@@ -5,7 +5,7 @@ Torch-free.
 Two slots are written alternately, so that at least one of them is complete whenever the rank dies.
 
     slot = head, layout, tensors, text          each aligned to 64 bytes
-    head     sequence, step, the sizes of the rest, their XXH3-128 digest, and a check of the head itself
+    head     sequence, step, sizes and XXH3-128 digest of the rest, and a check of the head itself
     layout   JSON: the position of each tensor; written once, when the slots are created
     tensors  as in a checkpoint file
     text     JSON: the plain values of the step, and its lines in metrics.jsonl
@@ -36,7 +36,7 @@ _HEAD_BYTES = ALIGNMENT * 2
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor, or this rank's part of one.
 
     Attributes:
@@ -64,7 +64,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """The position of each tensor in a slot.
 
     Attributes:
@@ -75,7 +75,7 @@ class Layout:
     """
 
     groups: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     starts: tuple[int, ...] = field(init=False)
     tensor_bytes: int = field(init=False)
 
@@ -94,7 +94,7 @@ class Layout:
         return text + b" " * (-len(text) % ALIGNMENT)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Layout":
+    def from_bytes(cls, data: bytes) -> "SlotLayout":
         """The inverse of to_bytes.
 
         Raises:
@@ -102,7 +102,7 @@ class Layout:
         """
         value = json.loads(data)
         entries = tuple(
-            Entry(group, name, dtype, tuple(shape), tuple(whole), tuple(offsets))
+            TensorEntry(group, name, dtype, tuple(shape), tuple(whole), tuple(offsets))
             for group, name, dtype, shape, whole, offsets in value["entries"]
         )
         return cls(tuple(value["groups"]), entries)
@@ -121,7 +121,7 @@ class StepSnapshot:
 
     sequence: int
     step: int
-    layout: Layout
+    layout: SlotLayout
     tensors: memoryview = field(repr=False)
     values: dict[str, Any] = field(repr=False)
     lines: list[dict[str, Any]]
@@ -131,10 +131,10 @@ class StepSnapshot:
         placed = zip(self.layout.entries, self.layout.starts, strict=True)
         return [self._part(entry, start) for entry, start in placed if entry.group == group]
 
-    def _part(self, entry: Entry, start: int) -> TensorPart:
+    def _part(self, entry: TensorEntry, start: int) -> TensorPart:
         content = self.tensors[start : start + entry.bytes]
-        place = {"whole": entry.whole, "offsets": entry.offsets} if entry.is_part else {}
-        return TensorPart(entry.name, entry.dtype, entry.shape, lambda: content, **place)
+        window = {"whole": entry.whole, "offsets": entry.offsets} if entry.is_part else {}
+        return TensorPart(entry.name, entry.dtype, entry.shape, lambda: content, **window)
 
 
 class Slots:
@@ -144,7 +144,7 @@ class Slots:
         tensors: for each slot, the memory for the tensors.
     """
 
-    def __init__(self, memory: memoryview, layout: Layout) -> None:
+    def __init__(self, memory: memoryview, layout: SlotLayout) -> None:
         """Initializes both slots; their previous content is lost.
 
         Args:
@@ -211,7 +211,7 @@ class SlotWrite:
         self.noted_bytes = end
 
 
-def needed_bytes(layout: Layout, *, text_bytes: int) -> int:
+def needed_bytes(layout: SlotLayout, *, text_bytes: int) -> int:
     """The size of the memory for both slots, with spare space for a growing text."""
     slot = _HEAD_BYTES + len(layout.to_bytes()) + layout.tensor_bytes + 2 * text_bytes + _SPARE_TEXT_BYTES
     return SLOTS * (slot + -slot % _PAGE_BYTES)
@@ -237,7 +237,7 @@ def read_slots(memory: memoryview) -> tuple[list[StepSnapshot], list[str]]:
     Memory that was never written, and an incomplete slot, do not count as damage.
     """
     half = len(memory) // SLOTS
-    found: list[StepSnapshot] = []
+    snapshots: list[StepSnapshot] = []
     damage: list[str] = []
     for number in range(SLOTS):
         slot = memory[number * half : (number + 1) * half]
@@ -246,8 +246,8 @@ def read_slots(memory: memoryview) -> tuple[list[StepSnapshot], list[str]]:
         except (KeyError, TypeError, ValueError) as error:
             damage.append(str(error))
         else:
-            found += [kept] if kept is not None else []
-    return sorted(found, key=lambda kept: -kept.sequence), damage
+            snapshots += [kept] if kept is not None else []
+    return sorted(snapshots, key=lambda kept: -kept.sequence), damage
 
 
 def _read_slot(slot: memoryview) -> StepSnapshot | None:
@@ -263,7 +263,7 @@ def _read_slot(slot: memoryview) -> StepSnapshot | None:
     body = slot[_HEAD_BYTES : _HEAD_BYTES + sum(sizes)]
     if xxhash.xxh3_128_digest(body) != digest:
         raise ValueError(f"the snapshot of step {step} does not match its digest")
-    layout = Layout.from_bytes(bytes(body[: sizes[0]]))
+    layout = SlotLayout.from_bytes(bytes(body[: sizes[0]]))
     text = json.loads(bytes(body[sizes[0] + sizes[1] :]))
     return StepSnapshot(
         sequence,

@@ -63,7 +63,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredPart:
     """The location of a part: its file, its name there, and its position in the full tensor."""
 
     file: Any
@@ -85,7 +85,7 @@ class CheckpointReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._places: dict[str, dict[str, list[_Place]]] = {}
+        self._places: dict[str, dict[str, list[_StoredPart]]] = {}
         self.groups: dict[str, dict[str, Outline]] = {}
         try:
             document = parse_json(read_text(directory / STATE, errors="surrogatepass"))
@@ -104,12 +104,12 @@ class CheckpointReader:
         """A full tensor on the CPU, assembled from its parts if there are several."""
         places, outline = self._places[group][name], self.groups[group][name]
         if len(places) == 1 and places[0].shape == outline.shape:
-            found: torch.Tensor = places[0].file.get_tensor(places[0].name)
-            return found
+            tensor: torch.Tensor = places[0].file.get_tensor(places[0].name)
+            return tensor
         whole = torch.empty(outline.shape, dtype=outline.dtype)
-        for place in places:
-            window = tuple(slice(o, o + s) for o, s in zip(place.offsets, place.shape, strict=True))
-            whole[window] = place.file.get_tensor(place.name)
+        for part in places:
+            window = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.shape, strict=True))
+            whole[window] = part.file.get_tensor(part.name)
         return whole
 
     def group(self, group: str) -> Tensors:
@@ -117,11 +117,11 @@ class CheckpointReader:
 
         Tensors that shared memory when they were saved share it again.
         """
-        found: Tensors = {}
+        tensors: Tensors = {}
         for name, places in self._places[group].items():
-            first = next((other for other in found if self._places[group][other] is places), None)
-            found[name] = found[first] if first is not None else self.tensor(group, name)
-        return found
+            first = next((other for other in tensors if self._places[group][other] is places), None)
+            tensors[name] = tensors[first] if first is not None else self.tensor(group, name)
+        return tensors
 
     def _open(self, group: str, files: list[Path]) -> None:
         self.groups[group], self._places[group] = {}, {}
@@ -143,7 +143,7 @@ class CheckpointReader:
         outline = Outline(whole, DTYPES[piece.get_dtype()])
         if self.groups[group].setdefault(name, outline) != outline:
             raise _unreadable(self._directory, f"the parts of {name} belong to different tensors")
-        self._places[group].setdefault(name, []).append(_Place(file, name, shape, offsets))
+        self._places[group].setdefault(name, []).append(_StoredPart(file, name, shape, offsets))
 
     def _check_cover(self, group: str) -> None:
         """Checks that the parts of a tensor cover it: within bounds, without overlap, and with the
@@ -151,13 +151,13 @@ class CheckpointReader:
         """
         for name, outline in self.groups[group].items():
             places = self._places[group][name]
-            held = sum(torch.Size(place.shape).numel() for place in places)
+            held = sum(torch.Size(part.shape).numel() for part in places)
             inside = all(
                 o >= 0 and o + s <= w
-                for place in places
-                for o, s, w in zip(place.offsets, place.shape, outline.shape, strict=True)
+                for part in places
+                for o, s, w in zip(part.offsets, part.shape, outline.shape, strict=True)
             )
-            begins = {place.offsets for place in places}
+            begins = {part.offsets for part in places}
             if not inside or held != torch.Size(outline.shape).numel() or len(begins) != len(places):
                 raise _unreadable(self._directory, f"the parts of {name} do not cover the tensor")
 
@@ -246,11 +246,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
             else:
                 values[f"{name}::{key}"] = value
     groups = []
-    rest = list(names)
+    remaining = list(names)
     for group in optimizer.param_groups:
         count = len(group["params"])
-        own, rest = rest[:count], rest[count:]
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, "names": own})
+        group_names, remaining = remaining[:count], remaining[count:]
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "names": group_names})
     return tensors, {"groups": groups, "values": values}
 
 
@@ -364,12 +364,12 @@ def _once(members: Tensors) -> tuple[Tensors, dict[str, str]]:
     kept: Tensors = {}
     aliases: dict[str, str] = {}
     for name, tensor in members.items():
-        place = tensor.untyped_storage().data_ptr()
-        identity = (place, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        address = tensor.untyped_storage().data_ptr()
+        identity = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and identity in first:
             aliases[name] = first[identity]
             continue
         first[identity] = name
-        kept[name] = tensor.detach().clone() if tensor.numel() and place in storages else tensor
-        storages.add(place)
+        kept[name] = tensor.detach().clone() if tensor.numel() and address in storages else tensor
+        storages.add(address)
     return kept, aliases

@@ -2,7 +2,8 @@
 retention policy.
 
 step-00000100/               published: complete when it was renamed to this name
-step-00000200.tmp-NONCE/     being written; locked by its writer, so that leftovers of a dead writer can be recognized and removed
+step-00000200.tmp-NONCE/     being written; locked by its writer, so that leftovers of a dead
+                             writer can be recognized and removed
 step-00000100.aside-NONCE/   damaged, or foreign, when the same step was saved again
 .trash-00000100-NONCE/       being deleted
 """
@@ -215,9 +216,9 @@ class CheckpointStore:
             trust: accept one that is not signed by this user.
         """
         for path in reversed(self.list()):
-            found = self._check(path, on_damage, run_id=run_id, trust=trust)
-            if found is not None:
-                return found
+            checkpoint = self._check(path, on_damage, run_id=run_id, trust=trust)
+            if checkpoint is not None:
+                return checkpoint
         return None
 
     def require(self, path: Path, *, run_id: str | None = None, trust: bool = False) -> IntactCheckpoint:
@@ -227,9 +228,9 @@ class CheckpointStore:
             IntegrityError: with all findings.
         """
         findings: Findings = []
-        found = self._check(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
-        if found is not None:
-            return found
+        checkpoint = self._check(path, lambda _, damage: findings.append(damage), run_id=run_id, trust=trust)
+        if checkpoint is not None:
+            return checkpoint
         if not path.exists():
             raise IntegrityError.of(f"there is no checkpoint {path.name}", where=str(path))
         raise IntegrityError(
@@ -334,11 +335,11 @@ class CheckpointStore:
         It is read through unless it is unchanged since this process, or one that recorded it, read
         it.
         """
-        found = self._recall(path)
-        if found.intact is not None or found.foreign:
-            return found
+        candidate = self._recall(path)
+        if candidate.intact is not None or candidate.foreign:
+            return candidate
         intact = not any(finding.is_fatal for finding in self.verify(path))
-        return Candidate(found.step, intact=intact, read_back=intact)
+        return Candidate(candidate.step, intact=intact, read_back=intact)
 
     def _is_foreign(self, path: Path) -> bool:
         try:
@@ -359,16 +360,16 @@ class CheckpointStore:
 
     def _delete_aside(self, *, before: int) -> None:
         for entry in os.scandir(self.root):
-            found = _ASIDE.fullmatch(entry.name)
-            if found and int(found[1]) < before:
+            match = _ASIDE.fullmatch(entry.name)
+            if match and int(match[1]) < before:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def step_of(name: str) -> int:
     """The step of a published checkpoint, from its directory's name."""
-    found = _PUBLISHED.match(name)
-    assert found is not None
-    return int(found[1])
+    match = _PUBLISHED.match(name)
+    assert match is not None
+    return int(match[1])
 
 
 def _now() -> str:

@@ -98,7 +98,7 @@ class Stamp:
 
 
 @dataclass(frozen=True)
-class Reading:
+class VerificationResult:
     """The result of reading a checkpoint through.
 
     Attributes:
@@ -143,7 +143,9 @@ def digest_file(fd: int, pace: Pace | None = None) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pace | None = None) -> Reading:
+def read_through(
+    path: Path, *, key: bytes, run_id: str | None = None, pace: Pace | None = None
+) -> VerificationResult:
     """Reads a published checkpoint through.
 
     Args:
@@ -153,7 +155,7 @@ def read_through(path: Path, *, key: bytes, run_id: str | None = None, pace: Pac
     manifest = read_manifest(path)
     # Before reading, so that a change in the meantime is noticed afterwards.
     stamp = stamp_of(path, manifest) if manifest is not None else None
-    return Reading(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
+    return VerificationResult(path, *inspect(path, key=key, run_id=run_id, pace=pace), stamp)
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -230,16 +232,16 @@ def _inspect_file(
         link = error.errno == errno.ELOOP
         return Damage(name, "it is a link" if link else f"it cannot be read: {error.strerror}", "content")
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             return Damage(name, "it is not a regular file", "content")
-        if found.st_size == entry.bytes:
+        if status.st_size == entry.bytes:
             if not contents:
                 return None
-        elif not _has_size_elsewhere(path, name, found.st_size):
+        elif not _has_size_elsewhere(path, name, status.st_size):
             # Its size alone says that it is damaged, and a digest would find it nowhere else: a
             # file of many gigabytes is not read for that.
-            return explain_damage(path, name, entry, FileEntry(bytes=found.st_size, xxh3_128=_UNREAD))
+            return explain_damage(path, name, entry, FileEntry(bytes=status.st_size, xxh3_128=_UNREAD))
         size, digest = digest_file(fd) if pace is None else _digest_from_disk(fd, pace)
     except OSError as error:
         return Damage(name, f"it cannot be read: {error.strerror}", "content")
@@ -262,31 +264,35 @@ def _digest_from_disk(fd: int, pace: Pace) -> tuple[int, str]:
     for_all = (0, 0, os.POSIX_FADV_DONTNEED)
     with contextlib.suppress(OSError):  # a file system without fadvise
         os.posix_fadvise(fd, *for_all)
-    found = digest_file(fd, pace)
+    result = digest_file(fd, pace)
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, *for_all)
-    return found
+    return result
 
 
-def _explain(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
+def _explain(path: Path, name: str, expected: FileEntry, actual: FileEntry) -> Damage:
     """Explains a wrong file: it belongs to a different step, or it is damaged."""
     for other in _other_manifests(path):
-        if (entry_there := other.files.get(name)) is not None and entry_there.describes(found):
+        if (entry_there := other.files.get(name)) is not None and entry_there.describes(actual):
             return Damage(name, f"it is the file of step {other.step}", "step")
-    return explain_damage(path, name, wanted, found)
+    return explain_damage(path, name, expected, actual)
 
 
-def explain_damage(path: Path, name: str, wanted: FileEntry, found: FileEntry) -> Damage:
+def explain_damage(path: Path, name: str, expected: FileEntry, actual: FileEntry) -> Damage:
     """How a file in the directory `path` differs from what was written, and in which tensors."""
-    damaged = tuple(_tensors_of_damaged_file(path / name, wanted))
+    damaged = tuple(_tensors_of_damaged_file(path / name, expected))
     where = f" in {show_tensors(damaged)}" if damaged else ""
-    if found.bytes < wanted.bytes:
-        return Damage(name, f"it is truncated{where}: {found.bytes} bytes of {wanted.bytes}", "size", damaged)
-    if found.bytes > wanted.bytes:
-        return Damage(name, f"it is too long: {found.bytes} bytes instead of {wanted.bytes}", "size", damaged)
-    if len(damaged) == len(wanted.tensors) > 1:
+    if actual.bytes < expected.bytes:
+        return Damage(
+            name, f"it is truncated{where}: {actual.bytes} bytes of {expected.bytes}", "size", damaged
+        )
+    if actual.bytes > expected.bytes:
+        return Damage(
+            name, f"it is too long: {actual.bytes} bytes instead of {expected.bytes}", "size", damaged
+        )
+    if len(damaged) == len(expected.tensors) > 1:
         where = " in every tensor, as if it belonged to a different step or run"
-    what = f"its content has changed{where}: digest {found.xxh3_128}, not {wanted.xxh3_128}"
+    what = f"its content has changed{where}: digest {actual.xxh3_128}, not {expected.xxh3_128}"
     return Damage(name, what, "content", damaged)
 
 
@@ -315,7 +321,7 @@ def _other_manifests(path: Path) -> Iterator[Manifest]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorSpan:
     """The position of a tensor's bytes in the file."""
 
     name: str
@@ -339,7 +345,7 @@ def damaged_tensors(fd: int, entry: FileEntry) -> list[str]:
     places = _places(fd, entry)
     if places is None:
         return [HEADER]
-    damaged = [place.name for place in places if _digest(fd, place) != entry.tensors[place.name]]
+    damaged = [span.name for span in places if _digest(fd, span) != entry.tensors[span.name]]
     return damaged or [HEADER]
 
 
@@ -349,7 +355,7 @@ def show_tensors(tensors: Sequence[str]) -> str:
     return ", ".join(tensors[:_TENSORS_SHOWN]) + more
 
 
-def _places(fd: int, entry: FileEntry) -> list[_Place] | None:
+def _places(fd: int, entry: FileEntry) -> list[_TensorSpan] | None:
     """The position of each tensor according to the header; None if the header cannot be the one
     that was written.
     """
@@ -363,7 +369,7 @@ def _places(fd: int, entry: FileEntry) -> list[_Place] | None:
         return None
 
 
-def _checked(header: dict[str, Any], data: int, entry: FileEntry) -> list[_Place] | None:
+def _checked(header: dict[str, Any], data: int, entry: FileEntry) -> list[_TensorSpan] | None:
     header.pop("__metadata__", None)
     if header.keys() != entry.tensors.keys():
         return None
@@ -372,20 +378,20 @@ def _checked(header: dict[str, Any], data: int, entry: FileEntry) -> list[_Place
         begin, end = value["data_offsets"]
         if end - begin != prod(value["shape"]) * ITEM_BYTES[value["dtype"]]:
             return None
-        places.append(_Place(name, data + begin, data + end))
-    places.sort(key=lambda place: (place.begin, place.end))
-    ends = [data, *(place.end for place in places)]
-    is_whole = all(place.begin == end for place, end in zip(places, ends, strict=False))
+        places.append(_TensorSpan(name, data + begin, data + end))
+    places.sort(key=lambda span: (span.begin, span.end))
+    ends = [data, *(span.end for span in places)]
+    is_whole = all(span.begin == end for span, end in zip(places, ends, strict=False))
     return places if is_whole and ends[-1] == entry.bytes else None
 
 
-def _digest(fd: int, place: _Place) -> str:
+def _digest(fd: int, span: _TensorSpan) -> str:
     digest = xxhash.xxh3_64()
-    at = place.begin
-    while at < place.end and (piece := os.pread(fd, min(_CHUNK_BYTES, place.end - at), at)):
+    at = span.begin
+    while at < span.end and (piece := os.pread(fd, min(_CHUNK_BYTES, span.end - at), at)):
         digest.update(piece)
         at += len(piece)
-    return digest.hexdigest() if at == place.end else "cut short"
+    return digest.hexdigest() if at == span.end else "cut short"
 
 
 class ModelManifest(Vouched):
@@ -523,30 +529,30 @@ def check_model(
         )
     if manifest is None:
         return ModelCheck(directory, listed=False)
-    found = [_compare(directory, name, manifest, read) for name in manifest.files if only(name)]
-    return ModelCheck(directory, listed=True, findings=[damage for damage in found if damage is not None])
+    damages = [_compare(directory, name, manifest, read) for name in manifest.files if only(name)]
+    return ModelCheck(directory, listed=True, findings=[damage for damage in damages if damage is not None])
 
 
 def _compare(directory: Path, name: str, manifest: ModelManifest, read: Read) -> Damage | None:
-    wanted, may_change = manifest.files[name], name in _FREE_TO_EDIT
+    expected, may_change = manifest.files[name], name in _FREE_TO_EDIT
     try:
         size, digest = read(directory / name)
     except FileNotFoundError:
         return None if may_change else Damage(name, "it is missing", "missing")
     except OSError as error:
         return Damage(name, f"it cannot be read: {error.strerror}", "content")
-    if (size, digest) == (wanted.bytes, wanted.xxh3_128):
+    if (size, digest) == (expected.bytes, expected.xxh3_128):
         return None
     if may_change:
         return Damage(name, "it was edited after it was written; the edited file is used", "edited")
     if name == _ADAPTER_SETTINGS and _settings_digest(directory / name) == manifest.adapter_settings:
         return Damage(name, f"its {_BASE} was edited; the rest is unchanged", "edited")
-    return explain_damage(directory, name, wanted, FileEntry(bytes=size, xxh3_128=digest))
+    return explain_damage(directory, name, expected, FileEntry(bytes=size, xxh3_128=digest))
 
 
 def _settings_digest(file: Path) -> str:
-    """Of the values in adapter_config.json without the path of the base model; empty if it is not a
-    JSON object.
+    """The digest of adapter_config.json without the path of the base model; empty if the file is
+    not a JSON object.
     """
     try:
         value = parse_json(read_bytes(file))

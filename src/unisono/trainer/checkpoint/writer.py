@@ -164,17 +164,17 @@ class _Out:
 
     def write(self, content: memoryview) -> str:
         """Writes all of it; returns the XXH3-64 digest of this piece in hex."""
-        own = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64()
         for start in range(0, content.nbytes, _CHUNK_BYTES):
             piece = content[start : start + _CHUNK_BYTES]
             self.digest.update(piece)
-            own.update(piece)
+            digest.update(piece)
             while piece.nbytes:
                 piece = piece[os.write(self._fd, piece) :]
             self.size += min(_CHUNK_BYTES, content.nbytes - start)
             if self._on_bytes is not None:
                 self._on_bytes(self.size)
-        return own.hexdigest()
+        return digest.hexdigest()
 
 
 def group_file(group: str, shard: int, shards: int) -> str:
@@ -210,22 +210,22 @@ def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> 
     )
 
 
-def encode_values(value: Any, place: str) -> Any:
+def encode_values(value: Any, where: str) -> Any:
     """`value` as JSON that reads back to an equal value: tuples, NaN and infinities get a tag."""
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, list):
-        return [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        return [encode_values(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": [encode_values(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        return {"$tuple": [encode_values(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key in ("$float", "$tuple"):
-                raise TypeError(f"{place} has a key {key!r}, which JSON cannot represent")
-        return {key: encode_values(item, f"{place}.{key}") for key, item in value.items()}
-    raise TypeError(f"{place} is a {type(value).__name__}, which JSON cannot represent")
+                raise TypeError(f"{where} has a key {key!r}, which JSON cannot represent")
+        return {key: encode_values(item, f"{where}.{key}") for key, item in value.items()}
+    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot represent")
 
 
 def decode_values(value: Any) -> Any:

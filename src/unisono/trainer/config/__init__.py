@@ -91,7 +91,7 @@ def _build(
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         others = problems_of(error, raw, places)
-        problems += [problem for key, found in others.items() if key not in refused for problem in found]
+        problems += [problem for key, of_key in others.items() if key not in refused for problem in of_key]
         # Without the cause: pydantic's message would repeat the values, including secrets.
         raise ConfigError(*sorted(problems, key=_line)) from None
     if problems:
@@ -101,8 +101,8 @@ def _build(
 
 def _line(problem: Problem) -> float:
     """The line of a problem, for sorting; problems without a line come last."""
-    found = re.search(r":(\d+)$", problem.where)
-    return int(found[1]) if found else math.inf
+    match = re.search(r":(\d+)$", problem.where)
+    return int(match[1]) if match else math.inf
 
 
 # ---- overrides
@@ -147,7 +147,7 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
     """A copy of `base` with the value at `key`; missing sections are created."""
     if not key:
         return value
-    head, *rest = key
+    head, *tail = key
     if isinstance(base, list):
         if not isinstance(head, int) or head >= len(base):
             raise ConfigError.of(
@@ -156,8 +156,8 @@ def _replaced(base: Any, key: KeyPath, value: Any, text: str) -> Any:
                 fix=f"use the index of an item, 0 to {len(base) - 1}",
             )
         return [
-            _replaced(item, tuple(rest), value, text) if i == head else item for i, item in enumerate(base)
+            _replaced(item, tuple(tail), value, text) if i == head else item for i, item in enumerate(base)
         ]
     inner = base if isinstance(base, dict) else {}
     name = str(head)
-    return {**inner, name: _replaced(inner.get(name), tuple(rest), value, text)}
+    return {**inner, name: _replaced(inner.get(name), tuple(tail), value, text)}

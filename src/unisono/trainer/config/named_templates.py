@@ -40,7 +40,7 @@ class NamedTemplate(Protocol):
         ...
 
     def chat_template(self, tokenizer: Any, *, thinking: Thinking) -> Any:
-        """The same prompts as a data.template.ChatTemplate; it adapts the tokenizer."""
+        """A data.template.ChatTemplate with the encoder's prompts; it adapts the tokenizer."""
         ...
 
 

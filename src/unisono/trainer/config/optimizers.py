@@ -46,15 +46,20 @@ class OptimizerKind:
 OWN_KEYS = ("muon_lr", "muon_scale", "betas", "eps", "state_dtype", "options")
 """Keys of `optim` that only some optimizers use."""
 
-# fmt: off
 OPTIMIZERS = {
-    "adamw": OptimizerKind("unisono.trainer.training.optim:build_adamw", ("betas", "eps", "state_dtype"),
-                           transformers=("adamw_torch", "adamw_torch_fused", "adamw_hf"),
-                           sd_scripts=("adamw", "adamw8bit", "pagedadamw8bit", "pagedadamw")),
-    "muon": OptimizerKind("unisono.trainer.training.optim:build_muon", ("muon_lr", "muon_scale", "betas", "eps", "state_dtype"),
-                          needs_full="muon needs full matrices", trains_adapters=False),
+    "adamw": OptimizerKind(
+        "unisono.trainer.training.optim:build_adamw",
+        ("betas", "eps", "state_dtype"),
+        transformers=("adamw_torch", "adamw_torch_fused", "adamw_hf"),
+        sd_scripts=("adamw", "adamw8bit", "pagedadamw8bit", "pagedadamw"),
+    ),
+    "muon": OptimizerKind(
+        "unisono.trainer.training.optim:build_muon",
+        ("muon_lr", "muon_scale", "betas", "eps", "state_dtype"),
+        needs_full="muon needs full matrices",
+        trains_adapters=False,
+    ),
 }
-# fmt: on
 
 OTHER = OptimizerKind(keys=("options",), needs_full="this optimizer needs full tensors", updates_blocks=False)
 """A class of the user's own, or of another package: a torch.optim.Optimizer, called with parameter

@@ -26,21 +26,21 @@ def own_code_of(config: RunConfig) -> list[OwnCode]:
     return own_code(objective=config.objective, optimizer=config.optim.kind)
 
 
-def with_code_path(config: RunConfig, own: OwnCode, path: str) -> RunConfig:
+def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
     """A config with a different path of a file."""
-    section, _, last = own.key.rpartition(".")
-    update = {last: f"{path}:{own.name}"}
+    section, _, last = code.key.rpartition(".")
+    update = {last: f"{path}:{code.name}"}
     if not section:
         return config.model_copy(update=update)
     return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
 
 
-def put_path(body: dict[str, Any], own: OwnCode, path: str) -> None:
+def put_path(body: dict[str, Any], code: OwnCode, path: str) -> None:
     """Replaces the path of a file in a config as a dict."""
-    *sections, last = own.key.split(".")
+    *sections, last = code.key.split(".")
     for section in sections:
         body = body[section]
-    body[last] = f"{path}:{own.name}"
+    body[last] = f"{path}:{code.name}"
 
 
 def own_code_digests(config: RunConfig) -> dict[str, str]:
@@ -52,7 +52,7 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: if a file cannot be read, is not Python, or has no such class.
     """
-    digests = {own.key: _digest(own) for own in own_code_of(config)}
+    digests = {code.key: _digest(code) for code in own_code_of(config)}
     for key, group, name in (
         ("optim.kind", extensions.OPTIMIZERS, config.optim.kind),
         ("optim.schedule", extensions.SCHEDULES, config.optim.schedule),
@@ -63,8 +63,8 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
     return digests
 
 
-def _digest(own: OwnCode) -> str:
-    path, what = own.path, own.what
+def _digest(code: OwnCode) -> str:
+    path, what = code.path, code.what
     try:
         source = read_bytes(path, most_bytes=SOURCE_BYTES)
         tree = ast.parse(source, str(path))
@@ -86,13 +86,13 @@ def _digest(own: OwnCode) -> str:
             f"the file of the {what} cannot be read",
             where=str(path),
             why=why,
-            fix=f"check the path in `{own.key}`",
+            fix=f"check the path in `{code.key}`",
         ) from None
     kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    if own.name not in kinds:
-        near = nearest(own.name, kinds)
+    if code.name not in kinds:
+        near = nearest(code.name, kinds)
         raise ConfigError.of(
-            f"the file of the {what} has no class {own.name}",
+            f"the file of the {what} has no class {code.name}",
             where=str(path),
             why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
             fix=f"did you mean `{path.name}:{near}`?"
@@ -102,7 +102,7 @@ def _digest(own: OwnCode) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def execute(own: OwnCode, digest: str) -> tuple[Any, bytes]:
+def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
     """The class and the source of its file, which is executed if its content is that on which the
     nodes agreed.
 
@@ -110,7 +110,7 @@ def execute(own: OwnCode, digest: str) -> tuple[Any, bytes]:
         ConfigError: if it is not.
         Exception: what the file raises; see `refusing`.
     """
-    path, what = own.path, own.what
+    path, what = code.path, code.what
     try:
         source = read_bytes(path, most_bytes=SOURCE_BYTES)
     except OSError as error:
@@ -130,11 +130,11 @@ def execute(own: OwnCode, digest: str) -> tuple[Any, bytes]:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses look for their annotations
     exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
-    return getattr(module, own.name), source
+    return getattr(module, code.name), source
 
 
 @contextmanager
-def refusing(own: OwnCode, fix: str) -> Iterator[None]:
+def refusing(code: OwnCode, fix: str) -> Iterator[None]:
     """Makes what the user's code raises a refusal with its line: it must not end a rank silently.
 
     Raises:
@@ -146,9 +146,9 @@ def refusing(own: OwnCode, fix: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(own.path)]
+        lines = [frame.lineno for frame in frames if frame.filename == str(code.path)]
         raise ConfigError.of(
-            f"the {own.what} cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
-            where=f"{own.path}:{lines[-1]}" if lines else str(own.path),
+            f"the {code.what} cannot be made: {one_line(f'{type(error).__name__}: {error}', limit=300)}",
+            where=f"{code.path}:{lines[-1]}" if lines else str(code.path),
             fix=fix,
         ) from error

@@ -41,7 +41,7 @@ def find_secrets(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[KeyPa
         return {key: problem} if problem else {}
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {
-        k: found for name, inner in items for k, found in find_secrets(inner, places, (*key, name)).items()
+        k: secret for name, inner in items for k, secret in find_secrets(inner, places, (*key, name)).items()
     }
 
 
@@ -79,9 +79,9 @@ def find_variables(value: Any, places: KeyPlaces, key: KeyPath = ()) -> dict[Key
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {
-            k: found
+            k: problem
             for name, inner in items
-            for k, found in find_variables(inner, places, (*key, name)).items()
+            for k, problem in find_variables(inner, places, (*key, name)).items()
         }
     is_text = any(key[: len(text)] == text for text in _TEXTS)
     match = _VARIABLE.search(value) if isinstance(value, str) and not is_text else None
@@ -122,12 +122,12 @@ def problems_of(
     error: ValidationError, raw: dict[str, Any], places: KeyPlaces
 ) -> dict[KeyPath, list[Problem]]:
     """The problems, by key."""
-    found: dict[KeyPath, list[Any]] = {}
+    by_key: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_key_of(item, raw), []).append(item)
+        by_key.setdefault(_key_of(item, raw), []).append(item)
     problems: dict[KeyPath, list[Problem]] = {}
-    for key, items in found.items():
-        has_inner = any(len(other) > len(key) and other[: len(key)] == key for other in found)
+    for key, items in by_key.items():
+        has_inner = any(len(other) > len(key) and other[: len(key)] == key for other in by_key)
         if has_inner and not any(item["type"] in _SPECIAL for item in items):
             continue  # a union reports an error for each member; the actual problem is deeper
         problems[key] = _problems_of_key(key, items, places)
@@ -216,19 +216,23 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
 
 def _words_in(annotation: Any) -> list[Any]:
     """The words allowed by any Literal in a type."""
-    found = []
+    words = []
     for argument in get_args(annotation):
-        found += _words_in(argument) if get_args(argument) else [argument]
-    return found
+        words += _words_in(argument) if get_args(argument) else [argument]
+    return words
 
 
 _OTHER_NAMES = {
-    "epochs": "duration: 3 epochs", "num_epochs": "duration: 3 epochs", "num_train_epochs": "duration: 3 epochs", "steps": "duration: 500 steps",
-    "max_steps": "duration: 500 steps", "batch_size": "batch.global", "global_batch_size": "batch.global", "micro_batch_size": "batch.micro",
-    "per_device_train_batch_size": "batch.per_rank", "gradient_accumulation_steps": "batch.accumulate", "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.schedule", "warmup_ratio": "optim.warmup", "warmup_steps": "optim.warmup", "max_seq_length": "data.max_length",
-    "cutoff_len": "data.max_length", "dataset": "data.train", "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "save_steps": "checkpoint.every", "eval_steps": "eval.every", "bf16": "model.dtype", "model_name_or_path": "model",
+    "epochs": "duration: 3 epochs", "num_epochs": "duration: 3 epochs",
+    "num_train_epochs": "duration: 3 epochs", "steps": "duration: 500 steps",
+    "max_steps": "duration: 500 steps", "batch_size": "batch.global", "global_batch_size": "batch.global",
+    "micro_batch_size": "batch.micro", "per_device_train_batch_size": "batch.per_rank",
+    "gradient_accumulation_steps": "batch.accumulate", "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.schedule", "warmup_ratio": "optim.warmup", "warmup_steps": "optim.warmup",
+    "max_seq_length": "data.max_length", "cutoff_len": "data.max_length", "dataset": "data.train",
+    "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha",
+    "save_steps": "checkpoint.every", "eval_steps": "eval.every", "bf16": "model.dtype",
+    "model_name_or_path": "model",
 }  # fmt: skip
 """Names of other trainers, where one of ours is not like them."""
 

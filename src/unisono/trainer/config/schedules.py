@@ -132,11 +132,14 @@ def _cosine_at(done: float, floor: float) -> float:
 
 # fmt: off
 SCHEDULES: dict[str, Schedule] = {
-    "cosine": Schedule(_cosine, (), {"cosine": {}, "cosine_with_min_lr": {"min_lr": "min_lr", "min_lr_rate": "min_lr"}}, {"cosine": {}}),
+    "cosine": Schedule(_cosine, (), {"cosine": {}, "cosine_with_min_lr": {"min_lr": "min_lr", "min_lr_rate": "min_lr"}},
+                       {"cosine": {}}),
     "linear": Schedule(_linear, (), {"linear": {}}, {"linear": {}}),
-    "constant": Schedule(_constant, (), {"constant": {}, "constant_with_warmup": {}}, {"constant": {}, "constant_with_warmup": {}}),
+    "constant": Schedule(_constant, (), {"constant": {}, "constant_with_warmup": {}},
+                         {"constant": {}, "constant_with_warmup": {}}),
     "wsd": Schedule(_wsd),
-    "cosine_with_restarts": Schedule(_cosine_with_restarts, ("cycles",), {"cosine_with_restarts": {"num_cycles": "cycles"}},
+    "cosine_with_restarts": Schedule(_cosine_with_restarts, ("cycles",),
+                                     {"cosine_with_restarts": {"num_cycles": "cycles"}},
                                      {"cosine_with_restarts": {"lr_scheduler_num_cycles": "cycles"}}),
     "polynomial": Schedule(_polynomial, ("power",), {"polynomial": {"power": "power", "lr_end": "min_lr"}},
                            {"polynomial": {"lr_scheduler_power": "power"}}),

@@ -453,7 +453,7 @@ def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
     """Key and section of every source, those for training first; `data.format` is applied to those
     without a format of their own.
     """
-    found: list[tuple[str, SourceSection]] = []
+    sources: list[tuple[str, SourceSection]] = []
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if isinstance(value, list):
             entries = [(f"{key}.{number}", entry) for number, entry in enumerate(value)]
@@ -463,8 +463,8 @@ def sources_of(data: DataSection) -> list[tuple[str, SourceSection]]:
             section = SourceSection.model_construct(path=entry) if isinstance(entry, str) else entry
             if section.format == "auto":
                 section = section.model_copy(update={"format": data.format})
-            found.append((own_key, section))
-    return found
+            sources.append((own_key, section))
+    return sources
 
 
 def has_evaluation(data: DataSection) -> bool:
@@ -475,8 +475,8 @@ def has_evaluation(data: DataSection) -> bool:
 
 def picture_settings(config: "RunConfig") -> list[DiffusionSection]:
     """`diffusion`, and what it is for each source of pictures that has settings of its own."""
-    own = [section.pictures for _, section in sources_of(config.data) if section.pictures is not None]
-    return [config.diffusion, *(pictures.applied_to(config.diffusion) for pictures in own)]
+    per_source = [section.pictures for _, section in sources_of(config.data) if section.pictures is not None]
+    return [config.diffusion, *(pictures.applied_to(config.diffusion) for pictures in per_source)]
 
 
 def _named_in(named: Callable[[str], object]) -> Callable[[str], str]:
@@ -824,27 +824,27 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        found = contradictions(self)
-        if found:
-            raise ValueError("\n".join(found))
+        problems = contradictions(self)
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Of `preference` and `diffusion` only the keys that the objective uses, so that a written
-        config can be read again.
+        """The values, of `preference` and `diffusion` only those that the objective uses, so that a
+        written config can be read again.
         """
-        found: dict[str, Any] = dump(self)
+        values: dict[str, Any] = dump(self)
         used = keys_of(self.objective)
-        if "preference" in found:
-            found["preference"] = {key: value for key, value in found["preference"].items() if key in used}
+        if "preference" in values:
+            values["preference"] = {key: value for key, value in values["preference"].items() if key in used}
             if not used:
-                del found["preference"]
+                del values["preference"]
         if self.objective != DIFFUSION:
-            found.pop("diffusion", None)
-            if isinstance(found.get("data"), dict):
-                found["data"].pop("resolution", None)
-        return found
+            values.pop("diffusion", None)
+            if isinstance(values.get("data"), dict):
+                values["data"].pop("resolution", None)
+        return values
 
 
 def contradictions(config: RunConfig) -> list[str]:
@@ -958,9 +958,9 @@ def contradictions(config: RunConfig) -> list[str]:
             "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
         ),
     ]
-    found = [text for is_wrong, text in rules if is_wrong] + _quantization_contradictions(config)
+    problems = [text for is_wrong, text in rules if is_wrong] + _quantization_contradictions(config)
     return (
-        found
+        problems
         + _objective_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
@@ -1108,7 +1108,7 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
     is_preference = objective in PREFERENCE
     set_keys = sorted(config.preference.model_fields_set - set(used))
     others = f" (objective {objective} uses {', '.join(used)})" if used else ""
-    found = [
+    problems = [
         f"preference.{key}: objective {objective} does not use it; remove it{others}" for key in set_keys
     ]
     rules = [
@@ -1184,7 +1184,7 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
             ),
         ),
     ]
-    return found + [text for is_wrong, text in rules if is_wrong]
+    return problems + [text for is_wrong, text in rules if is_wrong]
 
 
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
@@ -1222,18 +1222,18 @@ def _source_contradictions(data: DataSection) -> list[str]:
 
 def _rules_of_source(source: SourceSection, key: str, data: DataSection) -> list[tuple[bool, str]]:
     weighted, is_eval = source.weight != 1.0, key.startswith("data.eval")
-    own = source.pictures or PicturesSection()
+    pictures = source.pictures or PicturesSection()
     return [
         (
-            is_eval and (own.prior or own.eval > 0),
+            is_eval and (pictures.prior or pictures.eval > 0),
             f"{key}.pictures: all pictures of data.eval are for evaluation; remove prior and eval",
         ),
         (
-            own.prior and own.eval > 0,
+            pictures.prior and pictures.eval > 0,
             f"{key}.pictures.eval: regularization pictures are not evaluated; remove it",
         ),
         (
-            own.eval > 0 and isinstance(data.eval, float | int),
+            pictures.eval > 0 and isinstance(data.eval, float | int),
             f"{key}.pictures.eval: data.eval already takes a share of all sources; remove one of them",
         ),
         (

@@ -30,7 +30,7 @@ DIFFUSION = "diffusion"
 TargetWord = Literal["all-linear", "unet", "unet+text"]
 """Words of `adapter.targets`; the last two are for image models."""
 Thinking = bool | Literal["preserve"] | None
-"""As `data.thinking`."""
+"""A value of `data.thinking`."""
 LF_PREFIX = "lf:"
 """Begins a `data.template` that is the name of a template of LLaMA-Factory."""
 
@@ -146,11 +146,11 @@ def _check_date(text: str) -> str:
 
 
 def _check_storage(text: str) -> str:
-    scheme, found, place = text.partition("://")
-    if not found or not scheme or not place.strip("/"):
+    scheme, separator, location = text.partition("://")
+    if not separator or not scheme or not location.strip("/"):
         raise ValueError(f"{text!r} is not a URL; write s3://bucket/runs or file:///mnt/copies")
-    if scheme in ("file", "local") and not place.startswith("/"):
-        raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{place}")
+    if scheme in ("file", "local") and not location.startswith("/"):
+        raise ValueError(f"{text!r} has no absolute path; write {scheme}:///{location}")
     return text
 
 
@@ -540,9 +540,9 @@ class PicturesSection(Section):
 
     def applied_to(self, section: DiffusionSection) -> DiffusionSection:
         """The settings of all pictures with those of this source."""
-        own = {
+        changes = {
             key: value
             for key in DiffusionSection.model_fields
             if (value := getattr(self, key, None)) is not None
         }
-        return section.model_copy(update=own)
+        return section.model_copy(update=changes)

@@ -25,7 +25,7 @@ class KeyFate:
     note: str
 
     def to_json(self) -> dict[str, Any]:
-        """As `unisono init --json` lists it."""
+        """The entry in the list of `unisono init --json`."""
         return {"key": self.key, "value": self.value, "fate": self.fate, "ours": self.ours, "note": self.note}
 
 

@@ -28,19 +28,19 @@ _LIMIT_INTEGER = 2**63
 NO_VARIABLES = "variables are not expanded in a config, so that it means the same on every machine"
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """Safe YAML without dates, so that `output_dir: 2026-11-21` is text, and without endless
     integers.
     """
 
 
-_Loader.yaml_implicit_resolvers = {
+_StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
-def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+def _construct_integer(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
     try:
         value = loader.construct_yaml_int(node)
     except ValueError as error:  # `0x`, or more digits than Python reads
@@ -50,7 +50,7 @@ def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     return value
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         else "fix the line; text with `: ` or ` #` needs quotes"
     )
     try:
-        loader = _Loader(text)
+        loader = _StrictLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
@@ -212,8 +212,8 @@ def _parse(text: str, *, name: str, what: str) -> tuple[Any, dict[KeyPath, int]]
         where, why = name, f"it is nested deeper than {_LIMIT_DEPTH} levels"
     except (yaml.YAMLError, ValueError) as error:
         where, why = name, str(error)
-    place = where if what == "the config" else name  # the line within an override is of no use
-    raise ConfigError.of(f"{what} is not valid YAML", where=place, why=why, fix=fix)
+    location = where if what == "the config" else name  # the line within an override is of no use
+    raise ConfigError.of(f"{what} is not valid YAML", where=location, why=why, fix=fix)
 
 
 def _collect(node: yaml.Node, path: KeyPath, walk: _Walk) -> None:
@@ -271,29 +271,33 @@ class KeyPlaces:
         """
         places = cls({}, name)
         places._places = {
-            tuple(int(part) if part.isdigit() else part for part in key.split(".")): place
-            for key, place in origins.items()
+            tuple(int(part) if part.isdigit() else part for part in key.split(".")): location
+            for key, location in origins.items()
         }
         return places
 
     def of(self, key: KeyPath) -> str:
         """The place of a key, or of the nearest enclosing section, or the file."""
         for end in range(len(key), 0, -1):
-            place = self._places.get(key[:end])
-            if place is not None:
-                return place
+            location = self._places.get(key[:end])
+            if location is not None:
+                return location
         return self._name
 
     def override(self, key: KeyPath) -> None:
         """Records that the command line set this key and replaced everything below it."""
-        self._places = {known: place for known, place in self._places.items() if known[: len(key)] != key}
+        self._places = {
+            known: location for known, location in self._places.items() if known[: len(key)] != key
+        }
         for end in range(1, len(key) + 1):
             self._places.setdefault(key[:end], COMMAND_LINE)
 
     def dotted(self) -> dict[str, str]:
         """The places of values (not of sections), with keys like `batch.micro`."""
         sections = {key[:-1] for key in self._places if isinstance(key[-1], str)}
-        return {".".join(map(str, key)): place for key, place in self._places.items() if key not in sections}
+        return {
+            ".".join(map(str, key)): location for key, location in self._places.items() if key not in sections
+        }
 
 
 _PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
@@ -383,8 +387,8 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, also as a member of a union or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (section_in(inner) for inner in get_args(annotation))
-    return next((section for section in found if section is not None), None)
+    sections = (section_in(inner) for inner in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

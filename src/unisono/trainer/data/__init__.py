@@ -106,9 +106,9 @@ class RowError(Exception):
         self.why = why
         self.fix = fix
 
-    def at(self, place: Place) -> BadRow:
+    def at(self, location: Place) -> BadRow:
         """The error as a bad row with a place."""
-        return BadRow(place, self.why, self.fix)
+        return BadRow(location, self.why, self.fix)
 
 
 class EmptyAnswerError(RowError):
@@ -254,13 +254,13 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self._notes.close()
 
-    def note(self, place: Place, what: str, why: str, *, parts: Sequence[str] = ()) -> None:
+    def note(self, location: Place, what: str, why: str, *, parts: Sequence[str] = ()) -> None:
         """Records what happened to a row: bad, dropped, cut, split or not rendered; `parts` of it
         are in no token.
         """
         if what == "bad" and not self.first_bad:
-            self.first_bad = f"{place}: {why}"
-        entry = {"file": place.file, "line": place.number, "what": what, "why": why}
+            self.first_bad = f"{location}: {why}"
+        entry = {"file": location.file, "line": location.number, "what": what, "why": why}
         entry |= {"parts": list(parts)} if parts else {}
         self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
 

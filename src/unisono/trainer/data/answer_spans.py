@@ -65,28 +65,28 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
     """
     messages, tools = conversation.messages, conversation.tools
     spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    wanted = [i for i in (spoken[-1:] if last_only else spoken) if messages[i].get("weight") != 0]
-    weights = [float(messages[i].get("weight", 1)) for i in wanted]
-    _refuse_unanswered(messages, wanted)
+    trained = [i for i in (spoken[-1:] if last_only else spoken) if messages[i].get("weight") != 0]
+    weights = [float(messages[i].get("weight", 1)) for i in trained]
+    _refuse_unanswered(messages, trained)
     _refuse_unrendered(template, conversation)
     if template.marks_answers:
         text, spans = template.render_marked(messages, tools)
-        found = [_without_other_end(template, text, span) for span in _of_markers(spans, spoken, wanted)]
-        if len(found) != len(weights) and set(weights) != {1.0}:
+        answers = [_without_other_end(template, text, span) for span in _of_markers(spans, spoken, trained)]
+        if len(answers) != len(weights) and set(weights) != {1.0}:
             raise RowError(
                 f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so their weights are"
                 " ambiguous",
                 "write the template with one {% generation %} block per answer, or remove the weights",
             )
-        of_messages = wanted if len(spans) == len(spoken) else []
+        of_messages = trained if len(spans) == len(spoken) else []
         return Rendered(
-            text, found, of_messages, weights if len(found) == len(weights) else [1.0] * len(found)
+            text, answers, of_messages, weights if len(answers) == len(weights) else [1.0] * len(answers)
         )
     text = template.render(messages, tools)
-    spans_found = _by_prefixes(template, conversation, text, wanted)
+    spans_found = _by_prefixes(template, conversation, text, trained)
     if spans_found is None:
-        spans_found = _by_marks(template, conversation, text, wanted)
-    if spans_found is None and 0 in wanted:
+        spans_found = _by_marks(template, conversation, text, trained)
+    if spans_found is None and 0 in trained:
         raise RowError(
             "it begins with an answer, without a message before it",
             "put a user message first, or remove the row",
@@ -97,7 +97,7 @@ def render_answers(template: ChatTemplate, conversation: Conversation, *, last_o
             "add {% generation %} blocks to the template (data.template), set data.loss_on: last-answer, or"
             " remove the row",
         )
-    return Rendered(text, spans_found, wanted, weights)
+    return Rendered(text, spans_found, trained, weights)
 
 
 def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tuple[str, list[Span]]:
@@ -111,11 +111,11 @@ def with_next_turn(template: ChatTemplate, text: str, answers: list[Span]) -> tu
         return text, answers
     if answers and answers[-1][1] == len(text):
         text += stop
-    found = []
+    extended = []
     for first, end in answers:
         following = next((known for known in template.known_stops if text.startswith(known, end)), "")
-        found.append((first, end + len(following)))
-    return text, found
+        extended.append((first, end + len(following)))
+    return text, extended
 
 
 def ends_otherwise(template: ChatTemplate, text: str, end: int) -> bool:
@@ -137,8 +137,8 @@ def _without_other_end(template: ChatTemplate, text: str, span: Span) -> Span:
     return first, end - len(other_end)
 
 
-def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
-    if not wanted:
+def _refuse_unanswered(messages: list[Message], trained: list[int]) -> None:
+    if not trained:
         spoken = any(message["role"] == "assistant" for message in messages)
         roles = ", ".join(
             dict.fromkeys(one_line(str(message["role"]), limit=20) for message in messages[:20])
@@ -151,7 +151,7 @@ def _refuse_unanswered(messages: list[Message], wanted: list[int]) -> None:
             ),
             "add an answer, or remove the row",
         )
-    for i in wanted:
+    for i in trained:
         if (
             not any(messages[i].get(name) for name in ("tool_calls", *THOUGHT_KEYS))
             and not messages[i]["content"].strip()
@@ -187,14 +187,14 @@ def _refuse_unrendered(template: ChatTemplate, conversation: Conversation) -> No
         )
 
 
-def _of_markers(spans: list[Span], spoken: list[int], wanted: list[int]) -> list[Span]:
+def _of_markers(spans: list[Span], spoken: list[int], trained: list[int]) -> list[Span]:
     """The blocks of the trained answers.
 
     If blocks and answers do not match one to one, only all of them can be used.
     """
     if len(spans) == len(spoken):
-        return [span for span, message in zip(spans, spoken, strict=True) if message in wanted]
-    if wanted == spoken:
+        return [span for span, message in zip(spans, spoken, strict=True) if message in trained]
+    if trained == spoken:
         return spans
     raise RowError(
         f"the chat template marks {len(spans)} blocks for {len(spoken)} answers, so the last answer is"
@@ -204,11 +204,11 @@ def _of_markers(spans: list[Span], spoken: list[int], wanted: list[int]) -> list
 
 
 def _by_prefixes(
-    template: ChatTemplate, conversation: Conversation, text: str, wanted: list[int]
+    template: ChatTemplate, conversation: Conversation, text: str, trained: list[int]
 ) -> list[Span] | None:
     spans: list[Span] = []
     messages, tools = conversation.messages, conversation.tools
-    for i in wanted:
+    for i in trained:
         first = _begin_by_prompt(template, conversation, text, i)
         part = text if i == len(messages) - 1 else template.try_render(messages[: i + 1], tools)
         if first is None or part is None:
@@ -231,11 +231,11 @@ def _begin_by_prompt(template: ChatTemplate, conversation: Conversation, text: s
 
 
 def _by_marks(
-    template: ChatTemplate, conversation: Conversation, text: str, wanted: list[int]
+    template: ChatTemplate, conversation: Conversation, text: str, trained: list[int]
 ) -> list[Span] | None:
     spans: list[Span] = []
     messages, tools = conversation.messages, conversation.tools
-    for i in wanted:
+    for i in trained:
         last = template.try_render(messages[: i + 1], tools)
         end = _end_of_message(template, messages, tools, text, i)
         end_as_last = None if last is None else _end_of_message(template, messages[: i + 1], tools, last, i)
@@ -272,13 +272,13 @@ def _end_of_message(
 
 def _marked(message: Message) -> list[Message]:
     """The message with a mark after its content, and with one after the name of its last call."""
-    found = [message | {"content": message["content"] + _MARK}] if message["content"] else []
+    variants = [message | {"content": message["content"] + _MARK}] if message["content"] else []
     calls = message.get("tool_calls")
     if calls:
         function = calls[-1]["function"]
         last = calls[-1] | {"function": function | {"name": function["name"] + _MARK}}
-        found.append(message | {"tool_calls": [*calls[:-1], last]})
-    return found
+        variants.append(message | {"tool_calls": [*calls[:-1], last]})
+    return variants
 
 
 def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str, i: int) -> int | None:
@@ -288,11 +288,11 @@ def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str
     """
     messages, tools = conversation.messages, conversation.tools
     content = messages[i]["content"]
-    place = content.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in content else 0
-    place += (
-        len(content[place:]) - len(content[place:].lstrip()) if place else 0
+    offset = content.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in content else 0
+    offset += (
+        len(content[offset:]) - len(content[offset:].lstrip()) if offset else 0
     )  # templates drop thoughts up to here
-    marked = messages[i] | {"content": content[:place] + _MARK + content[place:]}
+    marked = messages[i] | {"content": content[:offset] + _MARK + content[offset:]}
     other = template.try_render([*messages[:i], marked, *messages[i + 1 :]], tools)
     bare = template.try_render(messages[:i], tools) if i else None
     prompt = template.try_render(messages[:i], tools, prompt=True) if i else None
@@ -313,8 +313,8 @@ def _begin_by_header(template: ChatTemplate, message: Message, text: str, end: i
     header = template.frame.header if template.frame else ""
     if not header.strip() or header.strip() in all_text(Conversation([message])):
         return None
-    place = text.rfind(header, 0, end)
-    return None if place < 0 else place + len(header)
+    position = text.rfind(header, 0, end)
+    return None if position < 0 else position + len(header)
 
 
 def _in_order(spans: list[Span]) -> bool:

@@ -22,8 +22,8 @@ from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
 from unisono.trainer.config.sections import PREFERENCE, RATINGS, lf_name, sides_of
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
-from unisono.trainer.data.ingest import Ingest, Progress, UsableRows, expected_rows, explain_fit
-from unisono.trainer.data.sources import Source
+from unisono.trainer.data.ingest import Ingest, IngestProgress, UsableRows, expected_rows, explain_fit
+from unisono.trainer.data.sources import RowSource
 from unisono.trainer.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.trainer.plan.run_plan import permutation
 
@@ -62,7 +62,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncod
 
 def build_table(
     config: RunConfig,
-    sources: list[Source],
+    sources: list[RowSource],
     encoder: RowEncoder,
     *,
     directory: Path,
@@ -76,7 +76,7 @@ def build_table(
         DataError: if a file or a row is refused, or nothing is left to train on.
     """
     notes = directory / "notes.jsonl"
-    progress = Progress(report, expected_rows([file for source in sources for file in source.files]))
+    progress = IngestProgress(report, expected_rows([file for source in sources for file in source.files]))
     with Ledger(notes) as ledger:
         with TokenWriter(directory / "tokens.arrow") as writer:
             intake = Ingest(
@@ -149,7 +149,7 @@ class _Selection:
 
 def _write_splits(
     config: RunConfig,
-    sources: list[Source],
+    sources: list[RowSource],
     intake: Ingest,
     ledger: Ledger,
     writer: TokenWriter,
@@ -205,7 +205,7 @@ def _write_splits(
     return figures, warnings
 
 
-def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _Selection:
+def _select_rows(config: RunConfig, sources: list[RowSource], source_of: Ints) -> _Selection:
     counts: dict[str, Ints] = {role: np.zeros(len(source_of), np.int64) for role in ("train", "eval")}
     picks = []
     for number, source in enumerate(sources):
@@ -226,7 +226,7 @@ def _select_rows(config: RunConfig, sources: list[Source], source_of: Ints) -> _
 
 
 def _note_rows(
-    config: RunConfig, sources: list[Source], intake: Ingest, choice: _Selection, ledger: Ledger
+    config: RunConfig, sources: list[RowSource], intake: Ingest, choice: _Selection, ledger: Ledger
 ) -> None:
     """Enters the rows that are left out, and the changes to rows that are used."""
     rows, names = intake.usable, list(intake.files.items())
@@ -236,18 +236,18 @@ def _note_rows(
     incomplete[list(intake.not_rendered)] = True
     for i in np.flatnonzero(unused | changed | incomplete):
         counts = ledger.sources[rows.source[i]]
-        place = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
+        location = Place(names[rows.file[i]][0], rows.number[i], names[rows.file[i]][1])
         if unused[i]:
             by, why = _why_left_out(
                 sources[rows.source[i]].section, config.data.mix, is_picked=bool(choice.is_picked[i])
             )
             counts.dropped[by] += 1
-            ledger.note(place, "dropped", why)
+            ledger.note(location, "dropped", why)
             continue
         if incomplete[i]:
             counts.not_rendered += 1
             parts = intake.not_rendered[int(i)]
-            ledger.note(place, "not rendered", "; ".join(parts), parts=parts)
+            ledger.note(location, "not rendered", "; ".join(parts), parts=parts)
         if not changed[i]:
             continue
         counts.cut += rows.is_cut[i]
@@ -263,7 +263,7 @@ def _note_rows(
             too_long=config.data.too_long,
             sides=sides_of(config.objective),
         )
-        ledger.note(place, what, why)
+        ledger.note(location, what, why)
 
 
 def _why_left_out(section: SourceSection, mix: MixSection, *, is_picked: bool) -> tuple[str, str]:
@@ -357,10 +357,10 @@ def picked_rows(n: int, section: SourceSection, *, seed: int, source: int) -> In
     if section.samples is None:
         counts = row_repeats(n, weight=section.weight, seed=seed, source=source)
         return np.repeat(np.arange(n), counts)
-    wanted = _samples(section)
-    order = permutation(n, seed=seed, epoch=_WEIGHT - source)[:wanted]
+    samples = _samples(section)
+    order = permutation(n, seed=seed, epoch=_WEIGHT - source)[:samples]
     draw = _generator("samples", seed, source) if n else None
-    more = [int(draw() * n) for _ in range(wanted - n)] if draw else []
+    more = [int(draw() * n) for _ in range(samples - n)] if draw else []
     return np.array([*order, *more], dtype=np.int64)
 
 
@@ -443,12 +443,12 @@ def pack(lengths: Sequence[int], *, limit: int) -> list[list[int]]:
         length = lengths[row]
         if length > limit:
             raise ValueError(f"row {row} has {length} tokens, more than the limit of {limit}")
-        place = bisect_left(rooms, length)
-        if place < len(rooms):
-            room = rooms[place]
+        index = bisect_left(rooms, length)
+        if index < len(rooms):
+            room = rooms[index]
             chosen = by_room[room].pop()
             if not by_room[room]:
-                del by_room[room], rooms[place]
+                del by_room[room], rooms[index]
         else:
             room, chosen = limit, len(bins)
             bins.append([])

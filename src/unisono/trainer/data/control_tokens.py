@@ -34,7 +34,7 @@ class Restored(NamedTuple):
 
 
 ControlTokensMode = Literal["keep", "escape", "bad"]
-"""As `data.control_tokens`."""
+"""A value of `data.control_tokens`."""
 
 
 def refuse_slow(tokenizer: Any) -> None:
@@ -52,15 +52,15 @@ def refuse_slow(tokenizer: Any) -> None:
         )
 
 
-def refuse_control_tokens(found: str | None) -> None:
+def refuse_control_tokens(token: str | None) -> None:
     """Refuses a row for its control token.
 
     Raises:
         RowError: if there is one.
     """
-    if found is not None:
+    if token is not None:
         raise RowError(
-            f"its text has the control token {one_line(found, limit=40)}",
+            f"its text has the control token {one_line(token, limit=40)}",
             "remove it, or set data.control_tokens: escape, which reads it as text",
         )
 

@@ -32,7 +32,7 @@ from unisono.trainer.data.control_tokens import (
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
-from unisono.trainer.data.rendered_parts import Part, RenderedParts
+from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
 from unisono.trainer.data.template import (
     CHARACTERS,
     ChatTemplate,
@@ -61,7 +61,7 @@ Thoughts = Literal["loss", "ignore", "strip"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _EncodeJob:
     """A text to encode.
 
     Attributes:
@@ -200,10 +200,10 @@ class Encoder:
         if text is None:
             return () if begin is None else (begin,)
         ids = self._texts.encode([text], special=False)[0].ids
-        found = list(takewhile(lambda token: token in special and ids.count(token) == 1, ids))
-        while found and found[-1] != begin and ids[len(found)] not in special:
-            found.pop()
-        return tuple(found)
+        opening = list(takewhile(lambda token: token in special and ids.count(token) == 1, ids))
+        while opening and opening[-1] != begin and ids[len(opening)] not in special:
+            opening.pop()
+        return tuple(opening)
 
     @property
     def absent_tokens(self) -> list[str]:
@@ -229,19 +229,21 @@ class Encoder:
         """
         return self._encoded(self._jobs(examples))
 
-    def _jobs(self, examples: Sequence[Example]) -> list[_Job | RowError]:
+    def _jobs(self, examples: Sequence[Example]) -> list[_EncodeJob | RowError]:
         if not self._probed and any(not isinstance(example, Text) for example in examples):
             self._probed = True
             self._probe(examples)
         with timers_armed():
             jobs = [_bounded(self._job(example)) for example in examples]
-        self._show([job for job in jobs if isinstance(job, _Job)])
+        self._show([job for job in jobs if isinstance(job, _EncodeJob)])
         return jobs
 
-    def _encoded(self, jobs: Sequence[_Job | RowError]) -> list[Encoded | RowError]:
+    def _encoded(self, jobs: Sequence[_EncodeJob | RowError]) -> list[Encoded | RowError]:
         encoded: dict[int, Encoded | RowError] = {}
         for whole in (False, True):
-            chosen = [(i, job) for i, job in enumerate(jobs) if isinstance(job, _Job) and job.whole is whole]
+            chosen = [
+                (i, job) for i, job in enumerate(jobs) if isinstance(job, _EncodeJob) and job.whole is whole
+            ]
             for group in grouped(((one, len(one[1].text)) for one in chosen), most=_BATCH_CHARACTERS):
                 texts = self._texts.encode(
                     [job.text for _, job in group],
@@ -249,12 +251,12 @@ class Encoder:
                     ranges=any(job.answers for _, job in group),
                 )
                 for (i, job), tokens in zip(group, texts, strict=True):
-                    own = (
+                    job_tokens = (
                         self._texts.with_escaped(job.text, job.escaped, special=whole)
                         if job.escaped
                         else tokens
                     )
-                    encoded[i] = self._finish(job, own)
+                    encoded[i] = self._finish(job, job_tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
@@ -270,10 +272,10 @@ class Encoder:
         The first example gets the answer of the last one.
         """
         rated = _preferences(examples)
-        own = [example.answers[0] for example in rated]
-        others = [*own[-1:], *own[:-1]]
+        answers = [example.answers[0] for example in rated]
+        others = [*answers[-1:], *answers[:-1]]
         units = self._units(
-            [[answer, with_answer_of(answer, other)] for answer, other in zip(own, others, strict=True)],
+            [[answer, with_answer_of(answer, other)] for answer, other in zip(answers, others, strict=True)],
             ("its answer", "with the mismatched answer, that of the row before"),
         )
         return [
@@ -291,7 +293,7 @@ class Encoder:
         parts = iter(zip(jobs, self._encoded(jobs), strict=True))
         return [_unit([next(parts) for _ in group], names, end_at_stop=self._end_at_stop) for group in groups]
 
-    def _show(self, jobs: list[_Job]) -> None:
+    def _show(self, jobs: list[_EncodeJob]) -> None:
         """Adds the first rendered row to the warning that asks for it."""
         if self._show_first is not None and jobs:
             self.warnings.append(f"{self._show_first}, e.g. {one_line(jobs[0].text, limit=_SHOWN)}")
@@ -342,15 +344,15 @@ class Encoder:
                 ),
             )
 
-    def _trained_ids(self, job: _Job, tokens: Tokens) -> list[int]:
+    def _trained_ids(self, job: _EncodeJob, tokens: Tokens) -> list[int]:
         ranges = [tokens.range(first, end) for first, end in job.answers or []]
-        return [token for found in ranges if found is not None for token in tokens.ids[found[0] : found[1]]]
+        return [token for span in ranges if span is not None for token in tokens.ids[span[0] : span[1]]]
 
     def _stop_names(self) -> str:
         names = [str(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids)]
         return " or ".join(names) or "a token that the tokenizer does not name (it has no eos_token)"
 
-    def _job(self, example: Example) -> _Job | RowError:
+    def _job(self, example: Example) -> _EncodeJob | RowError:
         try:
             if isinstance(example, Text):
                 return self._text_job(example)
@@ -369,7 +371,7 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _completion_job(self, example: Completion) -> _Job:
+    def _completion_job(self, example: Completion) -> _EncodeJob:
         """Without a template, prompt and completion are concatenated unchanged."""
         if not example.completion.strip():
             raise EmptyAnswerError("the completion is empty", "write an answer, or remove the row")
@@ -384,16 +386,18 @@ class Encoder:
         answers = None if self._loss_on == "all" else [(len(example.prompt), len(text))]
         return self._plain_job(text, answers, control=self._control_in([example.prompt, example.completion]))
 
-    def _text_job(self, example: Text) -> _Job:
+    def _text_job(self, example: Text) -> _EncodeJob:
         if not example.text.strip():
             raise RowError("the text is empty", "remove the row")
         kept = self._control_mode == "keep"  # such texts are often rendered already
         return self._plain_job(example.text, None, control=None if kept else self._control_in([example.text]))
 
-    def _plain_job(self, text: str, answers: list[Span] | None, *, control: str | None) -> _Job:
+    def _plain_job(self, text: str, answers: list[Span] | None, *, control: str | None) -> _EncodeJob:
         escapes = control is not None and self._control_mode == "escape"
         escaped = tuple(self._control.spans_in(text)) if escapes else ()
-        return _Job(text, answers, True, escaped=escaped, has_control_tokens=bool(control) and not escapes)
+        return _EncodeJob(
+            text, answers, True, escaped=escaped, has_control_tokens=bool(control) and not escapes
+        )
 
     def _control_in(self, texts: Sequence[str]) -> str | None:
         """The first control token in the texts of a row.
@@ -401,12 +405,12 @@ class Encoder:
         Raises:
             RowError: if there is one, and `data.control_tokens` is "bad".
         """
-        found = self._control.first_in(texts)
+        token = self._control.first_in(texts)
         if self._control_mode == "bad":
-            refuse_control_tokens(found)
-        return found
+            refuse_control_tokens(token)
+        return token
 
-    def _conversation_job(self, example: Conversation) -> _Job:
+    def _conversation_job(self, example: Conversation) -> _EncodeJob:
         assert self.template is not None
         control = self._control_in(_contents_of(example))
         escapes = control is not None and self._control_mode == "escape"
@@ -435,14 +439,14 @@ class Encoder:
             return Rendered(self.template.render(example.messages, example.tools), [], [], [])
         return render_answers(self.template, example, last_only=self._loss_on == "last-answer")
 
-    def _without_lost(self, rendered: Rendered, lost: Sequence[Part]) -> _Job:
+    def _without_lost(self, rendered: Rendered, lost: Sequence[RenderedPart]) -> _EncodeJob:
         """The job of a rendering, without answers whose thoughts are lost.
 
         Raises:
             RowError: if a part is lost that the answers depend on, or no answer is left.
         """
         counts_all = self._loss_on == "all"
-        untaught: dict[int, Part] = {}
+        untaught: dict[int, RenderedPart] = {}
         for part in lost:
             is_trained = counts_all or not rendered.messages or part.message in rendered.messages
             if part.kind == "thought" and part.role == "assistant":
@@ -459,16 +463,16 @@ class Encoder:
             for part in lost
         ]
         if counts_all and not untaught:
-            return _Job(rendered.text, None, False, not_rendered=tuple(notes))
+            return _EncodeJob(rendered.text, None, False, not_rendered=tuple(notes))
         messages = rendered.messages or [-1] * len(rendered.answers)
         kept = [number for number, message in enumerate(messages) if message not in untaught]
         if untaught and (not kept or not rendered.messages):
             part = next(reversed(untaught.values()))
             raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
         answers, weights = [rendered.answers[i] for i in kept], [rendered.weights[i] for i in kept]
-        return _Job(rendered.text, answers, False, weights=weights, not_rendered=tuple(notes))
+        return _EncodeJob(rendered.text, answers, False, weights=weights, not_rendered=tuple(notes))
 
-    def _finish(self, job: _Job, tokens: Tokens) -> Encoded | RowError:
+    def _finish(self, job: _EncodeJob, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
         eos = self.tokenizer.eos_token_id if job.whole else None
         if eos is not None and ids[-1:] != [eos]:
@@ -478,13 +482,13 @@ class Encoder:
         if job.answers is None:
             targets[:] = True
         for number, (first, end) in enumerate(job.answers or [], 1):
-            found = tokens.range(first, end)
-            if found is None:
+            span = tokens.range(first, end)
+            if span is None:
                 return RowError(
                     "the tokenizer does not map the answer's characters to tokens",
                     "use a fast tokenizer (tokenizer.json)",
                 )
-            begin, stop = found
+            begin, stop = span
             has_end = not job.whole and not self._ends_otherwise(job, end)
             last = self._after_stop(ids, begin, stop) if has_end else stop
             if last is None:
@@ -506,7 +510,7 @@ class Encoder:
             has_control_tokens=job.has_control_tokens,
         )
 
-    def _ends_otherwise(self, job: _Job, end: int) -> bool:
+    def _ends_otherwise(self, job: _EncodeJob, end: int) -> bool:
         """Whether an answer is one without a stop token; says so once."""
         if self.template is None or not ends_otherwise(self.template, job.text, end):
             return False
@@ -522,13 +526,13 @@ class Encoder:
         """The place after the last stop token of an answer; the model does not write what the
         template puts after it.
         """
-        for place in range(end - 1, begin - 1, -1):
-            if ids[place] in self.stop_ids:
-                return place + 1
+        for position in range(end - 1, begin - 1, -1):
+            if ids[position] in self.stop_ids:
+                return position + 1
         return None if self._check else end
 
 
-def _bounded(job: _Job | RowError) -> _Job | RowError:
+def _bounded(job: _EncodeJob | RowError) -> _EncodeJob | RowError:
     if isinstance(job, RowError) or len(job.text) <= CHARACTERS:
         return job
     return RowError(
@@ -542,7 +546,10 @@ def _preferences(examples: Sequence[Example]) -> list[Preference]:
 
 
 def _unit(
-    parts: list[tuple[_Job | RowError, Encoded | RowError]], names: tuple[str, str], *, end_at_stop: bool
+    parts: list[tuple[_EncodeJob | RowError, Encoded | RowError]],
+    names: tuple[str, str],
+    *,
+    end_at_stop: bool,
 ) -> EncodedUnit | RowError:
     """The unit of encoded answers with the same prompt, in the same tokens.
 
@@ -558,7 +565,7 @@ def _unit(
     if errors:
         name, error = errors[0]
         return error if len(errors) > 1 else RowError(f"{name}: {error.why}", error.fix)
-    if len({job.text[: (job.answers or [(0, 0)])[-1][0]] for job in jobs if isinstance(job, _Job)}) > 1:
+    if len({job.text[: (job.answers or [(0, 0)])[-1][0]] for job in jobs if isinstance(job, _EncodeJob)}) > 1:
         return RowError(
             "the chat template renders the prompt differently before each answer",
             "make the beginning of both answers alike (e.g. reasoning in both), or set data.template to a"
@@ -593,7 +600,7 @@ def _contents_of(example: Conversation) -> list[str]:
     return [all_text(Conversation(example.messages))]
 
 
-def _fix_of(part: Part) -> str:
+def _fix_of(part: RenderedPart) -> str:
     """What to do about a part that is lost."""
     if part.kind == "thought":
         return (

@@ -192,7 +192,7 @@ class RowColumns:
         return value
 
     def optional_text(self, standard: str) -> str:
-        """The same, or "" without a value."""
+        """The text of a column like `text`, or "" without a value."""
         return self.text(standard) if self.has(standard) else ""
 
 
@@ -299,7 +299,7 @@ def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Messag
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _TurnKeys:
     """The keys of a turn, and the role that each word stands for."""
 
     role: str
@@ -307,10 +307,10 @@ class _Words:
     roles: dict[str, str]
 
 
-_USUAL_WORDS = _Words("from", "value", _ROLES)
+_USUAL_WORDS = _TurnKeys("from", "value", _ROLES)
 
 
-def _words_of(tags: TagsSection | None) -> _Words:
+def _words_of(tags: TagsSection | None) -> _TurnKeys:
     if tags is None:
         return _USUAL_WORDS
     pairs = (
@@ -320,10 +320,12 @@ def _words_of(tags: TagsSection | None) -> _Words:
         (tags.function_tag, "function_call"),
         (tags.system_tag, "system"),
     )
-    return _Words(tags.role_tag, tags.content_tag, {word: role for word, role in pairs if word is not None})
+    return _TurnKeys(
+        tags.role_tag, tags.content_tag, {word: role for word, role in pairs if word is not None}
+    )
 
 
-def _role_and_text(turn: Any, number: int, words: _Words) -> tuple[str, str]:
+def _role_and_text(turn: Any, number: int, words: _TurnKeys) -> tuple[str, str]:
     if not isinstance(turn, dict) or not isinstance(turn.get(words.text), str):
         raise RowError(
             f"turn {number} has no text under `{shown(words.text)}`{_keys_of(turn)}",
@@ -437,7 +439,7 @@ def _read_openai(row: RowColumns) -> Example:
     return Conversation([*([{"role": "system", "content": system}] if system else []), *turns], tools_of(row))
 
 
-def _openai_turn(turn: Any, number: int, words: _Words) -> Message:
+def _openai_turn(turn: Any, number: int, words: _TurnKeys) -> Message:
     calls = turn.get("tool_calls") if isinstance(turn, dict) else None
     if isinstance(turn, dict) and turn.get(words.text) is None and calls:
         turn = {**turn, words.text: ""}
@@ -660,23 +662,23 @@ def all_text(example: Example) -> str:
         return "\0".join((example.system, example.tools, *turns))
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
-    found: list[str] = []
+    strings: list[str] = []
     for message in example.messages:
-        _collect(message, found)
-    _collect(example.tools, found)
-    return "\0".join(found)
+        _collect(message, strings)
+    _collect(example.tools, strings)
+    return "\0".join(strings)
 
 
-def _collect(value: Any, found: list[str]) -> None:
+def _collect(value: Any, strings: list[str]) -> None:
     if isinstance(value, str):
-        found.append(value)
+        strings.append(value)
     elif isinstance(value, dict):
         for name, inner in value.items():
-            found.append(str(name))
-            _collect(inner, found)
+            strings.append(str(name))
+            _collect(inner, strings)
     elif isinstance(value, list):
         for inner in value:
-            _collect(inner, found)
+            _collect(inner, strings)
 
 
 _READ: dict[FormatName, Callable[[RowColumns], Example]] = {

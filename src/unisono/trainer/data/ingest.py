@@ -41,7 +41,7 @@ from unisono.trainer.data.source_format import (
     SourceFormat,
     settle_format,
 )
-from unisono.trainer.data.sources import Source
+from unisono.trainer.data.sources import RowSource
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, TokenWriter
 
 TooLong = Literal["error", "cut", "drop", "split", "balanced", "keep-answer"]
@@ -163,8 +163,8 @@ def _without(row: Encoded, first: int, end: int) -> Encoded:
     """
     kept = row.part([*range(first), *range(end, len(row.ids))])
     if end > first and kept.targets[first]:
-        rest = kept.targets[first:]
-        rest[: len(rest) if rest.all() else int(np.argmin(rest))] = False
+        targets = kept.targets[first:]
+        targets[: len(targets) if targets.all() else int(np.argmin(targets))] = False
     return kept
 
 
@@ -261,8 +261,8 @@ def explain_fit(
     """
     why = f"{_counts(lengths)}, max_length is {max_length}"
     if what == "cut":
-        place = " before the answer" if too_long == "keep-answer" else ""
-        return f"{why}: {tokens_cut} cut off{place}{', on both sides together' if sides > 1 else ''}"
+        detail = " before the answer" if too_long == "keep-answer" else ""
+        return f"{why}: {tokens_cut} cut off{detail}{', on both sides together' if sides > 1 else ''}"
     if what == "split":
         all_pieces = -(-(lengths[0] - 1) // (max_length - 1))
         lost = (
@@ -313,7 +313,7 @@ class UsableRows:
     label: "array[int]" = field(default_factory=_numbers)
 
 
-class Progress:
+class IngestProgress:
     """Reports to the front how many rows are done, a few times a second."""
 
     def __init__(self, report: Reporter, expected: int | None) -> None:
@@ -350,7 +350,7 @@ class Ingest:
         encoder: RowEncoder,
         ledger: Ledger,
         writer: TokenWriter,
-        progress: Progress,
+        progress: IngestProgress,
         *,
         objective: str = "sft",
         limit_rows: int | None = None,
@@ -374,7 +374,7 @@ class Ingest:
         self._reasons: set[str] = set()  # a few suffice: the question is whether there is more than one
         self._longest = 0
 
-    def read(self, source: Source) -> None:
+    def read(self, source: RowSource) -> None:
         """Ingests all rows of a source.
 
         Raises:
@@ -402,7 +402,7 @@ class Ingest:
                 f"{path}: {', '.join(FLAGS)} in messages have no effect, since every token counts in the loss"
             )
 
-    def _names(self, source: Source, name: FormatName) -> RowNames:
+    def _names(self, source: RowSource, name: FormatName) -> RowNames:
         def text_of_template() -> str:
             template = self._encoder.template
             return template.source() if template is not None else ""
@@ -411,13 +411,13 @@ class Ingest:
             source.section, name, key=source.key, ignore=self._data.ignore, template=text_of_template
         )
 
-    def _limit_of(self, source: Source) -> int | None:
+    def _limit_of(self, source: RowSource) -> int | None:
         """The rows to read.
 
         With `samples`, `rows` limits the pick instead, which is made among all.
         """
-        own = source.section.rows if source.section.samples is None else None
-        return min((limit for limit in (own, self._limit_rows) if limit is not None), default=None)
+        source_limit = source.section.rows if source.section.samples is None else None
+        return min((limit for limit in (source_limit, self._limit_rows) if limit is not None), default=None)
 
     def refuse(self) -> None:
         """Raises an error for the refused rows, if there are any.
@@ -428,16 +428,16 @@ class Ingest:
         if not self._refused and not self._misnamed:
             return
         problems = list(self._problems)
-        rest = self._refused - len(problems)
-        if rest and len(self._reasons) == 1 and self._refused == sum(s.rows for s in self._ledger.sources):
+        omitted = self._refused - len(problems)
+        if omitted and len(self._reasons) == 1 and self._refused == sum(s.rows for s in self._ledger.sources):
             first = problems[
                 0
             ]  # the template or the encoding is at fault, not the rows: one problem is enough
             problems = [
                 Problem(f"none of the {self._refused} rows can be used", first.where, first.why, first.fix)
             ]
-        elif rest:
-            problems.append(Problem(f"{rest} more rows are refused"))
+        elif omitted:
+            problems.append(Problem(f"{omitted} more rows are refused"))
         if self._longest:
             fix = f"data.max_length={self._longest} fits all of them"
             problems.append(
@@ -448,20 +448,20 @@ class Ingest:
     @property
     def warnings(self) -> list[str]:
         """What the rows are not as somebody may expect, one line each."""
-        found = []
+        messages = []
         if self.not_rendered:
             rows, first = len(self.not_rendered), next(iter(self.not_rendered.values()))[0]
-            found.append(f"not rendered: parts of {rows} rows, e.g. {first}; data.json lists them")
+            messages.append(f"not rendered: parts of {rows} rows, e.g. {first}; data.json lists them")
         if self._with_control_tokens:
             rows = self._with_control_tokens
-            found.append(
+            messages.append(
                 f"{rows} rows with control tokens in the text, which the model reads as such;"
                 " data.control_tokens: escape makes them text"
             )
-        return found
+        return messages
 
     def _readable(
-        self, source: Source, name: FormatName, rows: Iterator[Row], names: RowNames
+        self, source: RowSource, name: FormatName, rows: Iterator[Row], names: RowNames
     ) -> Iterator[tuple[Place, Example]]:
         """The examples of the rows that can be read; the others are counted as bad."""
         counts = self._ledger.sources[-1]
@@ -482,14 +482,14 @@ class Ingest:
                 f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its"
                 f" group of {_RATED_BATCH}"
             )
-        for (place, _), encoded in zip(batch, encoded_rows, strict=True):
+        for (location, _), encoded in zip(batch, encoded_rows, strict=True):
             if isinstance(encoded, EmptyAnswerError) and settled.unread_answers:
                 error = encoded.with_unread(settled.unread_answers, settled.answer)
-                self._take_bad(error.at(place), counts)
+                self._take_bad(error.at(location), counts)
             elif isinstance(encoded, RowError):
-                self._take_bad(encoded.at(place), counts)
+                self._take_bad(encoded.at(location), counts)
             else:
-                self._take(place, encoded, counts)
+                self._take(location, encoded, counts)
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, as the objective needs them."""
@@ -500,7 +500,7 @@ class Ingest:
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
-    def _example(self, name: FormatName, row: RawRow, source: Source, names: RowNames) -> Example | BadRow:
+    def _example(self, name: FormatName, row: RawRow, source: RowSource, names: RowNames) -> Example | BadRow:
         try:
             example = self._encoder.read_row(name, names.checked(row), source.section)
             self._refuse_other_units(example)
@@ -527,7 +527,7 @@ class Ingest:
                 ONLY_PAIRS,
             )
 
-    def _take(self, place: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
+    def _take(self, location: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
         max_length = self._data.max_length
         try:
             too_long = self._data.too_long
@@ -535,10 +535,10 @@ class Ingest:
             fitted = fit_unit(unit, max_length=max_length, too_long=too_long, opening=opening)
             refuse_equal_sides(unit, fitted)
         except RowError as error:
-            self._take_bad(error.at(place), counts)
+            self._take_bad(error.at(location), counts)
             return
         if fitted.pieces:
-            self._keep(place, unit, fitted)
+            self._keep(location, unit, fitted)
             return
         why = explain_fit(
             fitted.what,
@@ -551,17 +551,17 @@ class Ingest:
         )
         if fitted.what == "drop":
             counts.dropped["too_long"] += 1
-            self._ledger.note(place, "dropped", why)
+            self._ledger.note(location, "dropped", why)
         elif fitted.what == "error":
             self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
             ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
             fix = f"raise data.max_length, or set data.too_long to {ways}"
-            self._refuse_row(Problem("a row is too long", str(place), why, fix))
+            self._refuse_row(Problem("a row is too long", str(location), why, fix))
         else:
             nothing = "none of its tokens counts in the loss" + (f" ({why})" if fitted.what != "used" else "")
-            self._take_bad(BadRow(place, nothing, "raise data.max_length, or remove the row"), counts)
+            self._take_bad(BadRow(location, nothing, "raise data.max_length, or remove the row"), counts)
 
-    def _keep(self, place: Place, unit: EncodedUnit, fitted: Fitted) -> None:
+    def _keep(self, location: Place, unit: EncodedUnit, fitted: Fitted) -> None:
         """Keeps a usable row.
 
         Its changes are entered in the ledger once it is known whether the row is used.
@@ -569,8 +569,8 @@ class Ingest:
         lengths = _lengths(unit)
         entry = {
             "source": len(self._ledger.sources) - 1,
-            "file": self._file_number[place.file],
-            "number": place.number,
+            "file": self._file_number[location.file],
+            "number": location.number,
             "first": len(self._writer.lengths),
             "pieces": len(fitted.pieces) // len(unit.sides),
             "length": lengths[0],

@@ -249,22 +249,22 @@ def _ending_with_answer(messages: list[Message], name: str) -> list[Message]:
 
 
 def with_answer_of(
-    own: Conversation | Completion, other: Conversation | Completion
+    row: Conversation | Completion, other: Conversation | Completion
 ) -> Conversation | Completion:
     """The prompt of a row with the answer of another row."""
-    if isinstance(own, Completion) and isinstance(other, Completion):
-        return Completion(own.prompt, other.completion)
+    if isinstance(row, Completion) and isinstance(other, Completion):
+        return Completion(row.prompt, other.completion)
     answer = (
         {"role": "assistant", "content": other.completion}
         if isinstance(other, Completion)
         else other.messages[-1]
     )
-    if isinstance(own, Completion):
-        return Conversation([{"role": "user", "content": own.prompt}, answer])
-    return Conversation([*own.messages[:-1], answer], own.tools)
+    if isinstance(row, Completion):
+        return Conversation([{"role": "user", "content": row.prompt}, answer])
+    return Conversation([*row.messages[:-1], answer], row.tools)
 
 
-class _Row:
+class _PreferenceRow:
     """A row by standard column names; a name that is mapped to None is a column that does not
     exist.
     """
@@ -320,12 +320,12 @@ class _Row:
         return self.text("tools")
 
     def messages(self) -> list[Any]:
-        found = self.get("conversations", "messages")
-        if found is None:
+        value = self.get("conversations", "messages")
+        if value is None:
             raise RowError(
                 "there is no column with the turns", "set the source's columns: {conversations: NAME}"
             )
-        return list_of(found, "conversations")
+        return list_of(value, "conversations")
 
     def turn(self, message: Any, number: int) -> tuple[str, str]:
         """Role and text of a message."""
@@ -405,12 +405,12 @@ def read_exchange(
         RowError: if a value has the wrong type, roles do not alternate, or the row has a part too
             few.
     """
-    read = _Row(name, row, columns, tags or {}, thought)
-    found = _read_exchange(name, read)
-    return replace(found, not_rendered=tuple(read.not_rendered)) if read.not_rendered else found
+    read = _PreferenceRow(name, row, columns, tags or {}, thought)
+    exchange = _read_exchange(name, read)
+    return replace(exchange, not_rendered=tuple(read.not_rendered)) if read.not_rendered else exchange
 
 
-def _read_exchange(name: str, read: _Row) -> Exchange:
+def _read_exchange(name: str, read: _PreferenceRow) -> Exchange:
     if name == "text":
         parts = [read.text("text"), read.text("input") if read.is_mapped("input") else ""]
         return Exchange([Turn("user", "\n".join(part for part in parts if part))], [])
@@ -422,8 +422,8 @@ def _read_exchange(name: str, read: _Row) -> Exchange:
         return Exchange(_alpaca_prompt(read), answers, read.text("system"), read.tools())
     if name == "preference":
         return _preference(read)
-    found = _exchange(read, read.messages(), has_answer=True)
-    return replace(found, system=_openai_system(found)) if name == "openai" else found
+    exchange = _exchange(read, read.messages(), has_answer=True)
+    return replace(exchange, system=_openai_system(exchange)) if name == "openai" else exchange
 
 
 def _openai_system(exchange: Exchange) -> str:
@@ -438,7 +438,7 @@ def _openai_system(exchange: Exchange) -> str:
     return system if off in system or "detailed thinking on" in system else f"{system}\n{off}"
 
 
-def _alpaca_prompt(row: _Row) -> list[Turn]:
+def _alpaca_prompt(row: _PreferenceRow) -> list[Turn]:
     turns: list[Turn] = []
     history = row.get("history")
     for pair in list_of(history, "history") if history is not None else []:
@@ -449,14 +449,14 @@ def _alpaca_prompt(row: _Row) -> list[Turn]:
     return [*turns, Turn("user", "\n".join(part for part in parts if part))]
 
 
-def _preference(row: _Row) -> Exchange:
+def _preference(row: _PreferenceRow) -> Exchange:
     """A pair of answers, or one with a label; the prompt is a conversation, or text."""
     label, chosen, rejected = row.get("label"), row.get("chosen"), row.get("rejected")
     turns = None if row.has_prompt() else _transcript_before(chosen, rejected)
     if turns is not None:
-        asked, chosen, rejected = turns
-        found = _exchange(row, asked, has_answer=False)
-        return replace(found, answers=[_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")])
+        prompt, chosen, rejected = turns
+        exchange = _exchange(row, prompt, has_answer=False)
+        return replace(exchange, answers=[_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")])
     talks, is_pair = (
         row.get("conversations", "messages") is not None,
         chosen is not None or rejected is not None,
@@ -472,16 +472,16 @@ def _preference(row: _Row) -> Exchange:
             "set the source's columns: {chosen: NAME, rejected: NAME}, or columns: {label: NAME}",
         )
     if talks:
-        found = _exchange(row, row.messages(), has_answer=not is_pair)
+        exchange = _exchange(row, row.messages(), has_answer=not is_pair)
     else:
-        found = Exchange(_alpaca_prompt(row), [], row.text("system"), row.tools())
+        exchange = Exchange(_alpaca_prompt(row), [], row.text("system"), row.tools())
     if is_pair:
         answers = [_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")]
-        return replace(found, answers=answers)
+        return replace(exchange, answers=answers)
     if not talks:
         answer = _answer(row, row.get("output", "completion"), "output")
-        found = replace(found, answers=[answer])
-    return replace(found, desirable=label)
+        exchange = replace(exchange, answers=[answer])
+    return replace(exchange, desirable=label)
 
 
 def _transcript_before(chosen: Any, rejected: Any) -> tuple[list[Message], Message, Message] | None:
@@ -503,7 +503,7 @@ def _transcript_before(chosen: Any, rejected: Any) -> tuple[list[Message], Messa
     return sides[0][:-1], sides[0][-1], sides[1][-1]
 
 
-def _answer(row: _Row, value: Any, column: str) -> Turn:
+def _answer(row: _PreferenceRow, value: Any, column: str) -> Turn:
     if isinstance(value, str):
         return Turn("assistant", value)
     if isinstance(value, list) and len(value) == 1:
@@ -518,7 +518,7 @@ def _answer(row: _Row, value: Any, column: str) -> Turn:
     return Turn(role, content)  # type: ignore[arg-type]  # one of _ANSWERS
 
 
-def _prompt_completion(row: _Row) -> Exchange:
+def _prompt_completion(row: _PreferenceRow) -> Exchange:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         answers = [Turn("assistant", completion)]
@@ -530,19 +530,19 @@ def _prompt_completion(row: _Row) -> Exchange:
     )
 
 
-def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
+def _exchange(row: _PreferenceRow, messages: list[Any], *, has_answer: bool) -> Exchange:
     """The turns of a conversation in order; a leading system message replaces the column
     `system`.
     """
-    found = [_turn(row, message, number) for number, message in enumerate(messages, 1)]
+    parsed = [_turn(row, message, number) for number, message in enumerate(messages, 1)]
     system = row.text("system")
     first = 1
-    if found and found[0][0] == "system":
-        system, found, first = found[0][1], found[1:], 2
-    while row.is_exact_openai and found and found[-1][0] == "observation":
-        found.pop()
+    if parsed and parsed[0][0] == "system":
+        system, parsed, first = parsed[0][1], parsed[1:], 2
+    while row.is_exact_openai and parsed and parsed[-1][0] == "observation":
+        parsed.pop()
     turns: list[Turn] = []
-    for number, (role, content, weight) in enumerate(found, first):
+    for number, (role, content, weight) in enumerate(parsed, first):
         if row.is_openai and role == "observation" and turns and turns[-1].role == "observation":
             turns[-1] = Turn("observation", turns[-1].content + JOINT + content)
             continue
@@ -565,7 +565,7 @@ def _exchange(row: _Row, messages: list[Any], *, has_answer: bool) -> Exchange:
     return Exchange(turns, answers, system, row.tools())
 
 
-def _turn(row: _Row, message: Any, number: int) -> tuple[str, str, float]:
+def _turn(row: _PreferenceRow, message: Any, number: int) -> tuple[str, str, float]:
     """Role and text of a message, and its weight in the loss if it is an answer."""
     role, content = row.turn(message, number)
     return role, content, weight_of(message, number, is_answer=role in _ANSWERS)

@@ -2,7 +2,7 @@
 
 The cache has a directory for each set of ingredients, written completely or not at all:
 
-    CACHE/tables/KEY/        a token table (see data.token_table); KEY is the digest of its ingredients
+    CACHE/tables/KEY/        a token table (see data.token_table); KEY is the ingredients' digest
     CACHE/index/SOURCES.json the ingredients of the last table of these sources, so that a cache
     miss can report what changed
 
@@ -45,7 +45,7 @@ from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
-from unisono.trainer.data.sources import Source, find_sources
+from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
 from unisono.trainer.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
@@ -73,7 +73,7 @@ class CacheLookup:
 
 def gather_ingredients(
     config: RunConfig,
-    sources: list[Source],
+    sources: list[RowSource],
     *,
     tokenizer: RunTokenizer,
     limit_rows: int | None = None,
@@ -95,45 +95,45 @@ def gather_ingredients(
     """
     data = config.data
     split_off = data.eval if isinstance(data.eval, float | int) else None
-    found: Ingredients = {"encoder version": ENCODER_VERSION, "objective": rows_of(config.objective)}
-    found |= {f"the version of {name}": version(name) for name in _PACKAGES}
+    ingredients: Ingredients = {"encoder version": ENCODER_VERSION, "objective": rows_of(config.objective)}
+    ingredients |= {f"the version of {name}": version(name) for name in _PACKAGES}
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
-    found |= {f"data.{key}": getattr(data, key) for key in keys}
-    found["data.eval"] = split_off
+    ingredients |= {f"data.{key}": getattr(data, key) for key in keys}
+    ingredients["data.eval"] = split_off
     if data.ignore:
-        found["data.ignore"] = sorted(data.ignore)
+        ingredients["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":
-        found["data.mix"] = data.mix.model_dump(mode="json")
+        ingredients["data.mix"] = data.mix.model_dump(mode="json")
     if limit_rows is not None:
-        found["limit_rows"] = limit_rows
+        ingredients["limit_rows"] = limit_rows
     draws = [source.section.weight % 1 or source.section.samples is not None for source in sources]
     if split_off is not None or any(draws) or data.mix.probabilities is not None:
-        found["seed"] = config.seed
+        ingredients["seed"] = config.seed
     for number, source in enumerate(sources):
         settings = source.section.model_dump(mode="json", exclude={"path"})
-        found[f"the settings of source {number + 1} ({source.section.path})"] = settings | {
+        ingredients[f"the settings of source {number + 1} ({source.section.path})"] = settings | {
             "role": source.role
         }
-        found |= {
+        ingredients |= {
             f"the file {file.name} (source {number + 1})": digest_file(file.path, file.name)
             for file in source.files
         }
     if lf_name(data.template) is not None:
-        found["data.template"] = data.template
-        found["encoder version"] = f"{ENCODER_VERSION}, {lf_version()}"
-        found["data.thinking"], found["data.date"] = data.thinking, data.date or today
+        ingredients["data.template"] = data.template
+        ingredients["encoder version"] = f"{ENCODER_VERSION}, {lf_version()}"
+        ingredients["data.thinking"], ingredients["data.date"] = data.thinking, data.date or today
         if data.system is not None:
-            found["data.system"] = data.system
+            ingredients["data.system"] = data.system
     else:
-        found["data.thoughts"] = data.thoughts
+        ingredients["data.thoughts"] = data.thoughts
     if data.template is not None and lf_name(data.template) is None:
-        found["data.template"] = digest_file(expand(data.template), data.template)
+        ingredients["data.template"] = digest_file(expand(data.template), data.template)
     for file in tokenizer_files(tokenizer.directory):
-        found[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
-    return found | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
+        ingredients[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
+    return ingredients | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
 
 
-def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> CacheLookup:
+def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> CacheLookup:
     """Looks the table up; on a miss the reason names the ingredients that changed."""
     key = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
     directory = cache_dir / "tables" / key
@@ -151,7 +151,7 @@ def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[Sourc
     return CacheLookup(directory, hit=False, reason=_difference(last, ingredients))
 
 
-def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[Source]) -> None:
+def store_ingredients(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> None:
     """Stores the ingredients, so that the next miss can report what changed."""
     path = _index_file(cache_dir, sources)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def _sweep(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _index_file(cache_dir: Path, sources: list[Source]) -> Path:
+def _index_file(cache_dir: Path, sources: list[RowSource]) -> Path:
     names = [[source.role, source.section.path] for source in sources]
     return cache_dir / "index" / (hashlib.sha256(json.dumps(names).encode()).hexdigest()[:32] + ".json")
 
@@ -303,15 +303,15 @@ def prepare_data(
     )
     of_run = RunTokenizer(tokenizer, config.model.trust_remote_code, cache_dir)
     ingredients = gather(tokenizer=of_run)
-    found = look_up_table(cache_dir, ingredients, sources)
-    if not found.hit:
-        report.phase("tokenize", f"tokenizing: {found.reason}")
-        with writing_table(found.directory) as temporary:
+    lookup = look_up_table(cache_dir, ingredients, sources)
+    if not lookup.hit:
+        report.phase("tokenize", f"tokenizing: {lookup.reason}")
+        with writing_table(lookup.directory) as temporary:
             _build(config, sources, of_run, temporary, report, limit_rows=limit_rows)
             _refuse_if_changed(ingredients, gather(tokenizer=replace(of_run)))
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
-    meta = read_json(found.directory / "meta.json")
+    meta = read_json(lookup.directory / "meta.json")
     if meta["has_shares"]:
         _refuse_weights(config)
     try:
@@ -322,13 +322,13 @@ def prepare_data(
         meta["warnings"] += [f"training will refuse this: {problem.what}" for problem in error.problems]
     if ledger is not None:
         with whole_file(ledger) as temporary:
-            shutil.copyfile(found.directory / "ledger.json", temporary)
-    return _summary(config, found, meta, ingredients)
+            shutil.copyfile(lookup.directory / "ledger.json", temporary)
+    return _summary(config, lookup, meta, ingredients)
 
 
 def _build(
     config: RunConfig,
-    sources: list[Source],
+    sources: list[RowSource],
     tokenizer: RunTokenizer,
     directory: Path,
     report: Reporter,
@@ -395,7 +395,7 @@ def _check_vocabulary(
 
 
 def _summary(
-    config: RunConfig, found: CacheLookup, meta: dict[str, Any], ingredients: Ingredients
+    config: RunConfig, lookup: CacheLookup, meta: dict[str, Any], ingredients: Ingredients
 ) -> DataSummary:
     splits = {name: SplitSummary(**figures) for name, figures in meta["splits"].items()}
     tokenizer_parts = sorted(
@@ -410,15 +410,15 @@ def _summary(
         if name.startswith("the file ") or name == "data.template"
     ]
     return DataSummary(
-        cache_dir=str(found.directory),
-        cache_hit=found.hit,
-        cache_reason=found.reason,
+        cache_dir=str(lookup.directory),
+        cache_hit=lookup.hit,
+        cache_reason=lookup.reason,
         train=splits["train"],
         eval=splits.get("eval"),
         ledger=flat_total(meta["total"]),
         formats=meta["formats"],
         template=meta["template"],
-        total_steps=_total_steps(config, splits["train"], found.directory),
+        total_steps=_total_steps(config, splits["train"], lookup.directory),
         digest=digest_text(meta["digest"], *tokenizer_parts),
         rows_digest=meta["digest"],
         files_digest=digest_text(*contents),

@@ -40,9 +40,7 @@ _MOST_FAILURES = 20
 _BIG_INTEGER = "a number with too many digits"
 _ARROW_ROWS = 128  # at a time: few bytes on disk may unfold into long texts
 _ARROW_BYTES = 2 << 30
-"""Of memory for these rows, beside the size of the file: its pages may be compressed a
-thousandfold.
-"""
+"""Memory for these rows, beside the file's size: its pages may be compressed a thousandfold."""
 
 
 def kind_of(name: str) -> str:
@@ -102,7 +100,8 @@ def _read_lines(file: RowFile) -> Iterator[tuple[Place, bytes]]:
         for number, line in enumerate(iter(partial(stream.readline, _LINE_LIMIT + 1), b""), 1):
             if len(line) > _LINE_LIMIT:
                 raise _too_long(file, number)
-            line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901 - not part of a row, also in the middle of concatenated files
+            # A mark is not part of a row, also in the middle of concatenated files.
+            line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
             if not line.isspace() and line:
                 yield Place(file.name, number), line
 
@@ -119,20 +118,20 @@ def _too_long(file: RowFile, number: int) -> DataError:
 def _read_jsonl(file: RowFile) -> Iterator[Row]:
     decoder, text = _Decoder(), _Utf8(file)
     spread, last = _SpreadRows(file), 0
-    for place, line in _read_lines(file):
-        if place.number <= last:
+    for location, line in _read_lines(file):
+        if location.number <= last:
             continue
         try:
             value = decoder.decode(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            yield text.bad_row(place, line, error.start)
+            yield text.bad_row(location, line, error.start)
             continue
         except (ValueError, RecursionError) as error:
-            _refuse_spread(file, place, line, decoder)
-            last = spread.last_line(place, line)
-            yield _over_lines(place) if last else _malformed(place, error, line)
+            _refuse_spread(file, location, line, decoder)
+            last = spread.last_line(location, line)
+            yield _over_lines(location) if last else _malformed(location, error, line)
             continue
-        yield decoder.take_doubled(place, value) or _mapping(place, value)
+        yield decoder.take_doubled(location, value) or _mapping(location, value)
 
 
 class _SpreadRows:
@@ -144,7 +143,7 @@ class _SpreadRows:
         self._file = file
         self._failures = 0
 
-    def last_line(self, place: Place, line: bytes) -> int:
+    def last_line(self, location: Place, line: bytes) -> int:
         """The last line of the row that begins in a line; 0 if that line is not the beginning of
         one.
 
@@ -155,7 +154,9 @@ class _SpreadRows:
         if begin not in (b"{", b"[") or end not in (b"{", b"[", b",") or self._failures >= _MOST_FAILURES:
             return 0
         with self._file.path.open("rb") as stream:
-            ahead = b"".join(islice(stream, place.number - 1, place.number - 1 + _LINES_AHEAD))[:_BYTES_AHEAD]
+            ahead = b"".join(islice(stream, location.number - 1, location.number - 1 + _LINES_AHEAD))[
+                :_BYTES_AHEAD
+            ]
         text = ahead.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace").lstrip()
         try:
             _, length = json.JSONDecoder().raw_decode(text)
@@ -163,14 +164,14 @@ class _SpreadRows:
             self._failures += 1
             return 0
         more = text.count("\n", 0, length)
-        return place.number + more if more else 0
+        return location.number + more if more else 0
 
 
-def _over_lines(place: Place) -> BadRow:
+def _over_lines(location: Place) -> BadRow:
     return BadRow(
-        place,
+        location,
         "the row is printed over several lines, and in this type of file each line is a row",
-        f"write each row on one line: jq -c . {shlex.quote(place.file)} > NEW.jsonl",
+        f"write each row on one line: jq -c . {shlex.quote(location.file)} > NEW.jsonl",
     )
 
 
@@ -184,7 +185,7 @@ class _Utf8:
     def _guess(self) -> str | None:
         return guess_encoding(_head(self._file, SAMPLE_BYTES))
 
-    def bad_row(self, place: Place, line: bytes, position: int) -> BadRow:
+    def bad_row(self, location: Place, line: bytes, position: int) -> BadRow:
         """The bad row of a line with invalid UTF-8 at a position.
 
         Raises:
@@ -193,8 +194,8 @@ class _Utf8:
         column = position + 1
         if self._guess is not None:
             fault = not_utf8(self._file.name, line[position], _head(self._file, SAMPLE_BYTES))
-            raise DataError.of(fault.what, where=f"{place}:{column}", why=fault.why, fix=fault.fix)
-        return BadRow(place, f"not UTF-8: byte {line[position]:#04x}", "save the file as UTF-8", column)
+            raise DataError.of(fault.what, where=f"{location}:{column}", why=fault.why, fix=fault.fix)
+        return BadRow(location, f"not UTF-8: byte {line[position]:#04x}", "save the file as UTF-8", column)
 
 
 class _Decoder:
@@ -229,14 +230,14 @@ class _Decoder:
                     return _Doubled(value, key)
         return value
 
-    def take_doubled(self, place: Place, value: Any) -> BadRow | None:
+    def take_doubled(self, location: Place, value: Any) -> BadRow | None:
         """The bad row of a value with a duplicate key; None if it has none."""
         key = _doubled_key(value) if self._doubled else None
         if key is None:
             return None
         shown = one_line(repr(key), limit=60)
         return BadRow(
-            place, f"duplicate key {shown} in an object, with different values", "remove one of them"
+            location, f"duplicate key {shown} in an object, with different values", "remove one of them"
         )
 
 
@@ -255,7 +256,7 @@ def _doubled_key(value: Any) -> str | None:
     return next((key for key in map(_doubled_key, inner) if key is not None), None)
 
 
-def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: _Decoder) -> None:
+def _refuse_spread(file: RowFile, location: Place, line: bytes, decoder: _Decoder) -> None:
     """Refuses a JSON document that spans several lines, once instead of for every line."""
     if decoder.read_any or line.strip()[:1] not in (b"[", b"{") or file.path.stat().st_size > _LINE_LIMIT:
         return
@@ -267,27 +268,27 @@ def _refuse_spread(file: RowFile, place: Place, line: bytes, decoder: _Decoder) 
     name = f"{file.name.removesuffix('.' + file.kind)}.json"
     raise DataError.of(
         f"{file.name} is one JSON document over several lines",
-        where=str(place),
+        where=str(location),
         why=f"a .{file.kind} file has one row per line",
         fix=f"rename it to {name}, or write one row per line (jq -c)",
     )
 
 
-def _malformed(place: Place, error: Exception, line: bytes = b"") -> BadRow:
+def _malformed(location: Place, error: Exception, line: bytes = b"") -> BadRow:
     if isinstance(error, json.JSONDecodeError):
         if b"\r" in line.strip():
             return BadRow(
-                place,
+                location,
                 "malformed JSON: the lines end in CR alone",
                 "convert it: tr '\\r' '\\n' < FILE > NEW",
                 error.pos + 1,
             )
         comma = _comma(error)
         if comma is not None:
-            return BadRow(place, f"malformed JSON: {comma[0]}", comma[1], error.pos + 1)
-        return BadRow(place, f"malformed JSON: {error.msg}", "fix the line", error.pos + 1)
+            return BadRow(location, f"malformed JSON: {comma[0]}", comma[1], error.pos + 1)
+        return BadRow(location, f"malformed JSON: {error.msg}", "fix the line", error.pos + 1)
     why = "nested too deep" if isinstance(error, RecursionError) else _BIG_INTEGER
-    return BadRow(place, f"malformed JSON: {why}", "fix the line")
+    return BadRow(location, f"malformed JSON: {why}", "fix the line")
 
 
 def _comma(error: json.JSONDecodeError) -> tuple[str, str] | None:
@@ -305,13 +306,13 @@ def _comma(error: json.JSONDecodeError) -> tuple[str, str] | None:
     return None
 
 
-def _mapping(place: Place, value: Any) -> Row:
+def _mapping(location: Place, value: Any) -> Row:
     if isinstance(value, dict):
-        return RawRow(place, value)
+        return RawRow(location, value)
     fix = 'write {"column": value, …}'
-    if place.by_line and isinstance(value, list) and value and isinstance(value[0], dict):
+    if location.by_line and isinstance(value, list) and value and isinstance(value[0], dict):
         fix = "a file with one list of rows must be named .json; in this one each line is a row"
-    return BadRow(place, f"the row is {_kind(value)}, not an object with named columns", fix)
+    return BadRow(location, f"the row is {_kind(value)}, not an object with named columns", fix)
 
 
 def _kind(value: Any) -> str:
@@ -365,8 +366,8 @@ def _read_json(file: RowFile) -> Iterator[Row]:
         )
     _refuse_wrapped(file, value)
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
-        place = Place(file.name, number, by_line=False)
-        yield decoder.take_doubled(place, row) or _mapping(place, row)
+        location = Place(file.name, number, by_line=False)
+        yield decoder.take_doubled(location, row) or _mapping(location, row)
 
 
 def _refuse_too_large(file: RowFile) -> None:
@@ -484,23 +485,23 @@ def _separator(file: RowFile) -> str:
     return "\t" if file.kind == "tsv" else ","
 
 
-def _not_utf8(place: Place, cells: list[str], text: _Utf8) -> BadRow:
+def _not_utf8(location: Place, cells: list[str], text: _Utf8) -> BadRow:
     """The bad row of cells with bytes that are not UTF-8."""
-    broken = next(found for cell in cells if (found := _SURROGATE.search(cell)))
-    bad = text.bad_row(place, bytes([ord(broken[0]) - 0xDC00]), 0)
+    broken = next(match for cell in cells if (match := _SURROGATE.search(cell)))
+    bad = text.bad_row(location, bytes([ord(broken[0]) - 0xDC00]), 0)
     return replace(bad, column=0)
 
 
-def _csv_row(place: Place, names: list[str], cells: list[str], text: _Utf8) -> Row:
+def _csv_row(location: Place, names: list[str], cells: list[str], text: _Utf8) -> Row:
     if len(cells) != len(names):
         return BadRow(
-            place,
+            location,
             f"the row has {len(cells)} fields, the header {len(names)}",
             "quote fields that hold commas, quotes or line ends",
         )
     if any(_SURROGATE.search(cell) for cell in cells):
-        return _not_utf8(place, cells, text)
-    return RawRow(place, dict(zip(names, cells, strict=True)))
+        return _not_utf8(location, cells, text)
+    return RawRow(location, dict(zip(names, cells, strict=True)))
 
 
 _SURROGATE = re.compile(r"[\udc80-\udcff]")
@@ -508,13 +509,13 @@ _SURROGATE = re.compile(r"[\udc80-\udcff]")
 
 def _read_txt(file: RowFile) -> Iterator[Row]:
     encoding = _Utf8(file)
-    for place, line in _read_lines(file):
+    for location, line in _read_lines(file):
         try:
             text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            yield encoding.bad_row(place, line, error.start)
+            yield encoding.bad_row(location, line, error.start)
             continue
-        yield RawRow(place, {"text": text})
+        yield RawRow(location, {"text": text})
 
 
 def read_parquet(file: RowFile) -> Iterator[Row]:
@@ -575,15 +576,15 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
         )
     values = chain.from_iterable(iter(partial(_next_values, file, batches), None))
     for number, value in enumerate(values, 1):
-        place = Place(file.name, number, by_line=False)
+        location = Place(file.name, number, by_line=False)
         long = next(
             (n for n, c in value.items() if isinstance(c, str | bytes) and len(c) > _LINE_LIMIT), None
         )
         if long is not None:
             size = f"{one_line(long, limit=60)} has {show_bytes(len(value[long]))}"
-            yield BadRow(place, f"{size}; the maximum is {show_bytes(_LINE_LIMIT)}", "remove or split it")
+            yield BadRow(location, f"{size}; the maximum is {show_bytes(_LINE_LIMIT)}", "remove or split it")
             continue
-        yield RawRow(place, {name: _without_nulls(cell) for name, cell in value.items()})
+        yield RawRow(location, {name: _without_nulls(cell) for name, cell in value.items()})
 
 
 def _next_values(file: RowFile, batches: Iterator[Any]) -> list[dict[str, Any]] | None:

@@ -46,7 +46,7 @@ _WRITTEN: tuple[Callable[[str], str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RenderedPart:
     """A part of a conversation.
 
     Attributes:
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def quoted(self) -> str:
-        """The same with the beginning of its text."""
+        """The name of the part, with the beginning of its text."""
         return f"{self}: {one_line(self.text, limit=_QUOTED)}"
 
 
@@ -92,7 +92,7 @@ class _Layout:
     literals: tuple[str, ...]
     slots: tuple[tuple[int, int], ...]
 
-    def fits(self, parts: Sequence[Part], text: str) -> bool:
+    def fits(self, parts: Sequence[RenderedPart], text: str) -> bool:
         """Whether a rendering is exactly this with these parts."""
         pieces = [self.literals[0]]
         for (number, way), literal in zip(self.slots, self.literals[1:], strict=True):
@@ -109,7 +109,7 @@ class RenderedParts:
         self._layouts: OrderedDict[object, list[_Layout]] = OrderedDict()
         self._ways: dict[tuple[str, Kind], int] = {}
 
-    def lost(self, conversation: Conversation, text: str) -> list[Part]:
+    def lost(self, conversation: Conversation, text: str) -> list[RenderedPart]:
         """The parts of a conversation that are not in its rendering.
 
         Args:
@@ -131,7 +131,7 @@ class RenderedParts:
             self._learn(shape, parts, text, self._layout_of(parts, marked, marks.pattern))
         return lost
 
-    def _learn(self, shape: object, parts: list[Part], text: str, layout: _Layout | None) -> None:
+    def _learn(self, shape: object, parts: list[RenderedPart], text: str, layout: _Layout | None) -> None:
         """Keeps the layout of a rendering, if it is known."""
         if layout is None or not layout.fits(parts, text):
             return
@@ -142,7 +142,7 @@ class RenderedParts:
         if len(self._layouts) > _MOST_SHAPES:
             self._layouts.popitem(last=False)
 
-    def _layout_of(self, parts: list[Part], marked: str, pattern: re.Pattern[str]) -> _Layout | None:
+    def _layout_of(self, parts: list[RenderedPart], marked: str, pattern: re.Pattern[str]) -> _Layout | None:
         """The layout of a marked rendering; None if a part stands there in an unknown way."""
         literals: list[str] = []
         slots: list[tuple[int, int]] = []
@@ -158,7 +158,7 @@ class RenderedParts:
             first = mark.end() + tail
         return _Layout((*literals, marked[first:]), tuple(slots))
 
-    def _way(self, part: Part, before: str, after: str) -> tuple[int, int, int] | None:
+    def _way(self, part: RenderedPart, before: str, after: str) -> tuple[int, int, int] | None:
         """How a part is written around its mark, and its characters before and behind it; None if
         that is unknown.
 
@@ -207,7 +207,7 @@ def _mark_offset(text: str) -> int:
     return end.start() or len(text.rstrip())
 
 
-def _stands_alone(part: Part, parts: Sequence[Part], text: str) -> bool:
+def _stands_alone(part: RenderedPart, parts: Sequence[RenderedPart], text: str) -> bool:
     """Whether a text that is too long to stand there by chance is in the rendering as often as in
     the parts.
 
@@ -217,24 +217,24 @@ def _stands_alone(part: Part, parts: Sequence[Part], text: str) -> bool:
     return len(content) >= _LONG and text.count(content) >= sum(other.text.count(content) for other in parts)
 
 
-def _parts_of(conversation: Conversation) -> tuple[list[Part], object]:
+def _parts_of(conversation: Conversation) -> tuple[list[RenderedPart], object]:
     """The parts in the order of their marks, and the shape."""
-    parts: list[Part] = []
+    parts: list[RenderedPart] = []
     shape: list[object] = []
     for index, message in enumerate(conversation.messages):
         role, content = message["role"], message["content"]
         if len(message) == 2 and "<think>" not in content:
             if content.strip():
-                parts.append(Part(index, role, "content", content))
+                parts.append(RenderedPart(index, role, "content", content))
                 shape.append(role)
             else:
                 shape.append((role, ""))
             continue
-        of_message = [Part(index, role, kind, text) for kind, text in _Marks.texts(message)]
+        of_message = [RenderedPart(index, role, kind, text) for kind, text in _Marks.texts(message)]
         parts += of_message
         shape.append((role, *(part.kind for part in of_message), *sorted(message)))
     if conversation.tools is not None:
-        parts += [Part(-1, "", "tools", text) for text in _Marks.texts_of_tools(conversation.tools)]
+        parts += [RenderedPart(-1, "", "tools", text) for text in _Marks.texts_of_tools(conversation.tools)]
         shape.append(json.dumps(conversation.tools, sort_keys=True, default=str))
     return parts, tuple(shape)
 

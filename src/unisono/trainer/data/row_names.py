@@ -52,7 +52,7 @@ READABLE: Mapping[FormatName, frozenset[str]] = {
 
 
 @dataclass(slots=True)
-class _Seen:
+class _NameUse:
     """Where a name was seen first, and in how many messages."""
 
     first: Place
@@ -90,7 +90,7 @@ class RowNames:
         self._name: FormatName = name
         self._template = template
         self._ignore = frozenset(ignore)
-        self._unread: dict[str, _Seen] = {}
+        self._unread: dict[str, _NameUse] = {}
         self._instead: dict[str, str] = {}  # an unread key, and the key that its message lacks
         self._columns: Counter[str] = Counter()
         self._absent = {theirs for theirs in section.columns.values() if theirs is not None}
@@ -125,10 +125,10 @@ class RowNames:
         """What is wrong with the names of columns and keys; `all_rows`: whether no row of the
         source was left out.
         """
-        found = [*self._unread_columns(), *(self._absent_columns() if all_rows else ())]
+        problems = [*self._unread_columns(), *(self._absent_columns() if all_rows else ())]
         if self._unread:
-            found.append(self._unread_keys())
-        return found
+            problems.append(self._unread_keys())
+        return problems
 
     def _messages(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The messages of a row, in all its columns; those that are JSON in a text are not looked
@@ -163,7 +163,7 @@ class RowNames:
     def _without(self, message: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in message.items() if name not in self._ignore}
 
-    def _note(self, message: dict[str, Any], place: Place, *, is_sharegpt: bool) -> None:
+    def _note(self, message: dict[str, Any], location: Place, *, is_sharegpt: bool) -> None:
         """Notes the keys that nothing reads, and flags. One without a value says nothing."""
         goes_to_template = not is_sharegpt and self._section.tags is None
         for name, value in message.items():
@@ -172,7 +172,7 @@ class RowNames:
             if name in _FLAGS:
                 self.has_flags = True
             elif not (goes_to_template and self._is_read_by_template(name)):
-                self._unread.setdefault(name, _Seen(place)).count += 1
+                self._unread.setdefault(name, _NameUse(location)).count += 1
                 lacks = "value" if is_sharegpt else "content"
                 if self._section.tags is None and isinstance(value, str | list) and lacks not in message:
                     self._instead[name] = lacks

@@ -127,11 +127,11 @@ def settle_format(section: SourceSection, first: Row, *, objective: str, key: st
     Raises:
         DataError: if the row matches no known format, or several, or is not for the objective.
     """
-    found = _settle(section, first, objective=objective, key=key)
-    read = {column_of(name, found.section.columns) for name in READABLE[found.name]}
+    settled = _settle(section, first, objective=objective, key=key)
+    read = {column_of(name, settled.section.columns) for name in READABLE[settled.name]}
     columns = first.value if isinstance(first, RawRow) else ()
     unread = (name for name in columns if name not in read and _folded(name) in USUAL_NAMES["output"])
-    return replace(found, unread_answers=tuple(map(shown, unread)))
+    return replace(settled, unread_answers=tuple(map(shown, unread)))
 
 
 def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:
@@ -148,10 +148,10 @@ def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> 
         raise _other_rows(section, objective, first, key, f"the row has {PAIR}")
     inferred = _Inference(section, first, key).answers(objective)
     section = _with_columns(section, inferred)
-    found = detect(first.value, section.columns)
-    if found is None:
+    detected = detect(first.value, section.columns)
+    if detected is None:
         raise _unknown(section, first, key)
-    return SourceFormat(section, found[0], f"{found[1]}{_read_as(inferred)}")
+    return SourceFormat(section, detected[0], f"{detected[1]}{_read_as(inferred)}")
 
 
 def _settle_preference(section: SourceSection, first: RawRow, objective: str, key: str) -> SourceFormat:
@@ -206,15 +206,15 @@ class _Inference:
         Raises:
             DataError: if there are several ways to read the row.
         """
-        own, named = detect(self._row.value, self._section.columns), self._section.columns
-        if own is not None and (own[0] != "text" or "text" in named or objective == "pretrain"):
+        detected, named = detect(self._row.value, self._section.columns), self._section.columns
+        if detected is not None and (detected[0] != "text" or "text" in named or objective == "pretrain"):
             return {}
         ways = (self._question_and_answer(), self._single("messages"), self._single("text"))
-        found = [way for way in ways if way is not None]
-        if len(found) > 1:
-            kinds = [_KIND_OF_ROW[next(iter(way))] for way in found]
-            raise self._ambiguous(f"it has {kinds[0]} and {kinds[1]}", found)
-        return self._new(found[0]) if found else {}
+        candidates = [way for way in ways if way is not None]
+        if len(candidates) > 1:
+            kinds = [_KIND_OF_ROW[next(iter(way))] for way in candidates]
+            raise self._ambiguous(f"it has {kinds[0]} and {kinds[1]}", candidates)
+        return self._new(candidates[0]) if candidates else {}
 
     def pair(self) -> Columns:
         """The columns of a chosen and a rejected answer.
@@ -244,13 +244,13 @@ class _Inference:
     def _question_and_answer(self) -> Columns | None:
         if not self._all("output") or not (self._all("instruction") or self._all("input")):
             return None
-        answer, asked = self._one("output"), self._asked()
-        question = asked.pop("instruction")
+        answer, prompt = self._one("output"), self._asked()
+        question = prompt.pop("instruction")
         if question is None:
             return None
         is_prompt = any(name in self._section.columns for name in _SAME.values())
         names = [_SAME[part] if is_prompt else part for part in _SAME]
-        return dict(zip(names, (question, answer), strict=True)) | asked
+        return dict(zip(names, (question, answer), strict=True)) | prompt
 
     def _single(self, part: str) -> Columns | None:
         name = self._one(part)
@@ -310,10 +310,10 @@ class _Inference:
             if name not in taken and _folded(name) in names and isinstance(value, kinds)
         ]
 
-    def _new(self, found: Columns) -> Columns:
+    def _new(self, columns: Columns) -> Columns:
         return {
             ours: theirs
-            for ours, theirs in found.items()
+            for ours, theirs in columns.items()
             if theirs is not None and ours != theirs and ours not in self._section.columns
         }
 
@@ -393,7 +393,7 @@ def _asked_or_answered(row: Mapping[str, Any]) -> list[str]:
     return [name for name in row if _folded(name) in names]
 
 
-def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "output")) -> Columns:
+def propose(row: Mapping[str, Any], parts: tuple[str, ...] = ("instruction", "output")) -> Columns:
     """A mapping of the row's own columns to the wanted parts: those with the nearest names, else in
     the order of the file; empty without.
 
@@ -403,18 +403,18 @@ def propose(row: Mapping[str, Any], wanted: tuple[str, ...] = ("instruction", "o
     lists = [name for name in names if _holds_objects(row[name])]
     texts = [name for name in names if isinstance(row[name], str)]
     texts = [name for name in texts if _folded(name) not in _OF_NO_PART] or texts
-    if wanted == ("instruction", "output") and (lists or len(texts) == 1):
+    if parts == ("instruction", "output") and (lists or len(texts) == 1):
         return {"messages": lists[0]} if lists else {"text": texts[0]}
-    found: Columns = {}
-    for part in wanted:
+    mapping: Columns = {}
+    for part in parts:
         near = [name for word in (part, *USUAL_NAMES[part]) if (name := nearest(word, texts)) is not None]
-        if near and near[0] not in found.values():
-            found[part] = near[0]
-    rest = [name for name in texts if name not in found.values()]
-    for part in wanted:
-        if part not in found and rest:
-            found[part] = rest.pop(0)
-    return {part: found[part] for part in wanted} if len(found) == len(wanted) else {}
+        if near and near[0] not in mapping.values():
+            mapping[part] = near[0]
+    unused = [name for name in texts if name not in mapping.values()]
+    for part in parts:
+        if part not in mapping and unused:
+            mapping[part] = unused.pop(0)
+    return {part: mapping[part] for part in parts} if len(mapping) == len(parts) else {}
 
 
 def _holds_objects(value: Any) -> bool:
@@ -442,11 +442,11 @@ def _written(name: str | None) -> str:
 
 def _other_rows(section: SourceSection, objective: str, first: Row, key: str, why: str) -> DataError:
     """The refusal of rows that are not for the objective."""
-    path, place = section.path, str(first.place)
+    path, location = section.path, str(first.place)
     if objective not in PREFERENCE:
         return DataError.of(
             f"objective {objective} trains on one answer for each row, and {path} has preference rows",
-            where=place,
+            where=location,
             why=why,
             fix=(
                 f"set objective: {', '.join(PAIRS)} or {RATINGS[0]}; or set data.format to that of the other"
@@ -454,11 +454,11 @@ def _other_rows(section: SourceSection, objective: str, first: Row, key: str, wh
             ),
         )
     is_pair = objective in PAIRS
-    wanted, other = ("pairs of answers", ONLY_RATED) if is_pair else ("answers with a label", ONLY_PAIRS)
+    needed, other = ("pairs of answers", ONLY_RATED) if is_pair else ("answers with a label", ONLY_PAIRS)
     mapping = written_source(section, key, _proposed_preference(first, is_pair=is_pair))
     return DataError.of(
-        f"objective {objective} needs {wanted}, and {path} has none",
-        where=place,
+        f"objective {objective} needs {needed}, and {path} has none",
+        where=location,
         why=why,
         fix=(
             other
@@ -472,8 +472,11 @@ def _proposed_preference(first: Row, *, is_pair: bool) -> Columns:
     """A mapping of the row's own columns to those of a pair, or of an answer with a label."""
     row = first.value if isinstance(first, RawRow) else {}
     if is_pair:
-        found = propose(row, ("instruction", "chosen", "rejected")) or {"chosen": "NAME", "rejected": "NAME"}
+        mapping = propose(row, ("instruction", "chosen", "rejected")) or {
+            "chosen": "NAME",
+            "rejected": "NAME",
+        }
     else:
         label = next((n for n, value in row.items() if isinstance(value, bool) and shown(n) == n), "NAME")
-        found = propose(row) | {"label": label}
-    return {ours: theirs for ours, theirs in found.items() if theirs not in COLUMN_NAMES}
+        mapping = propose(row) | {"label": label}
+    return {ours: theirs for ours, theirs in mapping.items() if theirs not in COLUMN_NAMES}

@@ -25,7 +25,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """A source of rows, on this machine.
 
     Attributes:
@@ -41,7 +41,7 @@ class Source:
     key: str = "data.train"
 
 
-def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
+def find_sources(data: DataSection, *, cache_dir: Path) -> list[RowSource]:
     """All training sources, then the evaluation source if there is one.
 
     Args:
@@ -51,7 +51,7 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     Raises:
         DataError: with every source that is unavailable.
     """
-    found: list[Source] = []
+    sources: list[RowSource] = []
     problems = [
         Problem(f"data.{role} has no source", f"data.{role}", fix="set it to a file")
         for role in ("train", "eval")
@@ -60,12 +60,12 @@ def find_sources(data: DataSection, *, cache_dir: Path) -> list[Source]:
     for key, section in sources_of(data):
         role = key.split(".")[1]
         try:
-            found.append(Source(section, _find(section, key, cache_dir, role=role), role, key))
+            sources.append(RowSource(section, _find(section, key, cache_dir, role=role), role, key))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(*problems)
-    return found
+    return sources
 
 
 def _find(section: SourceSection, key: str, cache_dir: Path, *, role: str) -> list[RowFile]:
@@ -164,8 +164,8 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
             f"the pattern {text} cannot be used", where=key, why=str(error), fix="fix the pattern"
         ) from error
     faults = {match: fault_of(match, str(match)) for match in matches}
-    found = [match for match, fault in faults.items() if fault is None]
-    if not found:
+    usable = [match for match, fault in faults.items() if fault is None]
+    if not usable:
         others = "; ".join(fault.what for fault in list(faults.values())[:3] if fault is not None)
         raise DataError.of(
             f"no file matches {text}",
@@ -173,7 +173,7 @@ def _find_glob(text: str, path: Path, key: str) -> list[RowFile]:
             why=others or "relative patterns start at the working directory",
             fix="check the pattern",
         )
-    return [RowFile(match, str(match), kind_of(match.name)) for match in found]
+    return [RowFile(match, str(match), kind_of(match.name)) for match in usable]
 
 
 # Metadata that identifies the version of a remote file, under the names that storages use.

@@ -18,7 +18,7 @@ from unisono.trainer.data.formats import FormatName, Renamed, to_example
 from unisono.trainer.data.preference_rows import is_rated, read_preference, sides_in
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.source_format import settle_format
-from unisono.trainer.data.sources import Source
+from unisono.trainer.data.sources import RowSource
 
 MOST_ROWS = 50_000
 """Rows that are read; a file with more has steps enough."""
@@ -62,11 +62,11 @@ class Survey:
     sequences: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """The fields by name."""
         return asdict(self)
 
 
-def survey(source: Source, *, packed: bool) -> Survey:
+def survey(source: RowSource, *, packed: bool) -> Survey:
     """Reads the rows of a source.
 
     Args:
@@ -121,7 +121,7 @@ def survey(source: Source, *, packed: bool) -> Survey:
 
 
 def _objective(first: dict[str, Any]) -> str:
-    """Of the objectives, a usual one that trains on such rows."""
+    """A usual objective that trains on such rows."""
     if len(sides_in(first, {})) == 2:
         return "dpo"
     return "kto" if is_rated(first, {}) else "sft"

@@ -82,8 +82,8 @@ class ChatTemplate:
     def try_render(
         self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
     ) -> str | None:
-        """The same, or None: a template may refuse a part of a conversation although it accepts the
-        full one.
+        """The text like `render`, or None: a template may refuse a part of a conversation although
+        it accepts the full one.
         """
         try:
             return self.render(messages, tools, prompt=prompt)
@@ -178,10 +178,10 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: list[Any] | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """As `render`, with the character spans of the template's generation blocks.
+        """The text like `render`, and the character spans of the template's generation blocks.
 
         Raises:
-            RowError, DataError: as `render`.
+            RowError, DataError: like `render`.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -236,10 +236,10 @@ class ChatTemplate:
             return None
         if whole.count(_ANSWER) != 1:
             return None
-        place = whole.index(_ANSWER)
-        shared = common_beginning(whole[:place], prompt)  # the end of the generation prompt
+        position = whole.index(_ANSWER)
+        shared = common_beginning(whole[:position], prompt)  # the end of the generation prompt
         before = len(bare) if whole.startswith(bare) and prompt.startswith(bare) else shared
-        return Frame(header=whole[before:shared], tail=whole[place + len(_ANSWER) :])
+        return Frame(header=whole[before:shared], tail=whole[position + len(_ANSWER) :])
 
     @cached_property
     def end_of_turn(self) -> str | None:
@@ -334,9 +334,9 @@ class _DirectRendering:
         Each rendering has messages of its own, as in apply_chat_template.
         """
         template, special_tokens = self._compiled
-        own = [message.copy() for message in messages]
+        copies = [message.copy() for message in messages]
         return template.render(
-            messages=own, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
+            messages=copies, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
         )
 
     @cached_property
@@ -348,7 +348,8 @@ class _DirectRendering:
         """
         from transformers.utils import chat_template_utils
 
-        compiled = chat_template_utils._compile_jinja_template(self._tokenizer.get_chat_template(self._text))  # noqa: SLF001 - there is no public one
+        text = self._tokenizer.get_chat_template(self._text)
+        compiled = chat_template_utils._compile_jinja_template(text)  # noqa: SLF001 - no public one
         template = object.__new__(type(compiled))
         vars(template).update(vars(compiled), globals=dict(compiled.globals))
         return template, self._tokenizer.special_tokens_map
@@ -484,8 +485,8 @@ def _read_text(file: str) -> str:
     text = read_given(expand(file), file, most_bytes=TEMPLATE_BYTES)
     if not isinstance(text, str):
         fault, where = text
-        place = "data.template" if where == file else where
-        raise DataError.of(fault.what, where=place, why=fault.why, fix=fault.fix)
+        location = "data.template" if where == file else where
+        raise DataError.of(fault.what, where=location, why=fault.why, fix=fault.fix)
     return text
 
 
@@ -493,17 +494,17 @@ def known_stop_ids(tokenizer: Any, directory: Path) -> set[int]:
     """The tokens that end an answer with any template: end of sequence, and those of
     generation_config.json.
     """
-    found: set[int] = set()
+    stop_ids: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
-        found.add(tokenizer.eos_token_id)
+        stop_ids.add(tokenizer.eos_token_id)
     settings = directory / "generation_config.json"
     if settings.is_file():
         try:
             value = read_json(settings).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             value = None  # loading the model reports the error
-        found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
-    return found
+        stop_ids.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    return stop_ids
 
 
 CPU_S = 5.0  # conversations of megabytes take tenths of a second
@@ -599,10 +600,10 @@ def line_in_template(error: BaseException) -> int | None:
     """The line of the template at which an exception was raised, from Jinja's entries in the
     traceback.
     """
-    found = None
+    line = None
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
-            found = trace.tb_lineno
+            line = trace.tb_lineno
         trace = trace.tb_next
-    return found
+    return line

@@ -31,7 +31,7 @@ class Tokens(Protocol):
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
-        """The same, (L,) int32."""
+        """The ids, (L,) int32."""
         ...
 
     def range(self, first: int, end: int) -> tuple[int, int] | None:
@@ -72,10 +72,10 @@ class TextEncoder:
         in_bytes = vocabulary is not None and vocabulary.repeated <= 32 + vocabulary.aligned // 8
         encode_batch = backend.encode_batch_fast if in_bytes or not ranges else backend.encode_batch
         with bounded_encoding(sum(map(len, texts))):
-            found = zip(texts, encode_batch(list(texts), add_special_tokens=special), strict=True)
+            pairs = zip(texts, encode_batch(list(texts), add_special_tokens=special), strict=True)
         if vocabulary is None or not in_bytes:
-            return [_FastTokens(encoding) for _, encoding in found]
-        return [_ByteTokens(vocabulary, text, encoding.ids) for text, encoding in found]
+            return [_FastTokens(encoding) for _, encoding in pairs]
+        return [_ByteTokens(vocabulary, text, encoding.ids) for text, encoding in pairs]
 
     def with_escaped(self, text: str, escaped: Sequence[tuple[int, int]], *, special: bool) -> Tokens:
         """The tokens of a text in which some control tokens are text.
@@ -85,7 +85,7 @@ class TextEncoder:
             escaped: begin and end character of each of these.
             special: whether the tokenizer adds its special tokens.
         """
-        borders = [0, *(place for span in escaped for place in span), len(text)]
+        borders = [0, *(position for span in escaped for position in span), len(text)]
         pieces = [text[first:end] for first, end in pairwise(borders)]
         between = iter(self.encode(pieces[::2], special=False))
         backend = self._tokenizer.backend_tokenizer
@@ -352,8 +352,8 @@ class _JoinedTokens(_Listed):
         """The tokens of one character."""
         number = bisect_right(self._characters, character) - 1
         at = character - self._characters[number]
-        found = self._pieces[number].range(at, at + 1)
-        return None if found is None else (found[0] + self._tokens[number], found[1] + self._tokens[number])
+        span = self._pieces[number].range(at, at + 1)
+        return None if span is None else (span[0] + self._tokens[number], span[1] + self._tokens[number])
 
 
 class _SlowTokens(_Listed):

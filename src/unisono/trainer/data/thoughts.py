@@ -42,19 +42,19 @@ def _placed(message: Message, key: str | None, *, in_content: bool) -> Message:
     if not any(name in message for name in THOUGHT_KEYS):
         return message
     thought = thought_of(message)
-    rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
+    plain = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
     if not thought:
-        return rest
+        return plain
     if key is None and in_content:
-        return rest | {"content": "\n".join(("<think>", thought, "</think>", "", rest["content"]))}
-    return rest | {key or THOUGHT_KEYS[0]: thought}
+        return plain | {"content": "\n".join(("<think>", thought, "</think>", "", plain["content"]))}
+    return plain | {key or THOUGHT_KEYS[0]: thought}
 
 
 def _stripped(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
-    rest = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
-    return rest | {"content": _THOUGHT.sub("", rest["content"])}
+    plain = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
+    return plain | {"content": _THOUGHT.sub("", plain["content"])}
 
 
 def key_in(source: str) -> str | None:

@@ -2,19 +2,22 @@
 
 A table is a directory:
 
-    tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets` lists of uint8: 1 where the token is
-                            predicted, 2 where the end of sequence is predicted in its place, 2 + n
-                            where the token is predicted and counts n/200 in the loss, else 0. Every
-                            record batch but the last has ROWS_PER_BATCH rows
-    train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow), `length`, `loss`, `file`, `number`; of rated
-                            answers also `label`, 1 for a desirable one; of pictures `picture` and
-                            `group`, a number for each size, and `number` is 0. With two sides, a
-                            pair or a rated answer with a mismatched one, these are the rows
-                            `stored` and `stored` + 1 of tokens.arrow, and `length` and `loss` are
-                            sums over both
-    train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows), `tokens`, `loss_tokens`
+    tokens.arrow            all rows in the order of their sources: `ids` lists of int32, `targets`
+                            lists of uint8: 1 where the token is predicted, 2 where the end of
+                            sequence is predicted in its place, 2 + n where the token is predicted
+                            and counts n/200 in the loss, else 0. Every record batch but the last
+                            has ROWS_PER_BATCH rows
+    train-rows.arrow        one entry per row of the split: `stored` (row in tokens.arrow),
+                            `length`, `loss`, `file`, `number`; of rated answers also `label`, 1 for
+                            a desirable one; of pictures `picture` and `group`, a number for each
+                            size, and `number` is 0. With two sides, a pair or a rated answer with a
+                            mismatched one, these are the rows `stored` and `stored` + 1 of
+                            tokens.arrow, and `length` and `loss` are sums over both
+    train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows),
+                            `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
-    meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence, whether any token counts in part
+    meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence,
+                            whether any token counts in part
     ledger.json             data.json of a run
 """
 
@@ -145,8 +148,8 @@ class TokenTable:
         sequence where it closes an answer.
         """
         ids, targets = self._stored(i, side)
-        wanted = targets[targets != 0]
-        return np.where(wanted == _CLOSES, self.eos or 0, ids[targets != 0])
+        target_codes = targets[targets != 0]
+        return np.where(target_codes == _CLOSES, self.eos or 0, ids[targets != 0])
 
     def weights(self, i: int, side: int = 0) -> npt.NDArray[np.float32]:
         """The weight in the loss of each target of a side, (N,) float32, above 0 and up to 1."""
@@ -156,9 +159,9 @@ class TokenTable:
 
     def _stored(self, i: int, side: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         assert side < self.sides
-        number, place = divmod(int(self.columns["stored"][i]) + side, ROWS_PER_BATCH)
+        number, offset = divmod(int(self.columns["stored"][i]) + side, ROWS_PER_BATCH)
         block = self.blocks[number]
-        first, end = block.ends[place], block.ends[place + 1]
+        first, end = block.ends[offset], block.ends[offset + 1]
         return block.ids[first:end], block.targets[first:end]
 
     def rows_of(self, s: int) -> Ints:
@@ -288,7 +291,7 @@ def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] 
     parts = [table.row(*row) for row in rows]
     lengths = [len(ids) for ids, _ in parts]
     input_ids = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in parts)])
-    targets = np.concatenate([np.zeros(0, np.bool_), *(wanted for _, wanted in parts)])
+    targets = np.concatenate([np.zeros(0, np.bool_), *(row_targets for _, row_targets in parts)])
     starts = np.cumsum([0, *lengths])[:-1]
     predicted = np.flatnonzero(targets)
     return Batch(
@@ -297,7 +300,7 @@ def collate_units(table: TokenTable, units: Sequence[int], sides: Sequence[int] 
         lengths=lengths,
         label_index=predicted - 1,  # the state before a token predicts it
         labels=np.concatenate([np.zeros(0, np.int64), *(table.labels(*row) for row in rows)]),
-        loss_counts=[int(np.count_nonzero(wanted)) for _, wanted in parts],
+        loss_counts=[int(np.count_nonzero(row_targets)) for _, row_targets in parts],
         common=[
             0 if number % len(sides) == 0 else _common(parts[number - 1][0], ids)
             for number, (ids, _) in enumerate(parts)

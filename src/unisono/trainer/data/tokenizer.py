@@ -92,7 +92,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
         from unisono.trainer.data.text_encoder import probe_tokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
@@ -105,8 +105,8 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
             why=library_words(error),
             fix="copy its files again, or set model.tokenizer",
         ) from error
-    probe_tokenizer(found)
-    return found
+    probe_tokenizer(tokenizer)
+    return tokenizer
 
 
 @dataclass
@@ -125,7 +125,7 @@ class RunTokenizer:
 
     @cached_property
     def loaded(self) -> Any:
-        """As transformers loads it; raises as `load_tokenizer`."""
+        """The tokenizer of transformers; raises like `load_tokenizer`."""
         return load_tokenizer(self.directory, trust_remote_code=self.trust_remote_code)
 
     def traits(self) -> dict[str, str]:
@@ -143,12 +143,12 @@ class RunTokenizer:
         kept = read_object(file).get("traits")
         if isinstance(kept, dict) and kept:
             return kept
-        found = traits_of(self.loaded)
+        traits = traits_of(self.loaded)
         if self._key() == key:
             with contextlib.suppress(OSError):  # a full disk costs the next start a second
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, {"schema": 1, "traits": found})
-        return found
+                write_json(file, {"schema": 1, "traits": traits})
+        return traits
 
     def _runs_code(self) -> bool:
         if not self.trust_remote_code:
@@ -182,21 +182,21 @@ def traits_of(tokenizer: Any) -> dict[str, str]:
     """What decides the ids of a text: its class by name, and digests of its parts, by their names
     in tokenizer.json, and of the ids of PROBE.
     """
-    found = {"class": type(tokenizer).__name__, "special tokens": _digest(_special_tokens(tokenizer))}
+    traits = {"class": type(tokenizer).__name__, "special tokens": _digest(_special_tokens(tokenizer))}
     if not tokenizer.is_fast:
-        return found | {"encoding of a probe text": _digest(tokenizer(PROBE)["input_ids"])}
+        return traits | {"encoding of a probe text": _digest(tokenizer(PROBE)["input_ids"])}
     backend = tokenizer.backend_tokenizer
     if not getattr(backend.model, "dropout", None):  # which draws
         ids = [backend.encode(PROBE, add_special_tokens=special).ids for special in (False, True)]
-        found["encoding of a probe text"] = _digest(ids)
+        traits["encoding of a probe text"] = _digest(ids)
     try:
         parts = json.loads(backend.to_str())
     except Exception as error:  # for a part that is written in Python the library raises Exception itself
         if type(error) is not Exception:
             raise
-        return found
+        return traits
     named = {name.replace("_", "-"): part for name, part in parts.items() if name not in _NO_IDS}
-    return found | {name: _digest(part) for name, part in named.items()}
+    return traits | {name: _digest(part) for name, part in named.items()}
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, str]:

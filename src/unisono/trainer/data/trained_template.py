@@ -34,10 +34,10 @@ def trained_template(plan: RunPlan, tokenizer: Any, directories: Iterable[Path])
     is_unknown = lf_name(file) is not None  # then rows were rendered with the tokenizer's own
     if file is not None and (is_unknown or (not Path(file).is_file() and tokenizer.chat_template)):
         file = None  # if it was a file, it is gone; the result has its text
-    found = choose_template(tokenizer, file, stops=stops)
-    if found is None and plan.data.template.startswith("ChatML"):
+    chosen = choose_template(tokenizer, file, stops=stops)
+    if chosen is None and plan.data.template.startswith("ChatML"):
         return fallback_template(tokenizer)
-    return found
+    return chosen
 
 
 def stop_ids_of(
@@ -52,16 +52,16 @@ def stop_ids_of(
         template: of the answers.
         directories: whose generation_config.json may name stop tokens.
     """
-    found = {number for directory in directories for number in known_stop_ids(tokenizer, directory)}
+    stop_ids = {number for directory in directories for number in known_stop_ids(tokenizer, directory)}
     words = () if template is None else template.stop_words
     if plan is not None and plan.config.objective == "pretrain":
         named = named_template(plan.config.data.template)
         words += (named.end_of_text(tokenizer),) if named is not None else ()
     numbers = (tokenizer.convert_tokens_to_ids(word) for word in words if word is not None)
-    return found | {number for number in numbers if number is not None}
+    return stop_ids | {number for number in numbers if number is not None}
 
 
 def known_stops(tokenizer: Any, directories: Iterable[Path]) -> tuple[str, ...]:
     """The stop tokens of tokenizer and generation_config.json, as text."""
-    found = {number for directory in directories for number in known_stop_ids(tokenizer, directory)}
-    return tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(found) if i < len(tokenizer))
+    stop_ids = {number for directory in directories for number in known_stop_ids(tokenizer, directory)}
+    return tuple(str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(stop_ids) if i < len(tokenizer))

@@ -24,7 +24,7 @@ from unisono.base.errors import ModelError
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.schema import AdapterSection
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
-from unisono.trainer.model.quantization import Table
+from unisono.trainer.model.quantization import QuantizedEmbedding
 
 _PREFIX = "base_model.model."  # of peft's names
 _OVERSAMPLING = 8  # columns beyond the rank of a randomized SVD, as its authors recommend
@@ -148,7 +148,7 @@ def _matching_modules(base: torch.nn.Module, patterns: list[str], *, but: str | 
     linear = [
         name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != but
     ]
-    found: list[str] = []
+    names: list[str] = []
     for pattern in patterns:
         matching = [name for name in linear if re.search(pattern, name)]
         if not matching:
@@ -158,8 +158,8 @@ def _matching_modules(base: torch.nn.Module, patterns: list[str], *, but: str | 
                 where="adapter.targets",
                 fix=f"the names of the linear layers end in {', '.join(last)}",
             )
-        found += matching
-    return sorted(set(found))
+        names += matching
+    return sorted(set(names))
 
 
 def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
@@ -172,9 +172,9 @@ def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
             where="adapter.modules_to_save",
             fix=f"did you mean {near!r}?" if near else f"one of {', '.join(sorted(ends)[:12])}",
         )
-    wanted = {name.rpartition(".")[2] for name in names}
+    last_parts = {name.rpartition(".")[2] for name in names}
     for name, module in base.named_modules():
-        if isinstance(module, Table) and name.rpartition(".")[2] in wanted:
+        if isinstance(module, QuantizedEmbedding) and name.rpartition(".")[2] in last_parts:
             raise ModelError.of(
                 f"{name} is quantized, and cannot be trained",
                 where="adapter.modules_to_save",
@@ -203,12 +203,14 @@ def _refuse_experts(layers: dict[str, Any], *, where: str) -> None:
     ]
     if not experts:
         return
-    rest = {name.rpartition(".")[2] for name, layer in layers.items() if not isinstance(layer, ParamWrapper)}
+    others = {
+        name.rpartition(".")[2] for name, layer in layers.items() if not isinstance(layer, ParamWrapper)
+    }
     raise ModelError.of(
         f"{experts[0]} is one tensor of many matrices, the experts'",
         where=where,
         why="the change of a base weight is stored as one matrix A and one B, which it has for each expert",
-        fix=f"remove {where.partition(':')[0]}, or set adapter.targets to other layers: [{', '.join(sorted(rest))}]",
+        fix=f"remove {where.partition(':')[0]}, or set adapter.targets to other layers: [{', '.join(sorted(others))}]",
     )
 
 
@@ -224,11 +226,11 @@ def _load_weights(model: Any, adapter: StoredAdapter) -> None:
     """Copies the weights of an adapter into the new one, which must have the same tensors."""
     from peft import get_peft_model_state_dict
 
-    wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    found = load_file(adapter.directory / ADAPTER_FILE)
-    differing = sorted(wanted.keys() ^ found.keys())
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    stored = load_file(adapter.directory / ADAPTER_FILE)
+    differing = sorted(expected.keys() ^ stored.keys())
     if differing:
-        here = [name for name in differing if name in wanted]
+        here = [name for name in differing if name in expected]
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise ModelError.of(
             f"the adapter in {adapter.directory} is on other modules: {', '.join(differing[:_SHOWN])}{more}",
@@ -236,12 +238,12 @@ def _load_weights(model: Any, adapter: StoredAdapter) -> None:
             why=f"{len(here)} of these tensors are new, {len(differing) - len(here)} are in the file only",
             fix=f"set adapter.targets to the target_modules of its adapter_config.json: {_targets_of(adapter)}",
         )
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            raise _wrong_shape(adapter, name, found[name].shape, tensor.shape)
+    for name, tensor in expected.items():
+        if stored[name].shape != tensor.shape:
+            raise _wrong_shape(adapter, name, stored[name].shape, tensor.shape)
     with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(found[name])
+        for name, tensor in expected.items():
+            tensor.copy_(stored[name])
 
 
 def _targets_of(adapter: StoredAdapter) -> str:
@@ -250,10 +252,10 @@ def _targets_of(adapter: StoredAdapter) -> str:
 
 
 def _wrong_shape(
-    adapter: StoredAdapter, name: str, found: torch.Size, wanted: torch.Size | tuple[int, ...]
+    adapter: StoredAdapter, name: str, shape: torch.Size, expected: torch.Size | tuple[int, ...]
 ) -> ModelError:
     return ModelError.of(
-        f"{name} has the shape {tuple(found)}, but the model needs {tuple(wanted)}",
+        f"{name} has the shape {tuple(shape)}, but the model needs {tuple(expected)}",
         where=str(adapter.directory / ADAPTER_FILE),
         why=f"{adapter.key} was trained on a different model",
         fix="use an adapter of this model, or set model.path to the model that it was trained on",
@@ -278,9 +280,9 @@ def _merge(base: Any, adapter: StoredAdapter) -> dict[str, LowRank]:
             )
         low = LowRank(down.float(), up.float() * adapter.scaling)
         weight, turned = module.weight, _is_turned(module)
-        wanted = tuple(reversed(weight.shape)) if turned else tuple(weight.shape)
-        if (up.shape[0], down.shape[1]) != wanted:
-            raise _wrong_shape(adapter, name, torch.Size((up.shape[0], down.shape[1])), wanted)
+        expected = tuple(reversed(weight.shape)) if turned else tuple(weight.shape)
+        if (up.shape[0], down.shape[1]) != expected:
+            raise _wrong_shape(adapter, name, torch.Size((up.shape[0], down.shape[1])), expected)
         _add(weight, low, turned=turned)
         added[name] = low
     return added
@@ -351,7 +353,7 @@ def _begin_with_principal_components(
     In 16-bit weights the rest is rounded, as W itself is.
     """
     scaling = _scaling(layers)
-    found: BaseChanges = {}
+    changes: BaseChanges = {}
     name, least = min(
         ((name, min(layer.in_features, layer.out_features)) for name, layer in layers.items()),
         key=lambda pair: pair[1],
@@ -373,8 +375,8 @@ def _begin_with_principal_components(
         layer.lora_B["default"].weight.data.copy_(up)
         begun = LowRank(down, up)
         _add(weight, begun, turned=layer.fan_in_fan_out, factor=-scaling)
-        found[name] = LowRank(down.cpu(), -up.cpu())
-    return found
+        changes[name] = LowRank(down.cpu(), -up.cpu())
+    return changes
 
 
 def _svd(
@@ -421,8 +423,8 @@ def with_change(source: str, tensor: torch.Tensor, changes: BaseChanges) -> torc
     """A full tensor of the model as it is stored: A and B of a layer with the change of its base
     weight.
     """
-    name, found, letter = source.partition(".lora_")
-    if not found or name not in changes or letter[:1] not in "AB":
+    name, separator, letter = source.partition(".lora_")
+    if not separator or name not in changes or letter[:1] not in "AB":
         return tensor
     change = changes[name]
     if letter.startswith("A."):

@@ -108,9 +108,9 @@ def merge(lengths: Sequence[int], common: Sequence[int], device: torch.device) -
     positions = np.arange(len(rows)) - starts[rows]
     is_again = positions < np.asarray(common)[rows]
     source = np.where(is_again, starts[rows - 1] + positions, np.arange(len(rows)))
-    place = (np.cumsum(~is_again) - 1)[source]
-    found = (np.flatnonzero(~is_again), place, np.flatnonzero(is_again))
-    return Merged(*(to_device(values, device) for values in found))
+    position = (np.cumsum(~is_again) - 1)[source]
+    indices = (np.flatnonzero(~is_again), position, np.flatnonzero(is_again))
+    return Merged(*(to_device(values, device) for values in indices))
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -119,8 +119,8 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     The host does not wait for the copy: from memory that is not pinned it would, and for all work
     of the device before it.
     """
-    found = torch.from_numpy(values)
-    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Spread(torch.autograd.Function):
@@ -137,12 +137,12 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(S, …)."""
-        kept, place, again = ctx.merged
-        found = grad.index_select(0, kept)
+        kept, position, again = ctx.merged
+        d_kept = grad.index_select(0, kept)
         # A token occurs twice at most, so no place occurs twice here.
-        twice = place.index_select(0, again)
-        found.index_copy_(0, twice, found.index_select(0, twice) + grad.index_select(0, again))
-        return found, None
+        twice = position.index_select(0, again)
+        d_kept.index_copy_(0, twice, d_kept.index_select(0, twice) + grad.index_select(0, again))
+        return d_kept, None
 
 
 class Keep(torch.autograd.Function):
@@ -188,18 +188,18 @@ def flat_attention(
             probabilities, an attention that is not causal, or, on a GPU, float32 or a size of heads
             that the flash kernels do not take.
     """
-    wanted = [
+    unsupported = [
         name for name in ("softcap", "s_aux", "position_bias", "head_mask") if others.get(name) is not None
     ]
     if (
-        wanted
+        unsupported
         or dropout
         or not getattr(module, "is_causal", True)
         or cu_seq_lens_q is None
         or query.shape[0] != 1
     ):
         raise UnsupportedAttentionError(
-            ", ".join(wanted) or (f"dropout of {dropout:g}" if dropout else type(module).__name__)
+            ", ".join(unsupported) or (f"dropout of {dropout:g}" if dropout else type(module).__name__)
         )
     if query.is_cuda and value.dtype == torch.float32:
         raise UnsupportedAttentionError("bfloat16 or float16 on a GPU")
@@ -266,10 +266,10 @@ def flash(
     H, D), and what the backward pass needs.
     """
     q, k, v = map(_aligned, inputs)
-    found = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - torch.nn.attention.varlen, without its autograd
+    results = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - attention.varlen without its autograd
         q, k, v, *_rows_of(places), 0.0, heads.window is None, False, **_settings_of(heads)
     )  # fmt: skip
-    return found[0], [q, k, v, *found[:4]]
+    return results[0], [q, k, v, *results[:4]]
 
 
 def flash_backward(
@@ -387,7 +387,7 @@ def register() -> None:
     AttentionInterface.register(FLAT_ATTENTION, flat_attention)
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Short rows that are computed together."""
 
     index: torch.Tensor
@@ -407,7 +407,7 @@ class Group(NamedTuple):
 class Plan(NamedTuple):
     """The groups and long rows of a micro batch."""
 
-    groups: list[Group]
+    groups: list[RowGroup]
     long_rows: list[tuple[int, int]]
     """First and one past the last token of each."""
 
@@ -425,19 +425,19 @@ def plan_rows(lengths: tuple[int, ...], *, window: int | None) -> Plan:
     )
 
 
-def _group(members: list[tuple[int, int]]) -> Group:
+def _group(members: list[tuple[int, int]]) -> RowGroup:
     longest = max(n for _, n in members)
     starts = torch.tensor([start for start, _ in members])[:, None]
     lengths = torch.tensor([n for _, n in members])[:, None]
-    place = torch.arange(longest)[None]
-    index = (starts + torch.minimum(place, lengths - 1)).flatten()
-    pads = (place >= lengths).flatten()
+    offsets = torch.arange(longest)[None]
+    index = (starts + torch.minimum(offsets, lengths - 1)).flatten()
+    pads = (offsets >= lengths).flatten()
     real = (~pads).nonzero()[:, 0]
-    return Group(index, pads, real, index[real], len(members), longest)
+    return RowGroup(index, pads, real, index[real], len(members), longest)
 
 
 def group_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, out: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: RowGroup, out: torch.Tensor
 ) -> torch.Tensor:
     """Writes the output of a group's tokens into `out` (T, H, D); gives its probabilities (K · R, G
     · L, L).
@@ -458,7 +458,7 @@ def group_backward(
     grad: torch.Tensor,
     inputs: tuple[torch.Tensor, ...],
     p: torch.Tensor,
-    group: Group,
+    group: RowGroup,
     grads: tuple[torch.Tensor, ...],
 ) -> None:
     """Writes the gradients of a group's tokens into `grads`, those of q, k and v."""
@@ -471,7 +471,7 @@ def group_backward(
     _scatter(torch.bmm(p.transpose(1, 2), d_out), group, grads[2])
 
 
-def _gather(tensor: torch.Tensor, kv: int, group: Group, *, zero_pads: bool = False) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, kv: int, group: RowGroup, *, zero_pads: bool = False) -> torch.Tensor:
     """(T, heads, D) → (K · R, heads / K · L, D): the tokens of a group, with its pads."""
     taken = tensor.index_select(0, group.index)
     if zero_pads:
@@ -481,7 +481,7 @@ def _gather(tensor: torch.Tensor, kv: int, group: Group, *, zero_pads: bool = Fa
     return taken.reshape(kv * group.rows, -1, size)
 
 
-def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
+def _scatter(tensor: torch.Tensor, group: RowGroup, out: torch.Tensor) -> None:
     """The inverse: (K · R, heads / K · L, D) to the tokens of `out` (T, heads, D), without the
     pads.
     """
@@ -492,7 +492,7 @@ def _scatter(tensor: torch.Tensor, group: Group, out: torch.Tensor) -> None:
     out.index_copy_(0, group.tokens, flat.index_select(0, group.real))
 
 
-class _Block(NamedTuple):
+class _RowBlock(NamedTuple):
     """Some queries of a long row, and the keys that they may attend to."""
 
     first: int
@@ -504,11 +504,11 @@ class _Block(NamedTuple):
     """Whether some keys are outside the window of some queries."""
 
 
-def _blocks(length: int, window: int | None) -> Iterator[_Block]:
+def _blocks(length: int, window: int | None) -> Iterator[_RowBlock]:
     for first in range(0, length, BLOCK):
         stop = min(first + BLOCK, length)
         low = max(0, first - window + 1) if window else 0
-        yield _Block(first, stop, low, window is not None and stop > window)
+        yield _RowBlock(first, stop, low, window is not None and stop > window)
 
 
 def row_forward(
@@ -565,14 +565,14 @@ def row_backward(
         d_keys[:, low:stop] += torch.bmm(
             d_scores.transpose(1, 2), queries[:, :, first:stop].reshape(kv, -1, q.shape[2])
         )
-    for target, found in zip(
+    for target, gradient in zip(
         grads, (_gathered(d_queries), d_keys.transpose(0, 1), d_values.transpose(0, 1)), strict=True
     ):
-        target.copy_(found)
+        target.copy_(gradient)
 
 
 def _probabilities(
-    queries: torch.Tensor, keys: torch.Tensor, block: _Block, window: int | None
+    queries: torch.Tensor, keys: torch.Tensor, block: _RowBlock, window: int | None
 ) -> torch.Tensor:
     """(K, G · b, keys): softmax of the scores of a block's queries against its keys, causal."""
     kv, group, _, size = queries.shape
@@ -587,7 +587,7 @@ def _probabilities(
 
 
 def _softmax_backward(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - the function that torch's own softmax calls
+    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - called by torch's softmax
 
 
 def _spread(tensor: torch.Tensor, kv: int) -> torch.Tensor:

@@ -63,8 +63,8 @@ def ends_of(lengths: Sequence[int], shape: Shape, *, longest: int) -> Any:
     padding = shape.tokens - sum(lengths)
     pads = [min(longest, padding - first) for first in range(0, padding, longest)]
     ends = np.full(shape.rows + 1, shape.tokens, dtype=np.int32)
-    found = np.cumsum([0, *lengths, *pads], dtype=np.int32)
-    ends[: len(found)] = found
+    row_ends = np.cumsum([0, *lengths, *pads], dtype=np.int32)
+    ends[: len(row_ends)] = row_ends
     return ends
 
 
@@ -80,7 +80,7 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph | None = None
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    """Of each parameter; in the memory of the graph, like `loss`: the next replay overwrites
+    """One for each parameter, in the memory of the graph like `loss`: the next replay overwrites
     them.
     """
 
@@ -91,9 +91,13 @@ def _copies(recorded: _Recorded) -> tuple[Any, torch.Tensor]:
     """
     of = recorded.rows
     rows = replace(
-        of, input_ids=of.input_ids.clone(), position_ids=of.position_ids.clone(), label_index=of.label_index.clone(),
-        labels=of.labels.clone(), ends=Ends(of.ends.tokens.clone(), of.ends.longest),
-    )  # fmt: skip
+        of,
+        input_ids=of.input_ids.clone(),
+        position_ids=of.position_ids.clone(),
+        label_index=of.label_index.clone(),
+        labels=of.labels.clone(),
+        ends=Ends(of.ends.tokens.clone(), of.ends.longest),
+    )
     return rows, recorded.count.clone()
 
 
@@ -106,8 +110,8 @@ class _Replay(torch.autograd.Function):
         del parameters
         assert recorded.graph is not None
         recorded.graph.replay()
-        found = [gradient for gradient in recorded.gradients if gradient is not None]
-        ctx.gradients = iter(torch._foreach_mul(found, 1.0))  # noqa: SLF001 - copies, in few kernels
+        gradients = [gradient for gradient in recorded.gradients if gradient is not None]
+        ctx.gradients = iter(torch._foreach_mul(gradients, 1.0))  # noqa: SLF001 - copies, in few kernels
         ctx.reached = [gradient is not None for gradient in recorded.gradients]
         return recorded.loss.clone()
 
@@ -116,8 +120,8 @@ class _Replay(torch.autograd.Function):
         """The gradients of the parameters."""
         gradients = list(ctx.gradients)
         torch._foreach_mul_(gradients, grad)
-        found = iter(gradients)
-        return None, *(next(found) if is_reached else None for is_reached in ctx.reached)
+        remaining = iter(gradients)
+        return None, *(next(remaining) if is_reached else None for is_reached in ctx.reached)
 
 
 class StepGraphs:
@@ -163,14 +167,14 @@ class StepGraphs:
             if not self._has_place():
                 return None
             self._recorded[shape] = self._buffers(rows, shape)
-        found = self._recorded[shape]
-        self._fill(found, rows, shape, count)
-        found.uses += 1
-        if found.graph is None and found.uses > 1 and self._has_room():
-            self._record(found)
-        if found.graph is None:
-            return self._loss(*_copies(found))
-        loss: torch.Tensor = _Replay.apply(found, *self._parameters)
+        recorded = self._recorded[shape]
+        self._fill(recorded, rows, shape, count)
+        recorded.uses += 1
+        if recorded.graph is None and recorded.uses > 1 and self._has_room():
+            self._record(recorded)
+        if recorded.graph is None:
+            return self._loss(*_copies(recorded))
+        loss: torch.Tensor = _Replay.apply(recorded, *self._parameters)
         return loss
 
     def _has_place(self) -> bool:
@@ -238,7 +242,7 @@ class StepGraphs:
             # Threads that save checkpoints use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 loss = self._loss(recorded.rows, recorded.count)
-                found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         except RuntimeError as error:
             self._recorded.clear()
             self.why = one_line(f"{type(error).__name__}: {error}", limit=300)
@@ -248,5 +252,5 @@ class StepGraphs:
             fresh.set_state(random_state)
             generator.graphsafe_set_state(fresh)
             return
-        recorded.graph, recorded.loss, recorded.gradients = graph, loss.detach(), list(found)
+        recorded.graph, recorded.loss, recorded.gradients = graph, loss.detach(), list(gradients)
         self._pool = graph.pool()

@@ -42,15 +42,15 @@ def _norm_gradients(
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, rows, programs):
         row = tl.program_id(0).to(tl.int64) + first
-        place, within = row * width + at, inside & (row < rows)
+        offsets, within = row * width + at, inside & (row < rows)
         factor = tl.load(factors + row, mask=row < rows, other=0.0)
-        scaled = tl.load(x + place, mask=within, other=0.0).to(tl.float32) * factor
-        g = tl.load(grad + place, mask=within, other=0.0).to(tl.float32)
+        scaled = tl.load(x + offsets, mask=within, other=0.0).to(tl.float32) * factor
+        g = tl.load(grad + offsets, mask=within, other=0.0).to(tl.float32)
         if TRAINED:
             total += g * scaled
         g = g * of_weight
-        found = factor * (g - scaled * (tl.sum(g * scaled, 0) / width))
-        tl.store(d_x + place, found.to(d_x.dtype.element_ty), mask=within)
+        gradient = factor * (g - scaled * (tl.sum(g * scaled, 0) / width))
+        tl.store(d_x + offsets, gradient.to(d_x.dtype.element_ty), mask=within)
     if TRAINED:
         tl.store(d_weight + tl.program_id(0).to(tl.int64) * width + at, total, mask=inside)
 
@@ -97,14 +97,14 @@ def _rotate_heads(
     sin_1 = tl.load(sine + token * size + at, mask=of_half, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(sine + token * size + half + at, mask=of_half, other=0.0).to(tl.float32)[None, :]
     inside = (head < heads) & of_half[None, :]
-    place = head * size + at[None, :]
-    first = tl.load(source + token * source_stride + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + token * source_stride + place + half, mask=inside, other=0.0).to(tl.float32)
+    offsets = head * size + at[None, :]
+    first = tl.load(source + token * source_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + token * source_stride + offsets + half, mask=inside, other=0.0).to(tl.float32)
     if BACK:
         turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
     else:
         turned_1, turned_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
-    to = target + token * target_stride + place
+    to = target + token * target_stride + offsets
     tl.store(to, turned_1.to(tl.bfloat16), mask=inside)
     tl.store(to + half, turned_2.to(tl.bfloat16), mask=inside)
 
@@ -134,8 +134,8 @@ def _cross_entropy_rows(logits, labels, factor, width, losses, GRADIENT: tl.cons
         for first in range(0, width, BLOCK):
             inside = first + at < width
             value = tl.load(start + first + at, mask=inside, other=float("-inf")).to(tl.float32)
-            found = tl.exp(value - normalizer) - tl.where(first + at == label, 1.0, 0.0)
-            tl.store(start + first + at, (found * times).to(tl.bfloat16), mask=inside)
+            gradient = tl.exp(value - normalizer) - tl.where(first + at == label, 1.0, 0.0)
+            tl.store(start + first + at, (gradient * times).to(tl.bfloat16), mask=inside)
 
 
 class CudaKernels:
@@ -286,8 +286,8 @@ def _adamw_values(
     high = (second.to(tl.uint32, bitcast=True) + (noise >> 16)) >> 16
     tl.store(m + at, low.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
     tl.store(v + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
-    found = value * decay - step_size * (first / (tl.sqrt(second) / scale + eps))
-    tl.store(values + at, found, mask=inside)
+    updated = value * decay - step_size * (first / (tl.sqrt(second) / scale + eps))
+    tl.store(values + at, updated, mask=inside)
 
 
 _COLUMNS = 1024  # values of one row that a program of the gate takes

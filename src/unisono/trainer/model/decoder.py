@@ -30,7 +30,7 @@ from unisono.trainer.model.attention import Ends
 from unisono.trainer.model.kernels import (
     Heads,
     Kernels,
-    Layer,
+    LayerWeights,
     attend,
     attend_backward,
     place_rows,
@@ -74,7 +74,7 @@ class Scratch:
         return joined
 
 
-class Joined:
+class FusedLinear:
     """Adapted layers with the same input: one product x @ [W; s·A]ᵀ gives the outputs of all base
     weights and of all A.
 
@@ -133,10 +133,10 @@ class Joined:
         self._add_up(joint)
         return joint
 
-    def _adapted(self) -> list[Layer]:
+    def _adapted(self) -> list[LayerWeights]:
         """The layers as `kernels` takes them, with their own weights."""
         parts = zip(self._bases, self._downs, self._ups, self.scales, strict=True)
-        return [Layer(base.weight, down.weight, up.weight, scale) for base, down, up, scale in parts]
+        return [LayerWeights(base.weight, down.weight, up.weight, scale) for base, down, up, scale in parts]
 
     def _stored_ups(self) -> list[torch.Tensor]:
         """The B (out, r) of each layer as it is stored."""
@@ -200,16 +200,16 @@ class Joined:
             return self.kernels.low_rank_gradients(of_input, of_output, self._stored_ups(), self.scales)
         d_a = (d_joint[:, self.out :].t() @ x).float()
         d_b = (low.t() @ d_joint[:, : self.out]).float()  # (r, out)
-        found = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
-        return found + _diagonal(d_b.t().split(self.ranks, 1), self.sizes)
+        d_a_parts = [part.mul_(scale) for part, scale in zip(d_a.split(self.ranks), self.scales, strict=True)]
+        return d_a_parts + _diagonal(d_b.t().split(self.ranks, 1), self.sizes)
 
 
 def _diagonal(columns: Sequence[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Of each of `columns` (out, r) the rows of its own layer."""
+    """The rows of its own layer in each of `columns` (out, r)."""
     return [column.split(sizes)[i] for i, column in enumerate(columns)]
 
 
-class Sharded(Joined):
+class Sharded(FusedLinear):
     """Adapted layers whose weights are whole only while their layer runs: without `kernels` they
     are joined in the scratch for each product.
 
@@ -234,7 +234,7 @@ class Sharded(Joined):
         return self._fresh_weight()
 
 
-class Packed(Joined):
+class FusedQuantizedLinear(FusedLinear):
     """Adapted layers with quantized weights and the same input: each weight is dequantized for its
     product, and freed before the next one.
     """
@@ -327,8 +327,8 @@ class Frozen(Unadapted):
     def _weight(self) -> torch.Tensor:
         """That of a single layer is the layer's own."""
         if len(self.layers) == 1:
-            own: torch.Tensor = self.layers[0].weight
-            return own
+            weight: torch.Tensor = self.layers[0].weight
+            return weight
         if self._scratch is None:
             return self._kept
         return self._scratch.joined([layer.weight for layer in self.layers])
@@ -427,15 +427,15 @@ class Lookup(torch.autograd.Function):
         """The gradient of the weight, whose sums are those of torch: token by token, from zero."""
         (ids,) = ctx.saved_tensors
         weight = ctx.weight
-        found, places = ids.flatten().unique(return_inverse=True)
-        rows = weight.new_zeros(len(found), weight.shape[1])
+        distinct, places = ids.flatten().unique(return_inverse=True)
+        rows = weight.new_zeros(len(distinct), weight.shape[1])
         rows.index_add_(0, places, grad.reshape(-1, weight.shape[1]))
         if ctx.padding is not None:
-            rows[found == ctx.padding] = 0.0
+            rows[distinct == ctx.padding] = 0.0
         if weight.grad is not None and weight.grad_dtype is None and weight.grad.dtype == weight.dtype:
-            weight.grad.index_add_(0, found, rows)  # each row once
+            weight.grad.index_add_(0, distinct, rows)  # each row once
             return None, None, None
-        return None, own_gradient(weight, torch.zeros_like(weight).index_add_(0, found, rows)), None
+        return None, own_gradient(weight, torch.zeros_like(weight).index_add_(0, distinct, rows)), None
 
 
 # ---- norms
@@ -457,8 +457,8 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient of x."""
         rows, weight, factor = ctx.saved_tensors
-        found = ctx.kernels.norm_backward(grad.reshape(rows.shape).contiguous(), rows, weight, factor)
-        return found.view(grad.shape), None, None, None
+        d_x = ctx.kernels.norm_backward(grad.reshape(rows.shape).contiguous(), rows, weight, factor)
+        return d_x.view(grad.shape), None, None, None
 
 
 class TrainedNorm(torch.autograd.Function):
@@ -495,8 +495,8 @@ class GatedMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        wide: Joined | Unadapted,
-        down: Joined | Unadapted,
+        wide: FusedLinear | Unadapted,
+        down: FusedLinear | Unadapted,
         kernels: Any,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
@@ -541,7 +541,7 @@ class SelfAttention(torch.autograd.Function):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         places: Any,
-        joined: Joined | Unadapted,
+        joined: FusedLinear | Unadapted,
         heads: Heads,
         kernels: Any,
         *parameters: torch.Tensor,
@@ -571,13 +571,13 @@ class SelfAttention(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = joined.input_gradient(d_joint)
-        elif isinstance(joined, Joined):  # the first layer: nothing before it is trained
+        elif isinstance(joined, FusedLinear):  # the first layer: nothing before it is trained
             joined.project(d_joint)
         return d_x, None, None, None, None, None, *joined.gradients(d_joint, x, low)
 
 
 def _heads_of(
-    joint: torch.Tensor, joined: Joined | Unadapted, heads: Heads
+    joint: torch.Tensor, joined: FusedLinear | Unadapted, heads: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of a joint product: q (T, H, D), k and v (T, K, D)."""
     q, k, v = (part.unflatten(1, (-1, heads.size)) for part in joint[:, : joined.out].split(joined.sizes, 1))
@@ -673,16 +673,16 @@ def slow_down_layers(changed: list[torch.nn.Module]) -> None:
         del module.forward
 
 
-def _join(layers: list[Any], scratch: Scratch) -> Joined | Unadapted:
+def _join(layers: list[Any], scratch: Scratch) -> FusedLinear | Unadapted:
     if _is_wide(layers[0]):
         return Trained(layers, scratch)
     if _is_packed(layers[0]):
-        return Packed(layers)
+        return FusedQuantizedLinear(layers)
     base = layers[0].get_base_layer() if isinstance(layers[0], LoraLayer) else layers[0]
     sharded = isinstance(base.weight, DTensor)
     if _is_frozen(layers[0]):
         return Frozen(layers, scratch if sharded else None)
-    return Sharded(layers, scratch) if sharded else Joined(layers)
+    return Sharded(layers, scratch) if sharded else FusedLinear(layers)
 
 
 def _is_norm(module: Any, kernels: Any) -> bool:
@@ -773,8 +773,8 @@ def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     wide = x.dtype == torch.float32
     kind = weight.device.type
     if x.dtype != weight.dtype or x.device.type != kind or (wide and not torch.is_autocast_enabled(kind)):
-        found: torch.Tensor = type(module).forward(module, x)
-        return found
+        output: torch.Tensor = type(module).forward(module, x)
+        return output
     norm = TrainedNorm if wide else Norm
     return norm.apply(x, weight, module.variance_epsilon, module._kernels)  # noqa: SLF001
 
@@ -799,8 +799,8 @@ def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     if isinstance(wide, Trained) and wide.is_usable():
         x = x.to(torch.bfloat16)  # as autocast does
     if x.dtype != torch.bfloat16 or not (wide.is_usable() and down.is_usable()):
-        found: torch.Tensor = type(module).forward(module, x)
-        return found
+        output: torch.Tensor = type(module).forward(module, x)
+        return output
     rows = x.reshape(-1, x.shape[-1])
     parameters = (*wide.parameters(), *down.parameters())
     return GatedMlp.apply(rows, wide, down, module._kernels, *parameters).view(x.shape)  # noqa: SLF001
@@ -820,8 +820,8 @@ def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) 
         or kwargs.get("merged") is not None
         or not joined.is_usable()
     ):
-        found: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
-        return found
+        outputs: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
+        return outputs
     heads, kernels = module._heads, module._kernels  # noqa: SLF001
     if isinstance(kernels, Kernels):
         turned, lengths = _of_all_layers(*rope, ends)

@@ -268,14 +268,14 @@ def inspect_model(
         headers = [header for header in headers if header.name != "lm_head.weight"]
     contents = {file: read_contents(file) for file in files}
     digests = {"config.json": _digest_file(directory / "config.json")} | {
-        file.name: (found.bytes, found.digest) for file, found in contents.items()
+        file.name: (content.bytes, content.digest) for file, content in contents.items()
     }
     verify_files(directory, digests)
     if config.adapter is not None:
         contents |= _read_adapters(config, digests, verify_files)
     if config.preference.reference != "auto":
         contents |= _read_reference(config.preference.reference, text, digests, verify_files)
-    odd = {file: found.odd for file, found in contents.items() if found.odd}
+    odd = {file: content.odd for file, content in contents.items() if content.odd}
     if odd:
         raise odd_weights(odd)
     known = _quantized_facts(quantized)
@@ -349,15 +349,15 @@ def _read_adapters(
     config: RunConfig, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
 ) -> dict[Path, WeightContents]:
     """Reads the adapters that the config names, and adds their digests by config key."""
-    found: dict[Path, WeightContents] = {}
+    by_file: dict[Path, WeightContents] = {}
     assert config.adapter is not None
     for adapter in find_adapters(config.adapter, reward=config.objective == "reward"):
         file = adapter.directory / ADAPTER_FILE
-        found[file] = contents = read_contents(file)
+        by_file[file] = contents = read_contents(file)
         verify_files(adapter.directory, {ADAPTER_FILE: (contents.bytes, contents.digest)})
         what = f"{contents.digest} {adapter.kind} {adapter.rank} {adapter.scaling!r}"
         digests[f"{adapter.key} {ADAPTER_FILE}"] = (contents.bytes, what)
-    return found
+    return by_file
 
 
 def _read_reference(
@@ -371,20 +371,20 @@ def _read_reference(
     """
     directory = locate_model(named, key="preference.reference")
     settings = read_model_config(directory)
-    size, own = settings.get("text_config", settings).get("vocab_size"), text.get("vocab_size")
-    if size != own:
+    size, model_size = settings.get("text_config", settings).get("vocab_size"), text.get("vocab_size")
+    if size != model_size:
         raise ModelError.of(
-            f"the reference has {size} tokens, and the model {own}",
+            f"the reference has {size} tokens, and the model {model_size}",
             where=f"preference.reference: {named}",
             why="both must read the same tokens",
             fix="use a model of the same family, or set preference.reference: auto",
         )
-    found = {file: read_contents(file) for file in weight_files(directory)}
-    own_digests = {file.name: (contents.bytes, contents.digest) for file, contents in found.items()}
+    by_file = {file: read_contents(file) for file in weight_files(directory)}
+    own_digests = {file.name: (contents.bytes, contents.digest) for file, contents in by_file.items()}
     own_digests["config.json"] = _digest_file(directory / "config.json")
     verify_files(directory, own_digests)
     digests |= {f"preference.reference {name}": value for name, value in own_digests.items()}
-    return found
+    return by_file
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -521,19 +521,19 @@ def _refuse_lost_parts(directory: Path, settings: dict[str, Any]) -> None:
         ModelError: with how to get a model of text from it.
     """
     names = settings.get("architectures")
-    own = str(names[0]) if isinstance(names, list) and names else ""
-    if "text_config" not in settings or not own.endswith("ForConditionalGeneration"):
+    class_name = str(names[0]) if isinstance(names, list) and names else ""
+    if "text_config" not in settings or not class_name.endswith("ForConditionalGeneration"):
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings["model_type"], own)
-    if own == text:  # what is trained is the checkpoint's own class
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings["model_type"], class_name)
+    if class_name == text:  # what is trained is the checkpoint's own class
         return
     raise ModelError.of(
         f"{directory} is a multimodal model, and rows of text would train another model than that",
         where=str(directory / "config.json"),
         why=(
-            f"transformers loads its text part alone, as {text}: in {own}, the class of the checkpoint, an"
+            f"transformers loads its text part alone, as {text}: in {class_name}, the class of the checkpoint, an"
             " adapter of it would change nothing, and a merged or fully trained model would lack everything"
             " else"
         ),

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from unisono.trainer.model.generate import (
     GREEDY,
     IsDone,
-    Sampling,
+    SamplingParams,
     draw_tokens,
     generate,
     penalized,
@@ -44,7 +44,7 @@ _DELAY_S = 0.1  # of a part that delays running answers
 
 
 @dataclass(eq=False)
-class Answer:
+class GeneratedAnswer:
     """An answer while it is generated.
 
     Attributes:
@@ -58,7 +58,7 @@ class Answer:
 
     prompt: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     place: int = 0
     tokens: list[int] = field(default_factory=list)
     ended: Literal["stop", "length", "dropped", "failed"] | None = None
@@ -74,7 +74,7 @@ class Engine:
             exception; without it, `step` raises it.
     """
 
-    on_failure: Callable[[Sequence[Answer], Exception], None] | None = None
+    on_failure: Callable[[Sequence[GeneratedAnswer], Exception], None] | None = None
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Engine:
         self._token_s: float | None = None  # of the latest part of a prompt
         self._latest_part = _FIRST_PART // 2
         self._takes = inspect.signature(self._base.forward).parameters
-        self.waiting: list[Answer] = []
+        self.waiting: list[GeneratedAnswer] = []
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Engine:
         with torch.no_grad(), undisturbed(self._base):
             yield
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: GeneratedAnswer) -> None:
         """Queues an answer; it begins with the next step that has room for it."""
         assert answer.prompt, "the prompt has no tokens"
         assert answer.sampling.beams == 1, "the engine does not search with beams"
@@ -134,10 +134,10 @@ class Engine:
         """Whether there is nothing to generate."""
         return not self.waiting and not any(answer.ended is None for answer in self._running())
 
-    def _running(self) -> list[Answer]:
+    def _running(self) -> list[GeneratedAnswer]:
         return [answer for batch in (*self._batches, *self._reading) for answer in batch.answers]
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[GeneratedAnswer]:
         """Generates one token of each answer whose prompt has been read, and reads a part of one
         prompt; returns the answers that got a token or ended.
 
@@ -157,7 +157,9 @@ class Engine:
             moved += self._attempt(self._reading.popleft(), partial(self._read, since=since))
         return moved
 
-    def _attempt(self, batch: "_Batch", work: "Callable[[_Batch], list[Answer]]") -> list[Answer]:
+    def _attempt(
+        self, batch: "_Batch", work: "Callable[[_Batch], list[GeneratedAnswer]]"
+    ) -> list[GeneratedAnswer]:
         """The result of work on a batch.
 
         If it raises an exception, the answers of the batch end, and of one that it has joined in
@@ -172,14 +174,14 @@ class Engine:
             self._fail([answer for one in (*spoiled, batch) for answer in one.answers], error)
             return []
 
-    def _fail(self, answers: Sequence[Answer], error: Exception) -> None:
+    def _fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
         failed = [answer for answer in dict.fromkeys(answers) if answer.ended is None]
         for answer in failed:
             answer.ended = "failed"
         assert self.on_failure is not None
         self.on_failure(failed, error)
 
-    def _read(self, batch: "_Batch", *, since: float) -> list[Answer]:
+    def _read(self, batch: "_Batch", *, since: float) -> list[GeneratedAnswer]:
         """Reads the next part of the prompts of a batch; the batches take turns.
 
         Returns its answers if that was the last part.
@@ -222,7 +224,7 @@ class Engine:
         """Batches of the waiting answers for which there is room."""
         running = self._running()
         longest = max((len(answer.prompt) + len(answer.tokens) for answer in running), default=0)
-        begun: list[Answer] = []
+        begun: list[GeneratedAnswer] = []
         read = 0
         for answer in self.waiting:
             longest = max(longest, len(answer.prompt) + min(answer.max_new_tokens, _RESERVED))
@@ -239,7 +241,7 @@ class Engine:
             return [_Batch.of([answer], self._pad_id, self._base) for answer in begun]
         return [_Batch.of(begun, self._pad_id, self._base)] if begun else []
 
-    def _advance(self, batch: "_Batch") -> list[Answer]:
+    def _advance(self, batch: "_Batch") -> list[GeneratedAnswer]:
         """Computes one token of each answer of a batch."""
         logits = batch.forward(self._base, self._takes)
         chosen, finite = _choose(logits, batch.answers)
@@ -268,7 +270,7 @@ def answer_prompts(
     limits: Sequence[int],
     stop_ids: set[int],
     pad_id: int,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     together: bool = True,
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
@@ -299,8 +301,8 @@ def answer_prompts(
             is_done=is_done,
         )
     answers = [
-        Answer(prompt, limit, sampling, place=place)
-        for place, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        GeneratedAnswer(prompt, limit, sampling, place=number)
+        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     # In an order that does not depend on times, and with neighbors of similar length: the cache of
     # a batch is as long as its longest row.
@@ -336,23 +338,23 @@ def _search(
     """Answers by beam search, those with the same limit together."""
     answers: list[list[int]] = [[] for _ in prompts]
     for limit in sorted({limit for limit in limits if limit > 0}, reverse=True):
-        places = [place for place, own in enumerate(limits) if own == limit]
-        found = generate(
+        places = [number for number, prompt_limit in enumerate(limits) if prompt_limit == limit]
+        results = generate(
             model,
-            [prompts[place] for place in places],
+            [prompts[number] for number in places],
             max_new_tokens=limit,
             on_answers=on_answers,
             is_done=None if is_done is None else _placed(is_done, places),
             **options,
         )
-        for place, answer in zip(places, found, strict=True):
-            answers[place] = answer
+        for number, answer in zip(places, results, strict=True):
+            answers[number] = answer
     return answers
 
 
 def _placed(is_done: IsDone, places: Sequence[int]) -> IsDone:
-    """The same for some of the prompts."""
-    return lambda place, answer: is_done(places[place], answer)
+    """`is_done` for some of the prompts, by their number among them."""
+    return lambda number, answer: is_done(places[number], answer)
 
 
 class _Batch:
@@ -364,14 +366,16 @@ class _Batch:
         unread: (B, n) tokens that the cache does not have.
     """
 
-    def __init__(self, answers: list[Answer], mask: torch.Tensor, unread: torch.Tensor, cache: Any) -> None:
+    def __init__(
+        self, answers: list[GeneratedAnswer], mask: torch.Tensor, unread: torch.Tensor, cache: Any
+    ) -> None:
         self.answers = answers
         self.mask = mask
         self.unread = unread
         self._cache = cache
 
     @classmethod
-    def of(cls, answers: list[Answer], pad_id: int, base: Any) -> "_Batch":
+    def of(cls, answers: list[GeneratedAnswer], pad_id: int, base: Any) -> "_Batch":
         """A batch of answers that have not begun."""
         longest = max(len(answer.prompt) for answer in answers)
         gaps = [longest - len(answer.prompt) for answer in answers]
@@ -383,10 +387,10 @@ class _Batch:
 
     def read(self, base: Any, takes: Any, columns: int) -> None:
         """Moves so many columns of what is unread into the cache."""
-        rest = self.unread[:, columns:]
+        unread = self.unread[:, columns:]
         self.unread = self.unread[:, :columns]
         self.forward(base, takes)[0, 0].item()  # waits for the device: the time is measured
-        self.unread = rest
+        self.unread = unread
 
     def forward(self, base: Any, takes: Any) -> torch.Tensor:
         """(B, V) float32: logits of the next token of each answer."""
@@ -472,7 +476,7 @@ def _has_long_rope(base: Any) -> bool:
     return any(getattr(module, "rope_type", None) == "longrope" for module in base.modules())
 
 
-def _choose(logits: torch.Tensor, answers: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not
     where any is NaN.
     """

@@ -48,7 +48,7 @@ class StoredAdapter:
 
     @property
     def kind(self) -> str:
-        """As in `adapter.kind`."""
+        """The value of `adapter.kind`."""
         if self.settings.get("use_dora"):
             return "dora"
         return "rslora" if self.settings.get("use_rslora") else "lora"
@@ -75,14 +75,14 @@ def find_adapters(section: AdapterSection, *, reward: bool) -> list[StoredAdapte
     Raises:
         ModelError: if one is missing, is not a LoRA adapter, or differs from what the section says.
     """
-    found = [_read(name, f"adapter.merge.{i}") for i, name in enumerate(section.merge)]
-    for adapter in found:
+    adapters = [_read(name, f"adapter.merge.{i}") for i, name in enumerate(section.merge)]
+    for adapter in adapters:
         _refuse_unmergeable(adapter)
     if section.from_ is not None:
-        found.append(_read(section.from_, "adapter.from"))
-        _refuse_other_task(found[-1], reward=reward)
-        _refuse_differences(found[-1], section)
-    return found
+        adapters.append(_read(section.from_, "adapter.from"))
+        _refuse_other_task(adapters[-1], reward=reward)
+        _refuse_differences(adapters[-1], section)
+    return adapters
 
 
 def adapter_directory(name: str, key: str) -> Path:
@@ -92,9 +92,9 @@ def adapter_directory(name: str, key: str) -> Path:
         ModelError: if there is none.
     """
     directory = Path(name).expanduser()
-    for place in (directory, directory / "adapter"):
-        if (place / ADAPTER_SETTINGS).is_file() and (place / ADAPTER_FILE).is_file():
-            return place.resolve()
+    for candidate in (directory, directory / "adapter"):
+        if (candidate / ADAPTER_SETTINGS).is_file() and (candidate / ADAPTER_FILE).is_file():
+            return candidate.resolve()
     raise ModelError.of(
         f"there is no adapter in {name}",
         where=key,
@@ -308,19 +308,19 @@ def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantizati
     Raises:
         ModelError: if the method is not supported, or its library is missing.
     """
-    found = settings.get("quantization_config")
-    if not isinstance(found, dict):
+    stored = settings.get("quantization_config")
+    if not isinstance(stored, dict):
         return None
-    method = str(found.get("quant_method", "bitsandbytes"))
+    method = str(stored.get("quant_method", "bitsandbytes"))
     where = str(directory / "config.json")
     if method == "bitsandbytes":
         _require_libraries(f"{where}: quant_method {method}")
-        if found.get("load_in_8bit") or found.get("_load_in_8bit"):
+        if stored.get("load_in_8bit") or stored.get("_load_in_8bit"):
             return Quantization("int8", double=False, stored=True)
-        kind: Kind = "nf4" if found.get("bnb_4bit_quant_type") == "nf4" else "fp4"
-        return Quantization(kind, bool(found.get("bnb_4bit_use_double_quant")), stored=True)
+        kind: Kind = "nf4" if stored.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+        return Quantization(kind, bool(stored.get("bnb_4bit_use_double_quant")), stored=True)
     if method in LAYOUTS:
-        return _grouped(method, found, directory)
+        return _grouped(method, stored, directory)
     raise ModelError.of(
         f"the weights in {directory} are quantized with {method!r}",
         where=where,
@@ -329,15 +329,17 @@ def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantizati
     )
 
 
-def _grouped(method: str, found: dict[str, Any], directory: Path) -> Quantization:
+def _grouped(method: str, stored: dict[str, Any], directory: Path) -> Quantization:
     """How weights are stored that GPTQ or AWQ quantized."""
-    named = [str(found[key]).lower() for key in ("checkpoint_format", "version", "format") if found.get(key)]
+    named = [
+        str(stored[key]).lower() for key in ("checkpoint_format", "version", "format") if stored.get(key)
+    ]
     layout = named[0] if named else LAYOUTS[method][0]
     what = None
-    if layout not in LAYOUTS[method] or found.get("is_marlin_format"):
+    if layout not in LAYOUTS[method] or stored.get("is_marlin_format"):
         what = f"in the layout {layout if layout not in LAYOUTS[method] else 'marlin'!r}"
-    elif found.get("bits") not in _WIDTHS[method]:
-        what = f"to {found.get('bits')} bits"
+    elif stored.get("bits") not in _WIDTHS[method]:
+        what = f"to {stored.get('bits')} bits"
     if what is not None:
         raise ModelError.of(
             f"the weights in {directory} are quantized with {method.upper()} {what}",
@@ -364,7 +366,7 @@ class GroupedShape:
 
     @property
     def bytes(self) -> float:
-        """Of weights, scales and zero points in memory."""
+        """The bytes of weights, scales and zero points in memory."""
         return self.outs * (self.ins * self.bits / 8 + self.groups * 3)
 
 
@@ -380,16 +382,16 @@ def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -
         layer, _, last = header.name.rpartition(".")
         if last in _PARTS:
             parts.setdefault(layer, {})[last] = header
-    found = {layer: _grouped_shape(how, layer, tensors, where) for layer, tensors in parts.items()}
-    head = next((layer for layer in found if layer.endswith("lm_head")), None)
-    if head is not None or not found:
+    shapes = {layer: _grouped_shape(how, layer, tensors, where) for layer, tensors in parts.items()}
+    head = next((layer for layer in shapes if layer.endswith("lm_head")), None)
+    if head is not None or not shapes:
         raise ModelError.of(
             f"{head} is quantized" if head else f"no weight is quantized with {how.kind.upper()}",
             where=where,
             why="the head is computed with dense weights" if head else "it is the method in config.json",
             fix=_ORIGINAL if head else "copy config.json and the weights again",
         )
-    return found
+    return shapes
 
 
 def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> GroupedShape:
@@ -400,8 +402,8 @@ def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader]
         groups, outs = scales
         bits = zeros[1] * 32 // outs
         ins = packed[0] if how.kind == "awq" else packed[0] * 32 // max(bits, 1)
-        wanted = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
-        fits = (packed, zeros) == (wanted, (groups, outs * bits // 32)) and ins % groups == 0
+        expected = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
+        fits = (packed, zeros) == (expected, (groups, outs * bits // 32)) and ins % groups == 0
         if fits and bits in _WIDTHS[how.kind] and shapes.get("g_idx", (ins,)) == (ins,):
             return GroupedShape(outs, ins, bits, groups, parts)
     raise ModelError.of(
@@ -430,9 +432,9 @@ def _require_libraries(where: str) -> None:
     for name, least in _LIBRARIES.items():
         version = installed(name)
         if version is None or _release(version) < least:
-            wanted = ".".join(map(str, least))
+            required = ".".join(map(str, least))
             raise ModelError.of(
-                f"quantized weights need {name} {wanted} or newer, which is not installed"
+                f"quantized weights need {name} {required} or newer, which is not installed"
                 + (f": {version} is" if version else ""),
                 where=where,
                 fix=f"{_INSTALL}, or set model.quantize: null",

@@ -34,13 +34,20 @@ _LENGTH_BYTES = 8
 _BLOCK_BYTES = 1 << 20  # stays in the cache between the digest and the search for NaN
 _SHOWN = 8
 _TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_MOST = dict.fromkeys(
-    ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
-     "added_tokens.json", "processor_config.json", "preprocessor_config.json", "chat_template.json"), SETTINGS_BYTES,
-) | dict.fromkeys(
-    (INDEX, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
-     "tekken.json"), MOST_BYTES,
-) | {"chat_template.jinja": TEMPLATE_BYTES, "model.safetensors": None, "adapter_model.safetensors": None}  # fmt: skip
+_SETTINGS_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "processor_config.json", "preprocessor_config.json"),
+    "chat_template.json",
+)
+_VOCABULARY_FILES = (
+    *(INDEX, "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+_MOST = (
+    dict.fromkeys(_SETTINGS_FILES, SETTINGS_BYTES)
+    | dict.fromkeys(_VOCABULARY_FILES, MOST_BYTES)
+    | {"chat_template.jinja": TEMPLATE_BYTES, "model.safetensors": None, "adapter_model.safetensors": None}
+)
 """The files of a model's directory that unisono, transformers, tokenizers and peft open, with their
 largest size; None: any.
 """
@@ -163,7 +170,7 @@ def indexed_files(index: Path) -> list[Path]:
             fix="copy it again",
         )
     try:
-        found = [path_below(index.parent, name, parts=1) for name in sorted(set(files.values()))]
+        paths = [path_below(index.parent, name, parts=1) for name in sorted(set(files.values()))]
     except ValueError as error:
         raise ModelError.of(
             f"in the index of the weights {error}",
@@ -171,15 +178,15 @@ def indexed_files(index: Path) -> list[Path]:
             why="weight files must be in the directory of the index",
             fix="copy it again",
         ) from error
-    missing = [file.name for file in found if not file.is_file()]
+    missing = [file.name for file in paths if not file.is_file()]
     if missing:
         raise ModelError.of(
-            f"the model lacks {len(missing)} of {len(found)} weight files: {', '.join(missing[:4])}",
+            f"the model lacks {len(missing)} of {len(paths)} weight files: {', '.join(missing[:4])}",
             where=str(index.parent),
             why=f"{index.name} lists them",
             fix="copy or download the missing files",
         )
-    return found
+    return paths
 
 
 def check_directory(directory: Path) -> None:
@@ -382,33 +389,33 @@ def read_contents(file: Path, *, tensors: bool = False) -> WeightContents:
     """
     header = read_safetensors_header(file)
     total = xxhash.xxh3_128()
-    found = WeightContents(0, "")
+    contents = WeightContents(0, "")
     with open_plain(file) as stream:
         total.update(stream.read(header[0].begin))
         for tensor in header:
-            own = xxhash.xxh3_64() if tensors else None
-            _read_tensor(stream, tensor, total, own, found)
-            if own is not None:
-                found.tensors[tensor.name] = own.hexdigest()
-        found.bytes = stream.tell()
-    found.digest = total.hexdigest()
-    return found
+            digest = xxhash.xxh3_64() if tensors else None
+            _read_tensor(stream, tensor, total, digest, contents)
+            if digest is not None:
+                contents.tensors[tensor.name] = digest.hexdigest()
+        contents.bytes = stream.tell()
+    contents.digest = total.hexdigest()
+    return contents
 
 
 def _read_tensor(
     stream: IO[bytes],
     tensor: TensorHeader,
     total: xxhash.xxh3_128,
-    own: xxhash.xxh3_64 | None,
-    found: WeightContents,
+    digest: xxhash.xxh3_64 | None,
+    contents: WeightContents,
 ) -> None:
     left = tensor.end - tensor.begin
     while left and (block := stream.read(min(_BLOCK_BYTES, left))):
         total.update(block)
-        if own is not None:
-            own.update(block)
-        if tensor.name not in found.odd and (odd := _odd(block, tensor.dtype)):
-            found.odd[tensor.name] = odd
+        if digest is not None:
+            digest.update(block)
+        if tensor.name not in contents.odd and (odd := _odd(block, tensor.dtype)):
+            contents.odd[tensor.name] = odd
         left -= len(block)
 
 

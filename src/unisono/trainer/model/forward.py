@@ -134,8 +134,8 @@ class Forward:
         """
         if self.root is None:
             return use()
-        found: T = self.root(use)
-        return found
+        result: T = self.root(use)
+        return result
 
     def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
         """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a
@@ -148,9 +148,9 @@ class Forward:
                 (arXiv:1512.00567).
         """
         if self.graphs is not None and not smoothing and torch.is_grad_enabled():
-            found = self.graphs.loss(rows, count)
-            if found is not None:
-                return found
+            loss = self.graphs.loss(rows, count)
+            if loss is not None:
+                return loss
         return self.within(lambda: self._loss(rows, count, smoothing))
 
     def use_graphs(self, *, most_tokens: int, longest: int) -> None:
@@ -249,8 +249,8 @@ class Forward:
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
-            wanted = {"wanted_tokens": index} if self.shortens else {}
-            hidden = body(**_flat_inputs(rows, merged), **wanted).last_hidden_state[0]
+            options = {"wanted_tokens": index} if self.shortens else {}
+            hidden = body(**_flat_inputs(rows, merged), **options).last_hidden_state[0]
             return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
         return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
@@ -316,23 +316,23 @@ def choose_forward(
         # transformers 5.20 renamed it, and warns about the old name.
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    own = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+    attention = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     # The head of a reward model is trained, too; it is computed in float32.
     others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
-    forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, own, root=root, quick=quick)
+    forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, attention, root=root, quick=quick)
     forward.rows_apart = scale_rows_apart(base)
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        wanted = forward.within(lambda: _alone(forward))
+        reference = forward.within(lambda: _alone(forward))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
-            forward.within(lambda: _try_head(forward, wanted))
+            forward.within(lambda: _try_head(forward, reference))
         if not loaded.is_reward or forward.head == "chunked":
-            forward.within(lambda: _try_flat(forward, wanted))
+            forward.within(lambda: _try_flat(forward, reference))
         if forward.layout == "flat" and not forward.rows_apart:
             forward.within(lambda: _try_merging(forward))
         if forward.layout == "flat" and forward.head == "chunked":
@@ -341,7 +341,7 @@ def choose_forward(
         is_full = loaded.model is base and not loaded.is_reward
         if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             compiles = base.device.type == "cuda" and root is None
-            forward.within(lambda: _try_layers(forward, wanted, compiles=compiles, trains=trains))
+            forward.within(lambda: _try_layers(forward, reference, compiles=compiles, trains=trains))
     loaded.model.train(was_training)
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
@@ -397,9 +397,9 @@ def _try_score(forward: Forward) -> None:
     positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     prefixes = replace(rows, input_ids=ids, position_ids=positions, lengths=lengths)  # 15 rows
     with torch.autocast(base.device.type, dtype=forward.dtype, enabled=forward.dtype != torch.float32):
-        wanted = forward._scores(prefixes)  # noqa: SLF001 - same module
+        reference = forward._scores(prefixes)  # noqa: SLF001 - same module
     forward.head = "chunked"
-    if not _alike(forward._scores(prefixes), wanted, forward.dtype):  # noqa: SLF001
+    if not _alike(forward._scores(prefixes), reference, forward.dtype):  # noqa: SLF001
         forward.head, forward.why = "model", "its values are more than last hidden states times one matrix"
         forward.autocast = forward.dtype != torch.float32  # its head has the dtype of its weights
 
@@ -434,7 +434,7 @@ def _last_tokens(rows: Rows, pad: int) -> torch.Tensor:
     return starts + starts.new_zeros(len(lengths)).scatter_reduce(0, row_of, places, "amax")
 
 
-def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
+def _try_head(forward: Forward, reference: torch.Tensor) -> None:
     """Chooses the chunked head if the model's head is one matrix, and the logits equal the model's
     own.
     """
@@ -452,7 +452,7 @@ def _try_head(forward: Forward, wanted: torch.Tensor) -> None:
         weight, scale = _head_matrix(forward.loaded.base)
         weight = weight.to(forward.dtype) if scale is None else weight
         logits = times_transposed(hidden.to(forward.dtype), weight, scale).float()
-    if _alike(logits, wanted, forward.dtype):
+    if _alike(logits, reference, forward.dtype):
         forward.head = "chunked"
     else:
         forward.why = "its logits are more than hidden states times one matrix"
@@ -476,7 +476,7 @@ def _trained(head: Any) -> Any:
     return head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
 
 
-def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
+def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
     """Chooses the flat layout if rows do not influence each other, and each gives the same output
     as alone.
     """
@@ -500,7 +500,7 @@ def _try_flat(forward: Forward, wanted: torch.Tensor) -> None:
     else:
         # A change of the first row, with its five predictions, must not change the second row.
         if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
-            logits, wanted, forward.dtype
+            logits, reference, forward.dtype
         ):
             why = _why_not_in_training(forward)
         else:
@@ -525,7 +525,8 @@ def _why_not_in_training(forward: Forward) -> str:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             forward._precision(),  # noqa: SLF001 - same module
         ):
-            (forward._hidden if forward.loaded.is_reward else forward._logits)(_probe_rows(base, first=11))  # noqa: SLF001
+            values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001
+            values(_probe_rows(base, first=11))
     except UnsupportedAttentionError as error:
         return f"its attention needs {error} in training"
     finally:
@@ -568,7 +569,7 @@ def _try_last_layer(forward: Forward) -> None:
         undo()
 
 
-def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, trains: bool) -> None:
+def _try_layers(forward: Forward, reference: torch.Tensor, *, compiles: bool, trains: bool) -> None:
     """Chooses the fast layers only if the outputs stay the same.
 
     On a GPU each function is compiled at its first call, which can fail, or give other values with
@@ -588,7 +589,7 @@ def _try_layers(forward: Forward, wanted: torch.Tensor, *, compiles: bool, train
     try:
         changed = speed_up_layers(forward.loaded.model)
         with forward._precision():  # noqa: SLF001
-            alike = _alike(values(rows).float(), wanted, forward.dtype)
+            alike = _alike(values(rows).float(), reference, forward.dtype)
         if alike and before is not None:
             alike = _alike(
                 _probe_gradients(forward, rows, probed), before, forward.dtype, times=_GRADIENT_TIMES
@@ -632,11 +633,11 @@ def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Par
             loss = forward._scores(rows).sum()  # noqa: SLF001 - same module
         else:
             loss = forward._loss(rows, len(rows.labels), 0.0)  # noqa: SLF001
-        found = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    return torch.cat([gradient.flatten().float() for gradient in found])
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return torch.cat([gradient.flatten().float() for gradient in gradients])
 
 
-def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *, times: float = 1) -> bool:
+def _alike(values: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *, times: float = 1) -> bool:
     """Whether they are equal up to rounding: the root mean square of the difference is small
     compared with the spread of the logits.
 
@@ -644,7 +645,7 @@ def _alike(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, *, tim
     Incorrect ones were never below 20 %.
     """
     tolerance = (2e-5 if dtype == torch.float32 else 0.06) * times
-    return bool((found - wanted).square().mean().sqrt() <= tolerance * wanted.std().clamp_min(1e-6))
+    return bool((values - reference).square().mean().sqrt() <= tolerance * reference.std().clamp_min(1e-6))
 
 
 def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
@@ -687,6 +688,6 @@ def _padded_values(rows: Rows, values: torch.Tensor) -> torch.Tensor:
     """Values (T, E) of all tokens as (R, L, E), with zeros in the padding."""
     lengths = torch.tensor(rows.lengths, device=values.device)
     row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=values.device), lengths)  # (T,)
-    found = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
-    found[row_of, rows.position_ids] = values
-    return found
+    padded = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
+    padded[row_of, rows.position_ids] = values
+    return padded

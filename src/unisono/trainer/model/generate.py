@@ -29,7 +29,7 @@ IsDone = Callable[[int, Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How the tokens of an answer are chosen.
 
     Attributes:
@@ -54,12 +54,12 @@ class Sampling:
     seed: int = 0
 
     @classmethod
-    def of(cls, request: Mapping[str, Any]) -> "Sampling":
+    def of(cls, request: Mapping[str, Any]) -> "SamplingParams":
         """From a task's request, which may have any of the attributes."""
         return cls(**{name.name: request[name.name] for name in fields(cls) if name.name in request})
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 def generate(
@@ -69,7 +69,7 @@ def generate(
     max_new_tokens: int,
     stop_ids: set[int],
     pad_id: int,
-    sampling: Sampling = GREEDY,
+    sampling: SamplingParams = GREEDY,
     on_token: OnToken | None = None,
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
@@ -181,7 +181,7 @@ def _search(
     model: Any,
     inputs: _Inputs,
     listener: "_Listener",
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     max_new_tokens: int,
     stop_ids: set[int],
@@ -199,7 +199,7 @@ def _search(
         return_dict_in_generate=False,
     )
     mask = inputs.mask.to(model.device)
-    found = model.generate(
+    sequences = model.generate(
         input_ids=inputs.ids.to(model.device),
         attention_mask=mask,
         generation_config=settings,
@@ -207,7 +207,7 @@ def _search(
             _penalties(sampling.repetition_penalty, mask.repeat_interleave(sampling.beams, dim=0))
         ),
     )
-    listener.take(found[:, inputs.ids.shape[1] :].tolist())
+    listener.take(sequences[:, inputs.ids.shape[1] :].tolist())
 
 
 def _penalties(penalty: float, mask: torch.Tensor) -> list[LogitsProcessor]:
@@ -292,13 +292,13 @@ class _Draws(LogitsProcessor):
         batch: list[int],
         *,
         length: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
     ) -> None:
         self._sampling = sampling
         self._step = 0
         # (B, length) float64 in [0, 1)
         self._numbers = (
-            torch.stack([random_numbers(sampling.seed, place, length) for place in batch])
+            torch.stack([random_numbers(sampling.seed, number, length) for number in batch])
             if sampling.temperature > 0
             else None
         )
@@ -313,7 +313,7 @@ class _Draws(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
 
 
-def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """The token of each row that its random number selects: scores (B, V) logits, numbers (B, 1) in
     [0, 1) → (B, 1).
     """
@@ -327,11 +327,11 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: Sampling)
     before = ordered.cumsum(dim=-1) - ordered
     ordered = ordered.masked_fill((before >= sampling.top_p) & (before > 0), 0.0)
     edges = ordered.cumsum(dim=-1)
-    place = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
+    index = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
     last = (ordered > 0).sum(
         dim=-1, keepdim=True
     ) - 1  # rounding must not select a token beyond the allowed ones
-    return tokens.gather(-1, torch.minimum(place, last).clamp(min=0))  # -1 among scores that are not finite
+    return tokens.gather(-1, torch.minimum(index, last).clamp(min=0))  # -1 among scores that are not finite
 
 
 class _RepetitionPenalty(LogitsProcessor):
@@ -363,9 +363,9 @@ def penalized(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch
     return scores.scatter(1, seen, logits)
 
 
-def random_numbers(seed: int, place: int, length: int) -> torch.Tensor:
+def random_numbers(seed: int, number: int, length: int) -> torch.Tensor:
     """(length,) random numbers of one prompt, from a separate generator."""
-    key = hashlib.sha256(f"unisono generate {seed} {place}".encode()).digest()
+    key = hashlib.sha256(f"unisono generate {seed} {number}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
     return torch.rand(length, generator=generator, dtype=torch.float64)
 

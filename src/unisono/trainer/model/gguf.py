@@ -91,7 +91,7 @@ _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
-class Layout:
+class GgufLayout:
     """How a model of transformers is laid out in a GGUF file.
 
     Attributes:
@@ -105,7 +105,7 @@ class Layout:
     names: Any
 
     @classmethod
-    def of(cls, config: Any) -> "Layout":
+    def of(cls, config: Any) -> "GgufLayout":
         """The layout for a config of transformers.
 
         Raises:
@@ -123,9 +123,9 @@ class Layout:
                     " convert_hf_to_gguf.py"
                 ),
             )
-        found = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
-        found._check()
-        return found
+        layout = cls(text, kind, gguf.get_tensor_name_map(ARCHITECTURES[kind], text.num_hidden_layers))
+        layout._check()
+        return layout
 
     @property
     def architecture(self) -> str:
@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def head_dim(self) -> int:
-        """Of a head of attention."""
+        """The width of an attention head."""
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self._heads)
 
     @property
@@ -144,13 +144,13 @@ class Layout:
     @property
     def _rope(self) -> dict[str, Any]:
         """The rotary settings, those of the layers that see all tokens."""
-        found: dict[str, Any] = self.config.rope_parameters or {}
-        return found.get("full_attention", found)
+        rope: dict[str, Any] = self.config.rope_parameters or {}
+        return rope.get("full_attention", rope)
 
     def _check(self) -> None:
-        found = find_difference(self.kind, self.config)
-        if found is not None:
-            key, value, why = found
+        difference = find_difference(self.kind, self.config)
+        if difference is not None:
+            key, value, why = difference
             raise ModelError.of(
                 f"llama.cpp has nothing for {key} {one_line(value, limit=60)} in a model of type {self.kind}",
                 where=f"config.json: {key}",
@@ -166,7 +166,7 @@ class Layout:
         """
         config, name = self.config, self.architecture
         window = getattr(config, "sliding_window", None)
-        found: list[Setting] = [
+        settings: list[Setting] = [
             ("vocab_size", "uint32", vocabulary),
             ("context_length", "uint32", longest_context(self.kind, config)),
             ("embedding_length", "uint32", config.hidden_size),
@@ -185,28 +185,28 @@ class Layout:
             ),
         ]
         if window and self.kind in ("gemma2", "gemma3_text"):
-            found.append(("attention.sliding_window", "uint32", int(window)))
+            settings.append(("attention.sliding_window", "uint32", int(window)))
         if self.kind == "gemma3_text":
-            own = config.rope_parameters["sliding_attention"]
-            found.append(("rope.freq_base_swa", "float32", float(own.get("rope_theta", 10000.0))))
+            local_rope = config.rope_parameters["sliding_attention"]
+            settings.append(("rope.freq_base_swa", "float32", float(local_rope.get("rope_theta", 10000.0))))
         if self.kind == "gemma2":
-            found.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
-            found.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
-        found += self._scaling()
-        return [(f"{name}.{key}", kind, value) for key, kind, value in found]
+            settings.append(("attn_logit_softcapping", "float32", config.attn_logit_softcapping))
+            settings.append(("final_logit_softcapping", "float32", config.final_logit_softcapping))
+        settings += self._scaling()
+        return [(f"{name}.{key}", kind, value) for key, kind, value in settings]
 
     def _scaling(self) -> list[Setting]:
         rope = self._rope
         if rope.get("rope_type") not in ("linear", "yarn"):
             return []
-        found: list[Setting] = [
+        settings: list[Setting] = [
             ("rope.scaling.type", "string", rope["rope_type"]),
             ("rope.scaling.factor", "float32", float(rope["factor"])),
         ]
         if rope["rope_type"] == "yarn":
             trained = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-            found.append(("rope.scaling.original_context_length", "uint32", int(trained)))
-        return found
+            settings.append(("rope.scaling.original_context_length", "uint32", int(trained)))
+        return settings
 
     def tensors(self, base: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a model in the file's names and layout, in float32, one after the other.
@@ -228,14 +228,14 @@ class Layout:
         Raises:
             ModelError: if there is none.
         """
-        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        stored_name = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored_name is None:
             raise ModelError.of(
                 f"llama.cpp has no name for the tensor {name}",
                 where=f"model type {self.kind}",
                 fix="convert a merged export with llama.cpp's convert_hf_to_gguf.py",
             )
-        return str(found)
+        return str(stored_name)
 
     def _laid_out(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self.kind in GEMMAS and name.endswith("norm.weight"):
@@ -340,10 +340,10 @@ def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtyp
     Raises:
         IntegrityError: if one is missing, differs, or is there in addition.
     """
-    found = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     worst = 0.0
     for name, tensor in tensors:
-        here = found.pop(name, None)
+        here = stored.pop(name, None)
         if here is None or [*reversed(here.shape.tolist())] != list(tensor.shape):
             raise _damaged(path, name, "it is missing, or has a different shape")
         if dtype is not None:
@@ -351,8 +351,8 @@ def read_back(path: Path, tensors: "Iterable[tuple[str, torch.Tensor]]", *, dtyp
                 raise _damaged(path, name, "its values differ from those that were written")
             continue
         worst = max(worst, _difference(here, tensor))
-    if found:
-        raise _damaged(path, next(iter(found)), "the model has no such tensor")
+    if stored:
+        raise _damaged(path, next(iter(stored)), "the model has no such tensor")
     if worst > _QUANTIZED_DIFFERENCE:
         raise _damaged(path, "a tensor", f"quantized values differ by {worst:.2g} of their size")
     return worst
@@ -363,9 +363,9 @@ def _difference(here: Any, tensor: torch.Tensor) -> float:
         values = dequantize(np.asarray(here.data), here.tensor_type).reshape(tensor.shape)
     except NotImplementedError:  # of a type that the package cannot read; name and shape are compared
         return 0.0
-    wanted = tensor.cpu().numpy()
-    size = float(np.sqrt(np.mean(np.square(wanted, dtype=np.float64))))
-    return float(np.sqrt(np.mean(np.square(values - wanted, dtype=np.float64)))) / max(size, 1e-12)
+    expected = tensor.cpu().numpy()
+    size = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
+    return float(np.sqrt(np.mean(np.square(values - expected, dtype=np.float64)))) / max(size, 1e-12)
 
 
 def _damaged(path: Path, name: str, why: str) -> IntegrityError:
@@ -409,14 +409,14 @@ def find_spaces(tokenizer: Any, texts: Sequence[str]) -> Spaces:
     raw = json.loads(real.to_str())
     if raw["model"].get("type") != "BPE":
         raise _unknown(f"a tokenizer of type {raw['model'].get('type')}")
-    wanted = _encoded(real, texts)
+    expected = _encoded(real, texts)
     known = {*raw["model"]["vocab"], *(token["content"] for token in raw["added_tokens"])}
     pieces = bool(raw["model"].get("byte_fallback"))
     for strips in (False, True) if known.issuperset((*_UNSTRIPPED, "</s>")) else (False,):
         for prefix in (True, False) if pieces else (False,):
-            found = Spaces(prefix, strips)
-            if _encoded(Tokenizer.from_str(json.dumps(_with_spaces(raw, found))), texts) == wanted:
-                return found
+            spaces = Spaces(prefix, strips)
+            if _encoded(Tokenizer.from_str(json.dumps(_with_spaces(raw, spaces))), texts) == expected:
+                return spaces
     raise _unknown("the way in which this tokenizer treats spaces beside special tokens")
 
 
@@ -460,12 +460,12 @@ def tokenizer_settings(
     """
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens, kinds = _tokens(raw, rows)
-    found = (
+    settings = (
         _pieces(raw, rows, prefix=spaces.prefix)
         if raw["model"].get("byte_fallback")
         else _bytes(raw, tokenizer)
     )
-    found += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
+    settings += [("tokenizer.ggml.tokens", "array", tokens), ("tokenizer.ggml.token_type", "array", kinds)]
     ends = [end_of_turn] if end_of_turn is not None else []
     ends += [stop for stop in stops if stop not in (end_of_turn, tokenizer.eos_token_id)]
     ids = {
@@ -475,17 +475,17 @@ def tokenizer_settings(
         "unknown": tokenizer.unk_token_id,
         **dict(zip(("eot", "eom"), ends, strict=False)),
     }
-    found += [
+    settings += [
         (f"tokenizer.ggml.{name}_token_id", "uint32", number)
         for name, number in ids.items()
         if isinstance(number, int) and number < rows
     ]
     first = tokenizer("a").input_ids[0]
-    found.append(("tokenizer.ggml.add_bos_token", "bool", first == tokenizer.bos_token_id))
-    found.append(("tokenizer.ggml.add_eos_token", "bool", False))
+    settings.append(("tokenizer.ggml.add_bos_token", "bool", first == tokenizer.bos_token_id))
+    settings.append(("tokenizer.ggml.add_eos_token", "bool", False))
     if template is not None:
-        found.append(("tokenizer.chat_template", "string", template))
-    return found
+        settings.append(("tokenizer.chat_template", "string", template))
+    return settings
 
 
 def _unknown(what: str) -> ModelError:
@@ -520,7 +520,7 @@ def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
     Raises:
         ModelError: if there is none.
     """
-    wanted = _encoded(real, TEXTS)
+    expected = _encoded(real, TEXTS)
     for name, (patterns, ignore_merges) in _SPLITS.items():
         splits = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -532,7 +532,7 @@ def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, whole]},
             "model": raw["model"] | {"ignore_merges": ignore_merges},
         }
-        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == wanted:
+        if _encoded(Tokenizer.from_str(json.dumps(changed)), TEXTS) == expected:
             return name
     raise _unknown("the way in which this tokenizer splits texts")
 

@@ -82,8 +82,8 @@ def _gemma_limits(kind: str, config: Any) -> Iterator[Limit]:
 
 
 def _rope_limits(kind: str, config: Any) -> Iterator[Limit]:
-    found = config.rope_parameters or {}
-    rope = found.get("full_attention", found)
+    parameters = config.rope_parameters or {}
+    rope = parameters.get("full_attention", parameters)
     scaling = rope.get("rope_type", "default")
     known = ["default", "linear", *(["llama3"] if kind in _LLAMAS else [])]
     known += ["yarn"] if kind != "gemma3_text" else []  # whose layers with a window would have it, too
@@ -94,8 +94,13 @@ def _rope_limits(kind: str, config: Any) -> Iterator[Limit]:
     if scaling == "yarn":
         yield from _yarn_limits(rope)
     if kind == "gemma3_text":
-        own = found["sliding_attention"].get("rope_type", "default")
-        yield "rope_type of sliding_attention", own, ("default",), "layers with a window are never scaled"
+        local_type = parameters["sliding_attention"].get("rope_type", "default")
+        yield (
+            "rope_type of sliding_attention",
+            local_type,
+            ("default",),
+            "layers with a window are never scaled",
+        )
 
 
 def _yarn_limits(rope: dict[str, Any]) -> Iterator[Limit]:

@@ -94,9 +94,9 @@ def _compiled(folder: Path, options: list[str], libraries: list[Path]) -> Path:
 def _flags_of_cpu() -> str:
     """What the processor supports: a home directory may be shared by machines of several kinds."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    wanted = ("flags", "Features", "model name")
-    found = dict.fromkeys(line for line in lines if line.split("\t")[0].split(":")[0].strip() in wanted)
-    return " ".join(found)
+    names = ("flags", "Features", "model name")
+    flags = dict.fromkeys(line for line in lines if line.split("\t")[0].split(":")[0].strip() in names)
+    return " ".join(flags)
 
 
 class AdamWFigures(NamedTuple):
@@ -139,9 +139,9 @@ class Kernels:
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor
     ) -> torch.Tensor:
         """The gradient of x (T, E)."""
-        found = torch.empty_like(x)
-        self._call("norm_backward", grad, x, weight, factor, *x.shape, found)
-        return found
+        d_x = torch.empty_like(x)
+        self._call("norm_backward", grad, x, weight, factor, *x.shape, d_x)
+        return d_x
 
     def wide_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
@@ -188,9 +188,9 @@ class Kernels:
 
     def dequantize(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(out, in) from int8 values (out, in), each row times its float32 scale (out,)."""
-        found = torch.empty(packed.shape, dtype=torch.bfloat16)
-        self._call("dequantize", packed.contiguous(), scale, *packed.shape, found)
-        return found
+        weight = torch.empty(packed.shape, dtype=torch.bfloat16)
+        self._call("dequantize", packed.contiguous(), scale, *packed.shape, weight)
+        return weight
 
     def dequantize_groups(
         self,
@@ -203,7 +203,7 @@ class Kernels:
         """(out, in) of the bytes of codes, and of float32 scales and uint8 zero points (out,
         groups); see `quantization.Groups`.
         """
-        found = torch.empty(len(packed), packed.shape[1] * 8 // bits, dtype=torch.bfloat16)
+        weight = torch.empty(len(packed), packed.shape[1] * 8 // bits, dtype=torch.bfloat16)
         order = 0 if places is None else places
         self._call(
             "dequantize_groups",
@@ -211,12 +211,12 @@ class Kernels:
             scales,
             zeros,
             order,
-            *found.shape,
+            *weight.shape,
             zeros.shape[1],
             bits,
-            found,
+            weight,
         )
-        return found
+        return weight
 
     def pack(
         self,
@@ -324,7 +324,7 @@ class Kernels:
         self._call("project_low_rank", y, y.stride(0), _adapters(bs), len(bs), len(y), low, low.stride(0))
 
     def multiply(
-        self, x: torch.Tensor, layers: Sequence["Layer"], y: torch.Tensor, low: torch.Tensor
+        self, x: torch.Tensor, layers: Sequence["LayerWeights"], y: torch.Tensor, low: torch.Tensor
     ) -> None:
         """Writes x Wᵀ + low Bᵀ of each layer, x (T, in), into its columns of y (T, widths), and x
         s·Aᵀ of all into low (T, ranks).
@@ -335,7 +335,7 @@ class Kernels:
         )
 
     def multiply_back(
-        self, d_y: torch.Tensor, layers: Sequence["Layer"], d_low: torch.Tensor, d_x: torch.Tensor
+        self, d_y: torch.Tensor, layers: Sequence["LayerWeights"], d_low: torch.Tensor, d_x: torch.Tensor
     ) -> None:
         """Writes d_y B of each layer, from its columns of d_y (T, widths), into those of d_low (T,
         ranks), and d_y W + d_low s·A, summed over the layers, into d_x (T, in).
@@ -389,7 +389,7 @@ def _attention_values(
     return [*inputs, *strides, *rope, heads.scale, begins, len(begins) - 1, *sizes]
 
 
-class Layer(NamedTuple):
+class LayerWeights(NamedTuple):
     """A linear layer with an adapter."""
 
     weight: torch.Tensor
@@ -401,10 +401,10 @@ class Layer(NamedTuple):
     scale: float
 
 
-def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[Layer], torch.Tensor]:
+def _without_adapter(x: torch.Tensor, weight: torch.Tensor) -> tuple[list[LayerWeights], torch.Tensor]:
     out, in_ = weight.shape
     none = torch.empty(0)
-    return [Layer(weight, none.view(0, in_), none.view(out, 0), 1.0)], x.new_empty(len(x), 0)
+    return [LayerWeights(weight, none.view(0, in_), none.view(out, 0), 1.0)], x.new_empty(len(x), 0)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -415,8 +415,8 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if kernels is None:
         return x @ weight.t()
     layers, low = _without_adapter(x, weight)
-    kernels.multiply(x, layers, found := x.new_empty(len(x), len(weight)), low)
-    return found
+    kernels.multiply(x, layers, y := x.new_empty(len(x), len(weight)), low)
+    return y
 
 
 def product_back(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -427,8 +427,8 @@ def product_back(d_y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if kernels is None:
         return d_y @ weight
     layers, low = _without_adapter(d_y, weight)
-    kernels.multiply_back(d_y, layers, low, found := d_y.new_empty(len(d_y), weight.shape[1]))
-    return found
+    kernels.multiply_back(d_y, layers, low, d_x := d_y.new_empty(len(d_y), weight.shape[1]))
+    return d_x
 
 
 def _of_product(x: torch.Tensor, weight: torch.Tensor) -> Kernels | None:
@@ -467,7 +467,7 @@ def _adapters(bs: Sequence[torch.Tensor]) -> "ctypes.Array[_Adapter]":
     return (_Adapter * len(bs))(*(_Adapter(b.data_ptr(), *b.shape, None, None, 1.0) for b in bs))
 
 
-def _layers(layers: Sequence[Layer]) -> "ctypes.Array[_Adapter]":
+def _layers(layers: Sequence[LayerWeights]) -> "ctypes.Array[_Adapter]":
     return (_Adapter * len(layers))(
         *(
             _Adapter(b.data_ptr(), *b.shape, weight.data_ptr(), a.data_ptr(), scale)
@@ -477,9 +477,7 @@ def _layers(layers: Sequence[Layer]) -> "ctypes.Array[_Adapter]":
 
 
 def _c_type(value: Any) -> Any:
-    """Of an argument: an integer, a float, or what is passed by its address (a tensor, an
-    array).
-    """
+    """The type of an argument: an integer, a float, or an address (of a tensor, an array)."""
     if isinstance(value, int):
         return ctypes.c_int64
     return ctypes.c_float if isinstance(value, float) else ctypes.c_void_p
@@ -531,7 +529,7 @@ def place_rows(lengths: tuple[int, ...], heads: Heads, kernels: Kernels) -> Any:
     return pack_rows(lengths, heads.kv, heads.window)
 
 
-class Packed(NamedTuple):
+class PackedLayout(NamedTuple):
     """Where the tokens of a micro batch are in the packed layout of kernels.c."""
 
     start: torch.Tensor
@@ -545,7 +543,7 @@ class Packed(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # every layer and every backward needs those of the same rows
-def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
+def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> PackedLayout:
     """Assigns places to the tokens of rows; rows of similar length, if short, form groups with
     pads.
     """
@@ -554,26 +552,26 @@ def pack_rows(lengths: tuple[int, ...], kv: int, window: int | None) -> Packed:
     begins = [0]
     for n in lengths:
         begins.append(begins[-1] + n)
-    found, place = [], 0
+    packed_groups, offset = [], 0
     for rows in [*groups, *([row] for row in long_rows)]:
         longest = max(lengths[row] for row in rows)
-        found.append((place, len(rows), longest))
+        packed_groups.append((offset, len(rows), longest))
         for row in rows:
             tokens = slice(begins[row], begins[row + 1])
-            start[tokens] = place * kv + torch.arange(lengths[row])
+            start[tokens] = offset * kv + torch.arange(lengths[row])
             length[tokens] = longest
-            place += longest
-    return Packed(start, length, found, place)
+            offset += longest
+    return PackedLayout(start, length, packed_groups, offset)
 
 
-class _Block(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Queries of one group that are computed together: views of what is packed."""
 
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     other: torch.Tensor
-    """Of the layout of queries: where the output goes, or its gradient."""
+    """Where the output goes, or its gradient, in the layout of queries."""
     low: int
     high: int
     first: int
@@ -584,12 +582,12 @@ class _Block(NamedTuple):
     """Whether its probabilities are kept for the backward pass."""
 
 
-def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
+def _blocks(packed: PackedLayout, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> Any:
     """The blocks of all groups, in order: views of queries, keys, values and one more tensor like
     queries.
     """
-    for place, rows, longest in packed.groups:
-        part = slice(place * heads.kv, (place + rows * longest) * heads.kv)
+    for offset, rows, longest in packed.groups:
+        part = slice(offset * heads.kv, (offset + rows * longest) * heads.kv)
         of_queries = [
             tensor.view(-1, heads.group * heads.size)[part].view(rows * heads.kv, -1, heads.size)
             for tensor in (tensors[0], tensors[3])
@@ -603,7 +601,7 @@ def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> 
             stop = min(first + width, longest)
             low = max(0, first - heads.window + 1) if heads.window else 0
             lines = slice(first * heads.group, stop * heads.group)
-            yield _Block(
+            yield _QueryBlock(
                 of_queries[0][:, lines],
                 of_keys[0],
                 of_keys[1],
@@ -616,7 +614,7 @@ def _blocks(packed: Packed, heads: Heads, tensors: tuple[torch.Tensor, ...]) -> 
             )
 
 
-def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tensor:
+def _probabilities(block: _QueryBlock, heads: Heads, kernels: Kernels) -> torch.Tensor:
     """(rows · K, queries · G, keys)."""
     keys = block.keys[:, block.low : block.high]
     scores = torch.bmm(block.queries, keys.transpose(1, 2))
@@ -625,7 +623,7 @@ def _probabilities(block: _Block, heads: Heads, kernels: Kernels) -> torch.Tenso
 
 
 def _attend(
-    packed: Packed, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
+    packed: PackedLayout, heads: Heads, kernels: Kernels, tensors: tuple[torch.Tensor, ...]
 ) -> list[torch.Tensor]:
     """Writes the output into the last of queries, keys, values, output; gives the probabilities to
     keep.
@@ -648,7 +646,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _attend_backward(
-    packed: Packed,
+    packed: PackedLayout,
     heads: Heads,
     kernels: Kernels,
     tensors: tuple[torch.Tensor, ...],
@@ -742,9 +740,9 @@ def attend(
         heads: the shape of the layer.
         kernels: the functions.
     """
-    if not isinstance(places, Packed):
-        found: tuple[torch.Tensor, list[torch.Tensor]] = kernels.attention(inputs, rope, places, heads)
-        return found
+    if not isinstance(places, PackedLayout):
+        results: tuple[torch.Tensor, list[torch.Tensor]] = kernels.attention(inputs, rope, places, heads)
+        return results
     tokens, dtype = len(inputs[0]), inputs[0].dtype
     make = torch.empty if places.places == tokens else torch.zeros
     sizes = [heads.kv * heads.group, heads.kv, heads.kv]
@@ -773,7 +771,7 @@ def attend_backward(
     `attend` kept.
     """
     grad = grad.contiguous()
-    if not isinstance(places, Packed):
+    if not isinstance(places, PackedLayout):
         kernels.attention_backward(grad, kept, rope, places, heads, grads)
         return
     inputs = tuple(kept[:3])
@@ -781,5 +779,5 @@ def attend_backward(
     make = torch.empty_like if places.places == len(grad) else torch.zeros_like
     d_mixed = make(inputs[0])
     kernels.pack_heads(grad, d_mixed, of_tokens, kv=heads.kv, back=False)
-    found = _attend_backward(places, heads, kernels, (*inputs, d_mixed), list(kept[3:]))
-    kernels.unpack(found, rope, heads.scale, of_tokens, grads)
+    gradients = _attend_backward(places, heads, kernels, (*inputs, d_mixed), list(kept[3:]))
+    kernels.unpack(gradients, rope, heads.scale, of_tokens, grads)

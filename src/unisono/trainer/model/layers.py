@@ -21,7 +21,7 @@ from unisono.base.text import one_line
 from unisono.guard.facts.machine import triton_trouble
 from unisono.trainer.config.schema import RopeSection
 from unisono.trainer.model.files import read_json_object
-from unisono.trainer.model.kernels import COMPILER, Kernels, Layer, load_kernels
+from unisono.trainer.model.kernels import COMPILER, Kernels, LayerWeights, load_kernels
 from unisono.trainer.model.quantization import adapted_layers, dequantized, state_of, times, times_transposed
 from unisono.trainer.plan.memory import LOGITS_ON_GPU
 
@@ -52,15 +52,15 @@ def _on_gpu() -> "tuple[CudaKernels | None, str]":
         kernels = CudaKernels()
         logits = torch.linspace(-3, 5, 96, dtype=torch.bfloat16, device="cuda").view(2, 48)
         labels, wide = torch.tensor([3, 40], device="cuda"), logits.float()
-        wanted = torch.softmax(wide, 1) - torch.nn.functional.one_hot(labels, 48)
+        gradients = torch.softmax(wide, 1) - torch.nn.functional.one_hot(labels, 48)
         losses = kernels.cross_entropy(logits, labels, 1.0)
         expected = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
         is_right = torch.allclose(losses, expected, rtol=1e-3) and torch.allclose(
-            logits.float(), wanted, atol=1e-2
+            logits.float(), gradients, atol=1e-2
         )
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises: torch's own operations do the same work
-        found = triton_trouble() or f"Triton cannot compile (update it): {type(error).__name__}: {error}"
-        return None, one_line(found, limit=300)
+        trouble = triton_trouble() or f"Triton cannot compile (update it): {type(error).__name__}: {error}"
+        return None, one_line(trouble, limit=300)
     return (
         (kernels, "") if is_right else (None, "Triton's cross entropy differs from torch's (update Triton)")
     )
@@ -135,7 +135,7 @@ class LoraProduct(torch.autograd.Function):
         else:
             down, up = a.detach(), b.detach()
             out, low = (rows.new_empty(len(rows), n) for n in (len(up), len(down)))
-            ctx.kernels.multiply(rows, [Layer(dense, down, up, scaling)], out, low)
+            ctx.kernels.multiply(rows, [LayerWeights(dense, down, up, scaling)], out, low)
             out = out if bias is None else out.add_(bias)
         ctx.save_for_backward(rows, low, weight, down, up)
         ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
@@ -154,7 +154,7 @@ class LoraProduct(torch.autograd.Function):
             if needs_input:
                 d_x = rows.new_empty(rows.shape)
                 dense = _dense(weight, ctx.state, d_out.dtype)
-                kernels.multiply_back(d_out, [Layer(dense, down, up, ctx.scaling)], d_low, d_x)
+                kernels.multiply_back(d_out, [LayerWeights(dense, down, up, ctx.scaling)], d_low, d_x)
                 d_x = d_x.view(ctx.shape)
             else:
                 kernels.project_low_rank(d_out, [up], d_low)
@@ -237,8 +237,8 @@ def _forward_of_linear(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -
 
 def _forward_of_quantized(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if layer.disable_adapters or layer.merged or args or kwargs:
-        found: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
-        return found
+        output: torch.Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return output
     (name,) = layer.lora_A
     base = layer.get_base_layer()
     dtype = base.compute_dtype
@@ -310,9 +310,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         in_place = 0 if smoothing else _rows_in_place(hidden, weight, least)
         chunk = in_place or _rows_at_a_time(weight, on_cpu=least)
         for first in range(0, hidden.shape[0], chunk):
-            rows, wanted = hidden[first : first + chunk], labels[first : first + chunk]
+            rows, targets = hidden[first : first + chunk], labels[first : first + chunk]
             losses, d_logits = _losses(
-                times_transposed(rows, weight, scale), wanted, count, smoothing, needs_gradient=needs_gradient
+                times_transposed(rows, weight, scale),
+                targets,
+                count,
+                smoothing,
+                needs_gradient=needs_gradient,
             )
             total += losses.sum()
             if not needs_gradient:
@@ -368,9 +372,9 @@ def _losses(
             kernels.cross_entropy(logits, labels.contiguous(), 1 / count if needs_gradient else 0.0),
             logits,
         )
-    dtype, logits, wanted = logits.dtype, logits.float(), labels[:, None]
+    dtype, logits, targets = logits.dtype, logits.float(), labels[:, None]
     normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-    picked = logits.gather(1, wanted)
+    picked = logits.gather(1, targets)
     if smoothing:
         picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
     losses = normaliser - picked
@@ -379,7 +383,7 @@ def _losses(
     # d loss / d logits = (softmax - target) / count, in the memory of the logits; the target is one
     # hot unless it is smoothed
     logits.sub_(normaliser).exp_()
-    logits.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=logits.dtype))
+    logits.scatter_add_(1, targets, torch.full_like(targets, smoothing - 1, dtype=logits.dtype))
     if smoothing:
         logits.sub_(smoothing / logits.shape[1])
     return losses, logits.div_(count).to(dtype)
@@ -403,23 +407,23 @@ class ChunkedLogProbs(torch.autograd.Function):
         `scale` (V,) is that of a weight in int8, else None.
         """
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
         chunk = _rows_at_a_time(weight, on_cpu=_CHUNK)
         for first in range(0, hidden.shape[0], chunk):
             part = slice(first, first + chunk)
-            logits, wanted = times_transposed(hidden[part], weight, scale).float(), labels[part, None]
+            logits, targets = times_transposed(hidden[part], weight, scale).float(), labels[part, None]
             normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            found[part] = (logits.gather(1, wanted) - normaliser)[:, 0]
+            log_probs[part] = (logits.gather(1, targets) - normaliser)[:, 0]
             if d_hidden is not None:
-                d_logits = _d_logits(logits, normaliser, wanted).to(hidden.dtype)
+                d_logits = _d_logits(logits, normaliser, targets).to(hidden.dtype)
                 d_hidden[part] = times(d_logits, weight, scale)
         ctx.recomputes = needs_weight
         if needs_weight:
             ctx.save_for_backward(hidden, weight, labels)
         else:
             ctx.save_for_backward(*(t for t in (d_hidden,) if t is not None))
-        return found
+        return log_probs
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -443,12 +447,12 @@ class ChunkedLogProbs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None
 
 
-def _d_logits(logits: torch.Tensor, normaliser: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _d_logits(logits: torch.Tensor, normaliser: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The derivative of a log-probability by its logits, one hot - softmax, in the memory of the
     logits (n, V).
     """
     logits.sub_(normaliser).exp_().neg_()
-    return logits.scatter_add_(1, wanted, torch.ones_like(wanted, dtype=logits.dtype))
+    return logits.scatter_add_(1, targets, torch.ones_like(targets, dtype=logits.dtype))
 
 
 def head_log_probs(
@@ -463,8 +467,8 @@ def head_log_probs(
     (V, E); products in `dtype`.
     """
     weight = weight.to(dtype) if scale is None else weight
-    found: torch.Tensor = ChunkedLogProbs.apply(hidden.to(dtype), weight, scale, labels)
-    return found
+    log_probs: torch.Tensor = ChunkedLogProbs.apply(hidden.to(dtype), weight, scale, labels)
+    return log_probs
 
 
 def head_loss(
@@ -605,10 +609,10 @@ def scale_rows_apart(base: torch.nn.Module) -> list[torch.nn.Module]:
     transformers scales by the longest row of a batch, and by longer ones before: the loss of a row
     would depend on other rows.
     """
-    found = [module for module in base.modules() if getattr(module, "rope_type", None) == "dynamic"]
-    for module in found:
+    modules = [module for module in base.modules() if getattr(module, "rope_type", None) == "dynamic"]
+    for module in modules:
         module.forward = types.MethodType(_row_by_row, module)
-    return found
+    return modules
 
 
 def scale_rows_together(modules: list[torch.nn.Module]) -> None:

@@ -318,7 +318,7 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
     """Names of the parameters with NaN or infinite values; of sharded parameters this rank's part
     is checked.
     """
-    found = []
+    odd = []
     packed = packed_weights(model)
     numbers = {name: p for name, p in model.named_parameters() if name not in packed}
     for name, parameter in {**numbers, **scales_of(model)}.items():
@@ -330,8 +330,8 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
                 values
             )  # both are NaN if any value is; needs no mask of the tensor's size
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                found.append(name)
-    return found
+                odd.append(name)
+    return odd
 
 
 def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:
@@ -389,7 +389,7 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
     }
     problems: list[Problem] = []
     misfits = sorted(info.get("mismatched_keys", ()))
-    for name, found, wanted in misfits[:_SHOWN]:
+    for name, shape, required in misfits[:_SHOWN]:
         more = (
             f", and {len(misfits) - _SHOWN} more tensors have the wrong shape"
             if len(misfits) > _SHOWN
@@ -397,7 +397,7 @@ def _refuse_gaps(directory: Path, info: dict[str, Any]) -> None:
         )
         problems.append(
             Problem(
-                f"{name} has the shape {tuple(found)}, but config.json requires {tuple(wanted)}"
+                f"{name} has the shape {tuple(shape)}, but config.json requires {tuple(required)}"
                 + more * (not problems),
                 str(files.get(name, directory)),
                 f"{directory / 'config.json'} belongs to a different model, or was changed",
@@ -425,19 +425,19 @@ def _fit_vocabulary(base: Any, tokenizer: Any, *, grow: bool) -> bool:
     rows; whether it was resized.
     """
     rows = base.get_input_embeddings().weight.shape[0]
-    wanted = len(tokenizer)
-    if wanted <= rows:
+    tokens = len(tokenizer)
+    if tokens <= rows:
         return False
     if not grow:
         raise ModelError.of(
-            f"the tokenizer does not match the model: it has {wanted} tokens, the model {rows}",
+            f"the tokenizer does not match the model: it has {tokens} tokens, the model {rows}",
             where="model.tokenizer",
             why="the embedding has no row for the other tokens",
             fix="use the model's own tokenizer, or set model.resize_vocabulary: true",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers explains at length that the new rows start at the mean
-        base.resize_token_embeddings(wanted)
+        base.resize_token_embeddings(tokens)
     return True
 
 
@@ -466,8 +466,8 @@ def _train_only(base: Any, section: TrainOnlySection) -> None:
         trained += chosen
     else:
         inside = [(name, m) for layer in chosen or list(layers) for name, m in layer.named_modules() if name]
-        found = _modules_named(section.modules, inside, where="train_only.modules")
-        trained += found if chosen else []
+        modules = _modules_named(section.modules, inside, where="train_only.modules")
+        trained += modules if chosen else []
     in_layers = set(layers.modules())
     outside = [
         (name, m)
@@ -519,16 +519,16 @@ def _modules_named(
     """The modules with these names: a name is one part of the dotted name, or several at its
     end.
     """
-    found: list[torch.nn.Module] = []
-    for wanted in names:
-        matching = [module for name, module in modules if f".{name}".endswith(f".{wanted}")]
+    selected: list[torch.nn.Module] = []
+    for suffix in names:
+        matching = [module for name, module in modules if f".{name}".endswith(f".{suffix}")]
         if not matching:
             ends = sorted({name.rpartition(".")[2] for name, _ in modules})
-            near = nearest(wanted, ends)
+            near = nearest(suffix, ends)
             raise ModelError.of(
-                f"there is no module {wanted!r}",
+                f"there is no module {suffix!r}",
                 where=where,
                 fix=f"did you mean {near!r}?" if near else f"one of {', '.join(ends[:12])}",
             )
-        found += matching
-    return found
+        selected += matching
+    return selected

@@ -64,8 +64,8 @@ class QuantizedLoad:
             settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
             return {}
         self._check_device()
-        found: dict[str, Any] = {"device_map": {"": str(self.device)}}
-        return found if self.how.stored else {**found, "quantization_config": self._settings()}
+        options: dict[str, Any] = {"device_map": {"": str(self.device)}}
+        return options if self.how.stored else {**options, "quantization_config": self._settings()}
 
     def _settings(self) -> Any:
         from transformers import BitsAndBytesConfig
@@ -208,20 +208,20 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     With the packed weights they determine the values.
     """
-    found: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
     for name, layer in quantized_layers(model):
         state = state_of(layer)
         if isinstance(state, torch.Tensor):
-            found[f"{name}.weight.scale"] = state
+            scales[f"{name}.weight.scale"] = state
             continue
         if isinstance(state, Groups):
-            found |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
+            scales |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
             continue
-        found[f"{name}.weight.absmax"] = state.absmax
+        scales[f"{name}.weight.absmax"] = state.absmax
         if state.nested:
-            found[f"{name}.weight.nested_absmax"] = state.state2.absmax
-            found[f"{name}.weight.nested_offset"] = state.offset
-    return found | {f"{name}.weight.scale": table.scale for name, table in _tables(model)}
+            scales[f"{name}.weight.nested_absmax"] = state.state2.absmax
+            scales[f"{name}.weight.nested_offset"] = state.offset
+    return scales | {f"{name}.weight.scale": table.scale for name, table in _tables(model)}
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -340,8 +340,8 @@ class Groups:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""
-        found = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def to(self, device: torch.device) -> None:
         """Moves the tensors."""
@@ -358,15 +358,15 @@ class Groups:
         whole_bytes = width // self.scales.shape[1] * self.bits % 8 == 0
         if compiled and whole_bytes and (kernels := load_kernels()):
             return kernels.dequantize_groups(packed, self.scales.float(), self.zeros, self.places, self.bits)
-        found = torch.empty(outs, width, dtype=dtype, device=packed.device)
+        weight = torch.empty(outs, width, dtype=dtype, device=packed.device)
         step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
         for first in range(0, outs, step):
             rows = slice(first, first + step)
             scales, zeros = self.scales[rows, :, None], self.zeros[rows, :, None]
             codes = _unpacked(packed[rows], self.bits).unflatten(1, (scales.shape[1], -1))
             values = codes.float().sub_(zeros).mul_(scales).flatten(1)
-            found[rows] = values if self.places is None else values[:, self.places]
-        return found
+            weight[rows] = values if self.places is None else values[:, self.places]
+        return weight
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -378,8 +378,8 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """The reverse."""
-    parts = [codes[..., place :: 8 // bits] << (place * bits) for place in range(8 // bits)]
+    """The bytes (out, in · bits / 8) of codes (out, in)."""
+    parts = [codes[..., position :: 8 // bits] << (position * bits) for position in range(8 // bits)]
     return torch.stack(parts).sum(0, dtype=torch.uint8)
 
 
@@ -512,7 +512,7 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
 # ---- embedding and head in 8 bits
 
 
-class Table(torch.nn.Module):
+class QuantizedEmbedding(torch.nn.Module):
     """An embedding or a head (V, E) in int8 with one scale for each token: the largest value of its
     row, (V,) float32.
 
@@ -534,7 +534,7 @@ class Table(torch.nn.Module):
         )
 
 
-class PackedEmbedding(Table):
+class PackedEmbedding(QuantizedEmbedding):
     """Embeds with a table."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -543,7 +543,7 @@ class PackedEmbedding(Table):
         return dequantized(self.weight[flat], self.scale[flat], self.dtype).view(*ids.shape, -1)
 
 
-class PackedHead(Table):
+class PackedHead(QuantizedEmbedding):
     """The logits by a table, for what does not compute them in chunks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -570,11 +570,11 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor 
     """
     if scale is None:
         return product(x, weight)
-    found = x.new_empty(len(x), len(weight))
+    y = x.new_empty(len(x), len(weight))
     size = _ROWS_ON_GPU if x.is_cuda else _ROWS
-    for out, packed, of_rows in zip(found.split(size, 1), weight.split(size), scale.split(size), strict=True):
+    for out, packed, of_rows in zip(y.split(size, 1), weight.split(size), scale.split(size), strict=True):
         torch.mm(x, dequantized(packed, of_rows, x.dtype).t(), out=out)
-    return found
+    return y
 
 
 def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -588,9 +588,9 @@ def times(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> 
     return total.to(x.dtype)
 
 
-def _tables(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+def _tables(model: torch.nn.Module) -> Iterator[tuple[str, QuantizedEmbedding]]:
     for name, module in model.named_modules():
-        if isinstance(module, Table):
+        if isinstance(module, QuantizedEmbedding):
             yield name, module
 
 

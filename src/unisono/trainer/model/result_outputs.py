@@ -56,7 +56,7 @@ class ResultOutputs(ABC):
         """The root mean square of the difference, relative to the spread of these; infinite where
         only one is a number.
         """
-        ours, theirs = (torch.cat([one.flatten() for one in found.outputs]) for found in (self, other))
+        ours, theirs = (torch.cat([one.flatten() for one in result.outputs]) for result in (self, other))
         if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
             return float("inf")
         ours, theirs = ours[ours.isfinite()], theirs[theirs.isfinite()]
@@ -64,13 +64,13 @@ class ResultOutputs(ABC):
             return 0.0
         return float((theirs - ours).square().mean().sqrt() / ours.std().clamp_min(1e-6))
 
-    def tolerance(self, found: "ResultOutputs", precise: "ResultOutputs | None" = None) -> float:
+    def tolerance(self, other: "ResultOutputs", precise: "ResultOutputs | None" = None) -> float:
         """The difference that rounding explains.
 
         Args:
-            found: of the model that was loaded again.
+            other: of the model that was loaded again.
             precise: of the same model, computed in float32: by how much the rounding of its dtype
                 alone moves its outputs. Deep models in 16 bits exceed the figures of TOLERANCE.
         """
         known = TOLERANCE[self.dtype]
-        return known if precise is None else max(known, _TIMES_OWN_ROUNDING * precise.difference(found))
+        return known if precise is None else max(known, _TIMES_OWN_ROUNDING * precise.difference(other))

@@ -377,10 +377,10 @@ class Kto(Objective):
         """Means over the desirable and over the other answers, the difference of their rewards, and
         the estimate of the divergence.
         """
-        found = super().figures(sums)
-        if "rewards_chosen" in found and "rewards_rejected" in found:
-            found["reward_margin"] = found["rewards_chosen"] - found["rewards_rejected"]
-        return {**found, "kl": max(known, 0.0)}
+        figures = super().figures(sums)
+        if "rewards_chosen" in figures and "rewards_rejected" in figures:
+            figures["reward_margin"] = figures["rewards_chosen"] - figures["rewards_rejected"]
+        return {**figures, "kl": max(known, 0.0)}
 
 
 def _diffusion(config: RunConfig) -> Objective:
@@ -415,25 +415,25 @@ def objective_of(config: RunConfig, *, digest: str = "") -> Objective:
     Raises:
         ConfigError: if an own objective is refused.
     """
-    for own in own_code_of(config):
-        if own.key == "objective":
-            return _load_own(own, config, digest)
+    for code in own_code_of(config):
+        if code.key == "objective":
+            return _load_own(code, config, digest)
     return _MADE[config.objective](config)
 
 
-def _load_own(own: OwnCode, config: RunConfig, digest: str) -> Objective:
+def _load_own(code: OwnCode, config: RunConfig, digest: str) -> Objective:
     """An objective of the user's own.
 
     Raises:
         ConfigError: if its file does not give an objective; with the line in the file.
     """
-    with refusing(own, "fix the file; `class NAME(unisono.Objective)` with a method `loss` is enough"):
-        kind, source = execute(own, digest)
-        _refuse_other(kind, own.path, source)
+    with refusing(code, "fix the file; `class NAME(unisono.Objective)` with a method `loss` is enough"):
+        kind, source = execute(code, digest)
+        _refuse_other(kind, code.path, source)
         inner = cast("type[Objective]", kind).of(config)
         # The attributes of the class, as that of our own objectives have them.
         given = {name: getattr(inner, name) for name in ("metrics", "sides", "first_sides")}
-        return type(kind.__name__, (OwnObjective,), given)(inner, own.path)
+        return type(kind.__name__, (OwnObjective,), given)(inner, code.path)
 
 
 class OwnObjective(Objective):
@@ -452,15 +452,15 @@ class OwnObjective(Objective):
 
     def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
         """Its own, checked."""
-        found = self._call("source", rows, forward, group)
-        self._require(isinstance(found, BatchSource), "source", found, "a BatchSource")
-        return cast("BatchSource", found)
+        result = self._call("source", rows, forward, group)
+        self._require(isinstance(result, BatchSource), "source", result, "a BatchSource")
+        return cast("BatchSource", result)
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
         """Its own, checked."""
-        found = self._call("first", forward, micro)
-        self._require(_is_scalar(found), "first", found, "a scalar tensor")
-        return cast("torch.Tensor", found)
+        result = self._call("first", forward, micro)
+        self._require(_is_scalar(result), "first", result, "a scalar tensor")
+        return cast("torch.Tensor", result)
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """Its own, checked, with what the model gave to it."""
@@ -476,10 +476,10 @@ class OwnObjective(Objective):
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
         """Its own, checked."""
-        found = self._call("figures", sums, known=known)
-        fits = isinstance(found, dict) and all(isinstance(value, int | float) for value in found.values())
-        self._require(fits, "figures", found, "a dict of numbers")
-        return cast("dict[str, float]", found)
+        result = self._call("figures", sums, known=known)
+        fits = isinstance(result, dict) and all(isinstance(value, int | float) for value in result.values())
+        self._require(fits, "figures", result, "a dict of numbers")
+        return cast("dict[str, float]", result)
 
     def _call(self, name: str, *given: Any, **named: Any) -> Any:
         try:
@@ -487,12 +487,14 @@ class OwnObjective(Objective):
         except SystemExit as error:  # it would end the rank silently
             raise RuntimeError(f"{name} of the objective called sys.exit({error.code!r})") from error
 
-    def _require(self, is_usable: bool, name: str, found: Any, wanted: str) -> None:  # noqa: FBT001
+    def _require(self, is_usable: bool, name: str, result: Any, expected: str) -> None:  # noqa: FBT001
         if is_usable:
             return
-        shape = f" of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else ""
-        graph = "" if not shape or found.requires_grad else " without a gradient"
-        error = TypeError(f"{name} of the objective gives {type(found).__name__}{shape}{graph}, not {wanted}")
+        shape = f" of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else ""
+        graph = "" if not shape or result.requires_grad else " without a gradient"
+        error = TypeError(
+            f"{name} of the objective gives {type(result).__name__}{shape}{graph}, not {expected}"
+        )
         # It has returned, so its frame is not in the traceback; verdicts look there for the origin.
         error.add_note(f'  File "{self._path}", line {self._line(name)}, in {name}')
         raise error
@@ -513,10 +515,9 @@ them, did.
 
 
 class _WatchedForward(Forward):
-    """The same forward.
+    """A forward that notes whether its outputs, and the loss's gradient by them, are finite.
 
-    It notes, without waiting for the device, whether what it gives, and the loss's gradient by it,
-    are finite.
+    It does not wait for the device.
     """
 
     def __init__(self, forward: Forward) -> None:

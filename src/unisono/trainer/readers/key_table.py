@@ -37,7 +37,7 @@ class Key:
     level: str = ""
 
 
-class Table(Mapping[str, Key]):
+class KeyTable(Mapping[str, Key]):
     """The keys of a tool by name, from `keys.toml` in its package.
 
     It is read when a key is looked up.
@@ -66,8 +66,8 @@ class Table(Mapping[str, Key]):
         return len(self._keys)
 
 
-def _key(name: str, group: str, found: dict[str, Any]) -> Key:
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+def _key(name: str, group: str, entry: dict[str, Any]) -> Key:
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     return Key(name, group, **fields)
 
 
@@ -127,8 +127,8 @@ def _word(key: Key, value: Any) -> str:
     if isinstance(value, str) and value in key.words:
         return value
     near = nearest(value, list(key.words)) if isinstance(value, str) else None
-    asked = f"; did you mean `{near}`?" if near else ""
-    raise ValueError(f"must be one of {', '.join(key.words)}, got {_shown(value)}{asked}")
+    hint = f"; did you mean `{near}`?" if near else ""
+    raise ValueError(f"must be one of {', '.join(key.words)}, got {_shown(value)}{hint}")
 
 
 def _shown(value: Any) -> str:
@@ -205,8 +205,8 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "bool": _bool, "int": _int, "float": _float, "text": _text, "list": _list, "numbers": _numbers, "number": _number, "any": _any,
-    "mapping": _mapping,
+    "bool": _bool, "int": _int, "float": _float, "text": _text, "list": _list, "numbers": _numbers,
+    "number": _number, "any": _any, "mapping": _mapping,
 }  # fmt: skip
 
 
@@ -262,8 +262,8 @@ class Draft:
         """A problem with the value of a key that has other values that are fine."""
         value = self.values[key]
         shown = ", ".join(value) if isinstance(value, list) else value
-        place = self.values.place(key)
-        self.problems.append(Problem(f"`{key}: {shown}` is not available", place, why, fix))
+        where = self.values.place(key)
+        self.problems.append(Problem(f"`{key}: {shown}` is not available", where, why, fix))
         self.fates[key] = ("refused", fix)
 
     def ignore(self, key: str, note: str) -> None:

@@ -18,14 +18,14 @@ class Tool:
         name: of the tool.
         page: what helps.
         model: the key of its model, which each file has.
-        own: one of these is there, too.
+        keys: one of these is there, too.
         others: none of these, which would make it a file of another tool.
     """
 
     name: str
     page: str
     model: str
-    own: frozenset[str]
+    keys: frozenset[str]
     others: frozenset[str] = frozenset()
 
 
@@ -37,9 +37,10 @@ TOOLS = (
         "base_model",
         frozenset(
             {
-                *("datasets", "pretraining_dataset", "test_datasets", "dataset_prepared_path", "sequence_len", "micro_batch_size"),
-                *("num_epochs", "sample_packing", "val_set_size", "train_on_inputs", "model_type", "tokenizer_type", "rl", "lora_r"),
-                *("wandb_project", "special_tokens", "adapter"),
+                *("datasets", "pretraining_dataset", "test_datasets", "dataset_prepared_path"),
+                *("sequence_len", "micro_batch_size", "num_epochs", "sample_packing", "val_set_size"),
+                *("train_on_inputs", "model_type", "tokenizer_type", "rl", "lora_r", "wandb_project"),
+                *("special_tokens", "adapter"),
             }
         ),
     ),
@@ -49,13 +50,14 @@ TOOLS = (
         "model_name_or_path",
         frozenset(
             {
-                *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_text_field", "datasets"),
-                *("use_peft", "lora_r", "lora_target_modules", "attn_implementation", "assistant_only_loss", "dtype"),
+                *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+                *("dataset_text_field", "datasets", "use_peft", "lora_r", "lora_target_modules"),
+                *("attn_implementation", "assistant_only_loss", "dtype"),
             }
         ),
         _LLAMA_FACTORY,
     ),
-)  # fmt: skip
+)
 
 
 def refuse_other_tools(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str) -> None:
@@ -72,7 +74,7 @@ def refuse_other_tools(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], nam
     if "data" in raw or "model" in raw:  # ours
         return
     for tool in TOOLS:
-        if tool.model in raw and tool.own & set(raw) and not tool.others & set(raw):
+        if tool.model in raw and tool.keys & set(raw) and not tool.others & set(raw):
             raise ConfigError.of(
                 f"{name} is a config of {tool.name}",
                 where=f"{name}:{lines.get((tool.model,), 1)}",

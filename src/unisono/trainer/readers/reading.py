@@ -93,14 +93,16 @@ def _shown(value: Any) -> str:
     return words[value] if isinstance(value, bool) else one_line(str(value), limit=60)
 
 
-def with_effect(fate: KeyFate, values: Values, verb: Verb, found: Mapping[str, tuple[Fate, str]]) -> KeyFate:
+def with_effect(
+    fate: KeyFate, values: Values, verb: Verb, changes: Mapping[str, tuple[Fate, str]]
+) -> KeyFate:
     """The fate with what the other keys make of it."""
     known = values.table.get(fate.key)
     if known is None or fate.fate == "refused" or fate.value is None:
         return fate
     key = values.table[known.same_as] if known.same_as else known
-    if key.name in found:
-        changed, note = found[key.name]
+    if key.name in changes:
+        changed, note = changes[key.name]
         return replace(fate, fate=changed, note=note, ours=fate.ours if changed != "refused" else "")
     if not _is_met(key, values):
         return replace(fate, fate="ignored", note=f"no effect without `{key.needs}`")
@@ -115,7 +117,7 @@ _COMMANDS = {"predict": "eval", "export": "export", "chat": "chat", "train": "tr
 
 def _is_met(key: Key, values: Values) -> bool:
     """Whether the other key that this one needs is set as needed."""
-    other, colon, wanted = key.needs.partition(": ")
+    other, colon, expected = key.needs.partition(": ")
     if not other:
         return True
-    return str(values[other]) == wanted if colon else bool(values[other])
+    return str(values[other]) == expected if colon else bool(values[other])

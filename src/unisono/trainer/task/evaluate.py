@@ -20,7 +20,7 @@ from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
-from unisono.trainer.batches.table import Question, TableRows, question_of
+from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -28,7 +28,7 @@ from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
-from unisono.trainer.model.generate import GREEDY, Sampling
+from unisono.trainer.model.generate import GREEDY, SamplingParams
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
@@ -101,7 +101,7 @@ def answer_figures(
     ]
 
 
-def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Question]]:
+def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
     """The rows with a question.
 
     A row that counts in the loss as a whole, e.g. plain text, has none.
@@ -295,7 +295,7 @@ def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
     return grouped(((sequence, int(lengths[sequence])) for sequence in sequences), most=_TOKENS)
 
 
-def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Reporter) -> list[str]:
+def answer_all(opened: InferenceModel, questions: Sequence[PromptAnswer], report: Reporter) -> list[str]:
     """Greedy answers, up to twice as long as the longest reference."""
     if not questions:
         return []
@@ -309,10 +309,10 @@ def answer_all(opened: InferenceModel, questions: Sequence[Question], report: Re
 
 def _generate(
     opened: InferenceModel,
-    questions: Sequence[Question],
+    questions: Sequence[PromptAnswer],
     limits: Sequence[int],
     stops: set[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     report: Reporter,
 ) -> list[list[int]]:
     """The tokens of each answer."""
@@ -382,7 +382,7 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _answers(
-    opened: InferenceModel, questions: Sequence[Question], sampling: dict[str, Any], report: Reporter
+    opened: InferenceModel, questions: Sequence[PromptAnswer], sampling: dict[str, Any], report: Reporter
 ) -> list[list[int]]:
     """The tokens of each answer; questions that leave less room in the context get shorter
     answers.
@@ -391,11 +391,11 @@ def _answers(
         max(0, min(sampling["max_tokens"], opened.context - len(question.prompt))) for question in questions
     ]
     stops = opened.stops(opened.template)
-    return _generate(opened, questions, limits, stops, Sampling.of(sampling), report)
+    return _generate(opened, questions, limits, stops, SamplingParams.of(sampling), report)
 
 
 def _rows(
-    tokenizer: Any, questions: Sequence[Question], answers: Sequence[list[int]], *, skip_special: bool
+    tokenizer: Any, questions: Sequence[PromptAnswer], answers: Sequence[list[int]], *, skip_special: bool
 ) -> list[dict[str, str]]:
     def text(ids: Sequence[int], *, skip: bool) -> str:
         decoded: str = tokenizer.decode(

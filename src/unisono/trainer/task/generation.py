@@ -16,7 +16,7 @@ from unisono.trainer.data import BadRow, RawRow, RowError, RowFile
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
-from unisono.trainer.model.generate import Sampling, generate
+from unisono.trainer.model.generate import SamplingParams, generate
 from unisono.trainer.task.inference import (
     InferenceModel,
     StopStrings,
@@ -220,7 +220,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Answers one prompt, or a file of them.
 
     Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or
-    null: 256, or what the model has room for), the attributes of Sampling, stop (list). Messages:
+    null: 256, or what the model has room for), the attributes of SamplingParams, stop (list). Messages:
     `token` with `text`, for a single prompt, as it is generated. Result: description, answers (for
     each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
     """
@@ -240,7 +240,7 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "stop_ids": opened.stops(template),
         "pad_id": opened.pad_id,
-        "sampling": Sampling.of(request),
+        "sampling": SamplingParams.of(request),
         "is_done": StopStrings(opened.tokenizer, stops) if stops else None,
     }
     with opened.ready() as model:
@@ -302,7 +302,7 @@ def _answer(
 def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Chats until stdin ends.
 
-    Request: target, step (or null), system (or null), max_tokens, the attributes of Sampling. It
+    Request: target, step (or null), system (or null), max_tokens, the attributes of SamplingParams. It
     reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends
     the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then for
     each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop |
@@ -352,7 +352,7 @@ class Conversation:
         self._opened = opened
         self._template = template
         self._request = request
-        self._sampling = Sampling.of(request)
+        self._sampling = SamplingParams.of(request)
         self._report = report
         self._interrupt = interrupt
         self.turns = 0

@@ -22,7 +22,7 @@ from unisono.trainer.data.text_encoder import probe_tokenizer
 from unisono.trainer.model.gguf import (
     DTYPES,
     TEXTS,
-    Layout,
+    GgufLayout,
     Setting,
     Spaces,
     find_spaces,
@@ -61,7 +61,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
-    layout = Layout.of(loaded.base.config)
+    layout = GgufLayout.of(loaded.base.config)
     template = template_of(target, loaded.tokenizer)
     writes = _Writing(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
@@ -123,7 +123,7 @@ class _Writing:
     """What is written of a target."""
 
     target: Target
-    layout: Layout
+    layout: GgufLayout
     tokenizer: Any
     template: ChatTemplate | None
     stops: set[int]
@@ -276,7 +276,7 @@ class LoraTensors:
     tensors: list[Named]
 
 
-def lora_tensors(model: Any, layout: Layout) -> LoraTensors:
+def lora_tensors(model: Any, layout: GgufLayout) -> LoraTensors:
     """The adapter of a peft model.
 
     Raises:

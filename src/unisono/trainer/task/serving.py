@@ -16,8 +16,8 @@ import torch
 from unisono.base.errors import DataError
 from unisono.base.events import Message, Reporter
 from unisono.trainer.data.template import ChatTemplate
-from unisono.trainer.model.engine import Answer, Engine
-from unisono.trainer.model.generate import Sampling
+from unisono.trainer.model.engine import Engine, GeneratedAnswer
+from unisono.trainer.model.generate import SamplingParams
 from unisono.trainer.task.inference import InferenceModel, StopStrings, TextStream, open_requested
 from unisono.trainer.task.prompts import PromptProcess, PromptReader, describe_failure
 
@@ -29,7 +29,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     stdin:
 
         ask   id; messages (of a chat, with tools or null) or prompt (text or tokens); max_tokens (or null: what the context has room for),
-              the attributes of Sampling, stop (list), place, marks (special tokens that are part of
+              the attributes of SamplingParams, stop (list), place, marks (special tokens that are part of
               the answer's text)
         drop  id: nobody waits for this answer any more
         ping  answered by `pong` between two forwards: a sign of life
@@ -90,7 +90,7 @@ def _fallback(opened: InferenceModel) -> tuple[ChatTemplate | None, str]:
 class _Place:
     """A request that is being answered."""
 
-    answer: Answer
+    answer: GeneratedAnswer
     stream: TextStream
     stops: StopStrings | None
     limit: int
@@ -159,7 +159,7 @@ class _Desk:
     def _add(self, ask: Message, ids: Sequence[int]) -> None:
         room = self._opened.context - len(ids)
         limit = min(room, ask["max_tokens"] or room)
-        answer = Answer(ids, limit, Sampling.of(ask), place=ask["place"])
+        answer = GeneratedAnswer(ids, limit, SamplingParams.of(ask), place=ask["place"])
         tokenizer, stops = self._opened.tokenizer, ask["stop"]
         stream = TextStream(tokenizer, stops, marks=ask.get("marks", ()))
         self._places[ask["id"]] = _Place(
@@ -168,7 +168,7 @@ class _Desk:
         self._engine.add(answer)
         self._report.send("begun", id=ask["id"], prompt_tokens=len(ids))
 
-    def fail(self, answers: Sequence[Answer], error: Exception) -> None:
+    def fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
         """Ends answers that could not be computed; the others continue.
 
         Raises:

@@ -16,7 +16,7 @@ import torch
 
 from unisono.base.text import plain
 from unisono.trainer.batches.source import Counts, Micro
-from unisono.trainer.batches.table import EvaluationRows, Question
+from unisono.trainer.batches.table import EvaluationRows, PromptAnswer
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.model.generate import generate
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
@@ -198,12 +198,12 @@ def exact_match_share(run: Run) -> float | None:
 
 def _answers(
     run: Run,
-    questions: list[Question],
+    questions: list[PromptAnswer],
     *,
-    among: list[Question],
+    among: list[PromptAnswer],
     limit: int | None,
     only_matches: bool = False,
-) -> list[tuple[Question, str]]:
+) -> list[tuple[PromptAnswer, str]]:
     """Greedy answers to some of the questions of all ranks; none after a stop request.
 
     Without a limit an answer may be as long as the longest reference of all, plus a few tokens.
@@ -267,7 +267,7 @@ class _StopCheck:
         return self.is_requested
 
 
-def _stop_ids(run: Run, questions: list[Question]) -> set[int]:
+def _stop_ids(run: Run, questions: list[PromptAnswer]) -> set[int]:
     """The end-of-sequence token, the stop words of a template, and the special tokens with which
     the references end.
     """

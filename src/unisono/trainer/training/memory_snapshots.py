@@ -27,7 +27,7 @@ from unisono.base.errors import (
 from unisono.base.text import show_bytes
 from unisono.guard.facts.limits import available_memory
 from unisono.guard.rundir.records import without_nan
-from unisono.trainer.checkpoint.snapshot import SLOTS, Entry, Layout, Slots, needed_bytes, slot_text
+from unisono.trainer.checkpoint.snapshot import SLOTS, SlotLayout, Slots, TensorEntry, needed_bytes, slot_text
 from unisono.trainer.checkpoint.state import DTYPES, dtype_name
 from unisono.trainer.training.optim import moments_before_a_step
 from unisono.trainer.training.run import Contents, Run, contents_of, source_values
@@ -224,7 +224,7 @@ class _TensorSlots:
         self.contents = contents
         self._state = state
         parts = [(group, part) for group, members in contents.groups.items() for part in members]
-        self._layout = Layout(tuple(contents.groups), tuple(_entry(group, part) for group, part in parts))
+        self._layout = SlotLayout(tuple(contents.groups), tuple(_entry(group, part) for group, part in parts))
         size = needed_bytes(self._layout, text_bytes=text_bytes)
         self._slots = Slots(_take_memory(fd, size), self._layout)
         sources = [part.tensor for _, part in parts]
@@ -274,7 +274,7 @@ class _TensorSlots:
 class _Stage:
     """Copies tensors from a GPU to pinned host memory, in one transfer."""
 
-    def __init__(self, sources: list[torch.Tensor], layout: Layout) -> None:
+    def __init__(self, sources: list[torch.Tensor], layout: SlotLayout) -> None:
         device = next(source.device for source in sources if source.is_cuda)
         self._flat = torch.empty(layout.tensor_bytes, dtype=torch.uint8, device=device)
         self._pinned = torch.empty(layout.tensor_bytes, dtype=torch.uint8, pin_memory=True)
@@ -335,13 +335,13 @@ def _take_memory(fd: int, size: int) -> memoryview:
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="log")) from error
 
 
-def _entry(group: str, part: Part) -> Entry:
-    return Entry(
+def _entry(group: str, part: Part) -> TensorEntry:
+    return TensorEntry(
         group, part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.shape, part.offsets
     )
 
 
-def _views(memory: Any, layout: Layout) -> list[torch.Tensor]:
+def _views(memory: Any, layout: SlotLayout) -> list[torch.Tensor]:
     """The tensors of a layout as views of memory: a buffer, or a tensor of bytes."""
     flat = memory if isinstance(memory, torch.Tensor) else torch.frombuffer(memory, dtype=torch.uint8)
     return [

@@ -174,7 +174,7 @@ def _show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     middle, end = start + len(words), start + len(words) + len(variables)
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    *segments, stack = (int(fields[place]) for place in _IN_STAT)
+    *segments, stack = (int(fields[index]) for index in _IN_STAT)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     layout = _MM_MAP.pack(*segments, libc.sbrk(0), stack, start, middle, middle, end, 0, 0, -1)

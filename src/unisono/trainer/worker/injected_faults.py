@@ -7,14 +7,17 @@ Input of a rank, detected before step 1:
 one_row_more      [rank, …]        these ranks have an additional row
 unseeded_split    [rank, …]        these ranks split their rows with an unseeded generator
 flip_weight_bit   [rank, …]        these ranks have a weight with one bit flipped
-flip_reference_bit  [rank, …]      these ranks have a reference with such a weight (preference.reference: PATH)
+flip_reference_bit  [rank, …]      these ranks have a reference with such a weight
+                                   (preference.reference: PATH)
 other_tokenizer   [rank, …]        these ranks have a different tokenizer
 
 Ends of a rank:
-die               {rank, step, how: exception | sigkill | exit | exit0 | refuse | oom}    at the start of that step; exit0 exits as
-                                   after success; oom allocates memory, at most `bytes`, until the
-                                   kernel kills the rank
-one_step_less     [rank, …]        these ranks take the run for one step shorter, and exit before the others
+die               {rank, step, how: exception | sigkill | exit | exit0 | refuse | oom}
+                                   at the start of that step; exit0 exits as after success; oom
+                                   allocates memory, at most `bytes`, until the kernel kills the
+                                   rank
+one_step_less     [rank, …]        these ranks take the run for one step shorter, and exit before
+                                   the others
 hang_in_teardown  {rank}           an extra thread keeps the process alive after its result
 destroy_twice     {rank}           destroys the process group, which is then destroyed again
 
@@ -34,13 +37,15 @@ nan_steps         [step, …]        the gradient of these steps is NaN on all r
 nan_loss          {rank, steps}    its part of the loss of these steps is NaN
 
 Not faults, although they look like one:
-pause             [{how: sleep | work | collect | evaluate | sync | save, seconds, steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
+pause             [{how: sleep | work | collect | evaluate | sync | save, seconds,
+                    steps: [step, …] or every, ranks: [rank, …] or none for all}, …]
                                    a slow first step, a compilation, a garbage collection of many
                                    objects; a slow round of the evaluation after that step; a slow
                                    sync of metrics before its save; a slow save
 clock_jump        {step, seconds}  the wall clock of every rank is off by that much from then on
 write_rows        directory        every rank records which rows went into each of its forwards
-marks             directory        a rank records the time of its fault there, in ns of the monotonic clock: rank-00001
+marks             directory        a rank records the time of its fault there, in ns of the
+                                   monotonic clock: rank-00001
 """
 
 import contextlib
@@ -318,9 +323,9 @@ _LITTER = 2_000_000
 _litter: list[list[int]] = []  # kept for the whole run, like a large data set of Python objects
 
 
-def _is_due(wanted: dict[str, Any], step: int) -> bool:
-    every = wanted.get("every")
-    return step in wanted.get("steps", ()) or (every is not None and step % every == 0)
+def _is_due(fault: dict[str, Any], step: int) -> bool:
+    every = fault.get("every")
+    return step in fault.get("steps", ()) or (every is not None and step % every == 0)
 
 
 def _sleep(seconds: float, on_slice: Callable[[], object]) -> None:

@@ -118,7 +118,7 @@ def _of_evaluation(values: Values, verb: str) -> list[Rule]:
     strategy, keeps_best = values["eval_strategy"], values["load_best_model_at_end"]
     by_best = values["save_strategy"] == "best"
     steps, save_steps = values["eval_steps"] or values["logging_steps"], values["save_steps"]
-    asked = [key for key in ("do_eval", "do_predict", "predict_with_generate") if values[key]]
+    set_keys = [key for key in ("do_eval", "do_predict", "predict_with_generate") if values[key]]
     uneven = strategy == "steps" and bool(steps) and save_steps / steps % 1 > 1e-9
     return [
         (
@@ -140,7 +140,7 @@ def _of_evaluation(values: Values, verb: str) -> list[Rule]:
                 "there are no rows for it",
                 "add `eval_dataset: NAME` or `val_size: 0.1`",
             )
-            for key in asked[:1]
+            for key in set_keys[:1]
         ),
         (
             values["do_predict"] and values["stage"] == "sft" and not values["predict_with_generate"],

@@ -110,23 +110,27 @@ def read_datasets(
     Raises:
         ConfigError: with all problems, each with file and line.
     """
-    wanted = list(dict.fromkeys(name.strip() for name in names))
+    unique_names = list(dict.fromkeys(name.strip() for name in names))
     problems: list[Problem] = []
     if dataset_dir == "ONLINE":
-        found = [_Entry(name, {"hf_hub_url": name}, None, where) for name in wanted]
+        entries = [_DatasetEntry(name, {"hf_hub_url": name}, None, where) for name in unique_names]
     else:
         info = _read_info(dataset_dir, file_where or where)
         problems += find_secrets(info.entries, info.places).values()
-        problems += [_unknown(name, info, where) for name in wanted if name not in info.entries]
-        found = [_Entry(name, info.entries[name], info, where) for name in wanted if name in info.entries]
+        problems += [_unknown(name, info, where) for name in unique_names if name not in info.entries]
+        entries = [
+            _DatasetEntry(name, info.entries[name], info, where)
+            for name in unique_names
+            if name in info.entries
+        ]
     preferred = {"ms_hub_url": use_modelscope, "om_hub_url": use_openmind}
-    for entry in found:
+    for entry in entries:
         entry.check(stage, preferred)
-    problems += [problem for entry in found for problem in entry.problems]
+    problems += [problem for entry in entries for problem in entry.problems]
     if problems:
         raise ConfigError(*problems)
     limit = {} if max_samples is None else {"rows": max_samples}
-    return [entry.source(stage, preferred) | limit for entry in found]
+    return [entry.source(stage, preferred) | limit for entry in entries]
 
 
 def _unknown(name: str, info: _Info, where: str) -> Problem:
@@ -179,9 +183,9 @@ def _read_text(path: Path, name: str, where: str) -> str:
     text = read_given(path, name, most_bytes=SETTINGS_BYTES)
     if isinstance(text, str):
         return text
-    fault, place = text
+    fault, location = text
     fix = "set dataset_dir to the directory that has it" if fault.is_missing else fault.fix
-    raise ConfigError.of(fault.what, where=where if place == name else place, why=fault.why, fix=fix)
+    raise ConfigError.of(fault.what, where=where if location == name else location, why=fault.why, fix=fix)
 
 
 def _fetch(repo: str, where: str) -> Path:
@@ -252,7 +256,7 @@ def _kind(value: Any) -> str:
 # ---- an entry
 
 
-class _Entry:
+class _DatasetEntry:
     """An entry of the file.
 
     Attributes:
@@ -525,8 +529,8 @@ class _Entry:
         if form == "alpaca":
             columns = {ours: theirs[name] for ours, name in _ALPACA.items()}
         else:
-            own, other = ("conversations", "messages")[:: 1 if form == "sharegpt" else -1]
-            columns = {own: theirs["messages"], other: None} | {n: theirs[n] for n in ("system", "tools")}
+            column, other = ("conversations", "messages")[:: 1 if form == "sharegpt" else -1]
+            columns = {column: theirs["messages"], other: None} | {n: theirs[n] for n in ("system", "tools")}
         if is_pairs or is_kto:
             unread = ("conversations", "messages") if form == "alpaca" else ("instruction",)
             columns = dict.fromkeys(unread) | columns

@@ -35,9 +35,9 @@ from unisono.trainer.readers.llamafactory.pieces import (
     LLAMA3_TOOLS,
     QWEN_TOOLS,
     Ids,
-    Pair,
     Pieces,
     PieceTokens,
+    QuestionAnswer,
     Writer,
 )
 from unisono.trainer.readers.llamafactory.template import (
@@ -45,7 +45,7 @@ from unisono.trainer.readers.llamafactory.template import (
     LfTemplate,
     Slot,
     Slots,
-    Token,
+    TokenSlot,
     adapt_tokenizer,
     end_of_text,
     find_lf_template,
@@ -97,7 +97,7 @@ class LfNamedTemplate(NamedTemplate):
         )
 
     def chat_template(self, tokenizer: Any, *, thinking: Thinking) -> "LfChatTemplate":
-        """The same prompts as a chat template; it adapts the tokenizer."""
+        """A chat template that renders the encoder's prompts; it adapts the tokenizer."""
         self.adapt(tokenizer)
         return lf_chat_template(tokenizer, self.template, thinking=thinking)
 
@@ -227,7 +227,7 @@ class LfEncoder:
         Both are cut alike, at what the longer answer leaves to the prompt.
         """
 
-        def pieces(_: int, example: Exchange) -> list[Pair[Pieces]]:
+        def pieces(_: int, example: Exchange) -> list[QuestionAnswer[Pieces]]:
             if len(example.answers) != 2:
                 raise RowError(
                     "the row has no chosen and rejected answer",
@@ -235,7 +235,7 @@ class LfEncoder:
                 )
             return [self._writer.question(example, answer) for answer in example.answers]
 
-        def finish(pairs: list[Pair[Ids]]) -> EncodedUnit:
+        def finish(pairs: list[QuestionAnswer[Ids]]) -> EncodedUnit:
             chosen, rejected = pairs
             rejected.source = chosen.source
             longest = max(len(self._ended(pair)) for pair in pairs)
@@ -263,28 +263,28 @@ class LfEncoder:
             for (i, _), (_, before) in zip(group, [group[-1], *group[:-1]], strict=True):
                 others[i] = before
 
-        def pieces(i: int, example: Exchange) -> list[Pair[Pieces]]:
+        def pieces(i: int, example: Exchange) -> list[QuestionAnswer[Pieces]]:
             if i not in others:
                 raise RowError(
                     "the row has no label with its answer", "set the source's columns: {label: NAME}"
                 )
             return [self._writer.question(example, answer) for answer in (example.answers[0], others[i])]
 
-        def finish(pairs: list[Pair[Ids]]) -> tuple[Encoded, Encoded]:
-            own, other = (self._question(pair, len(self._ended(pair))) for pair in pairs)
-            return own, other
+        def finish(pairs: list[QuestionAnswer[Ids]]) -> tuple[Encoded, Encoded]:
+            matched, other = (self._question(pair, len(self._ended(pair))) for pair in pairs)
+            return matched, other
 
-        found = self._each(examples, pieces, finish)
+        rows = self._each(examples, pieces, finish)
         return [
             row if isinstance(row, RowError) else self._noted_unit(row, example, label=_is_desirable(example))
-            for row, example in zip(found, examples, strict=True)
+            for row, example in zip(rows, examples, strict=True)
         ]
 
     def _each(
         self,
         examples: Sequence[Example],
-        write: Callable[[int, Exchange], list[Pair[Pieces]]],
-        finish: Callable[[list[Pair[Ids]]], Found],
+        write: Callable[[int, Exchange], list[QuestionAnswer[Pieces]]],
+        finish: Callable[[list[QuestionAnswer[Ids]]], Found],
     ) -> list[Found | RowError]:
         """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the
         pairs of tokens.
@@ -302,7 +302,7 @@ class LfEncoder:
             (
                 row
                 if isinstance(row, RowError)
-                else finish([Pair(next(tokens), next(tokens), pair.weight) for pair in row])
+                else finish([QuestionAnswer(next(tokens), next(tokens), pair.weight) for pair in row])
             )
             for row in written
         ]
@@ -322,7 +322,7 @@ class LfEncoder:
     ) -> EncodedUnit:
         return EncodedUnit((self._noted(sides[0], example), *sides[1:]), label)
 
-    def _conversation(self, _: int, example: Exchange) -> list[Pair[Pieces]]:
+    def _conversation(self, _: int, example: Exchange) -> list[QuestionAnswer[Pieces]]:
         if len(example.answers) != 1:
             why = (
                 "no answer" if not example.answers else "a pair of answers, which is for preference training"
@@ -340,7 +340,7 @@ class LfEncoder:
             )
         return pairs
 
-    def _row(self, pairs: list[Pair[Ids]]) -> Encoded:
+    def _row(self, pairs: list[QuestionAnswer[Ids]]) -> Encoded:
         """The row of a conversation.
 
         With `loss_on: last-answer` pairs are taken from the end, so that the cut spares the last.
@@ -367,10 +367,10 @@ class LfEncoder:
         ends = [pairs[-1].weight] * len(eos)
         return _encoded(ids, [one for _, part in parts for one in part] + ends, whole=whole)
 
-    def _ended(self, pair: Pair[Ids]) -> Ids:
+    def _ended(self, pair: QuestionAnswer[Ids]) -> Ids:
         return [*pair.target, self.tokenizer.eos_token_id] if self._template.efficient_eos else pair.target
 
-    def _question(self, pair: Pair[Ids], longest: int) -> Encoded:
+    def _question(self, pair: QuestionAnswer[Ids], longest: int) -> Encoded:
         """A prompt with one answer; `longest` is the length of the answer to leave room for."""
         target = self._ended(pair)
         whole = len(pair.source) + len(target)
@@ -388,16 +388,16 @@ class LfEncoder:
             [begin + example.prompt[0].content + end] if isinstance(example, Exchange) else []
             for example in examples
         ]
-        found: list[Encoded | RowError] = []
+        rows: list[Encoded | RowError] = []
         for ids in self._pieces.of(texts):
             kept = ids if self._cut_at is None else ids[: self._cut_at]
-            found.append(_encoded(kept, [1] * len(kept), whole=len(ids)))
-        return found
+            rows.append(_encoded(kept, [1] * len(kept), whole=len(ids)))
+        return rows
 
 
 def _caught(
-    write: Callable[[int, Exchange], list[Pair[Pieces]]], i: int, example: Example
-) -> list[Pair[Pieces]] | RowError:
+    write: Callable[[int, Exchange], list[QuestionAnswer[Pieces]]], i: int, example: Example
+) -> list[QuestionAnswer[Pieces]] | RowError:
     assert isinstance(example, Exchange)
     try:
         return write(i, example)
@@ -452,8 +452,8 @@ class LfChatTemplate(ChatTemplate):
             RowError: if the template has no way to write a message.
         """
         assert self.writer is not None
-        asked = [*messages, {"role": "assistant", "content": ""}]
-        exchange = read_exchange("messages", {"messages": asked} | ({"tools": tools} if tools else {}), {})
+        turns = [*messages, {"role": "assistant", "content": ""}]
+        exchange = read_exchange("messages", {"messages": turns} | ({"tools": tools} if tools else {}), {})
         pair = self.writer.question(exchange, exchange.answers[0])
         return PieceTokens(self.tokenizer).of([pair.source])[0]
 
@@ -470,11 +470,13 @@ def lf_chat_template(tokenizer: Any, template: LfTemplate, *, thinking: Thinking
 
 _JINJA = """\
 {PREFIX}{DEFAULT}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}\
-{% set system_message = messages[0]['content'] or system_message %}{% else %}{% set loop_messages = messages %}{% endif %}\
+{% set system_message = messages[0]['content'] or system_message %}\
+{% else %}{% set loop_messages = messages %}{% endif %}\
 {TOOLS}{SYSTEM}{% for message in loop_messages %}{% set content = message['content'] or '' %}\
 {FIRST}{% if message['role'] == 'user' %}{USER}{% elif message['role'] == 'tool' %}{OBSERVATION}\
 {% elif message['role'] == 'assistant' %}\
-{% if message['tool_calls'] %}{CALLS}{% else %}{THOUGHT}{ASSISTANT}{% endif %}{% else %}{{ raise_exception('a message has the role ' ~ message['role']) }}{% endif %}{% endfor %}{PROMPT}"""
+{% if message['tool_calls'] %}{CALLS}{% else %}{THOUGHT}{ASSISTANT}{% endif %}\
+{% else %}{{ raise_exception('a message has the role ' ~ message['role']) }}{% endif %}{% endfor %}{PROMPT}"""
 """Names in braces are replaced by `jinja_of`. The begin of an answer is a part of the question
 before it, as in the slots.
 """
@@ -538,13 +540,14 @@ def jinja_of(template: LfTemplate, tokenizer: Any, *, thinking: Thinking) -> str
         "{ASSISTANT}": written(template.assistant, "content"),
         "{PROMPT}": prompt if asks else "",
     }
-    return re.sub(r"\{[A-Z]+\}", lambda found: parts[found[0]], _JINJA)
+    return re.sub(r"\{[A-Z]+\}", lambda match: parts[match[0]], _JINJA)
 
 
 _EACH = "{% for item in tools %}{% set tool = item['function'] if item['type'] == 'function' else item %}"
 _WHOLE = "(item if item['type'] == 'function' else {'type': 'function', 'function': item})"
 _PARAMETER = """\
-{{ '  - ' ~ name ~ ' (' ~ (schema['type'] or '') ~ (', required' if name in needed else '') ~ '): ' ~ (schema['description'] or '') \
+{{ '  - ' ~ name ~ ' (' ~ (schema['type'] or '') ~ (', required' if name in needed else '') ~ '): ' \
+~ (schema['description'] or '') \
 ~ (', should be one of [' ~ schema['enum'] | join(', ') ~ ']' if schema['enum'] else '') \
 ~ (', where each item should be ' ~ (schema['items']['type'] or '') if schema['items'] is mapping else '') ~ '\\n' }}"""
 _DEFAULT_TOOL = (
@@ -600,12 +603,12 @@ def _calls(tool_format: str) -> str:
 
 def _observation(template: LfTemplate, tokenizer: Any) -> str:
     """The results of one turn's calls, which share the slots of one turn."""
-    place = next(
+    index = next(
         i for i, slot in enumerate(template.observation) if isinstance(slot, str) and CONTENT in slot
     )
-    head, _, tail = str(template.observation[place]).partition(CONTENT)
-    before = [_expression(slot, tokenizer, "") for slot in (*template.observation[:place], head)]
-    after = [_expression(slot, tokenizer, "") for slot in (tail, *template.observation[place + 1 :])]
+    head, _, tail = str(template.observation[index]).partition(CONTENT)
+    before = [_expression(slot, tokenizer, "") for slot in (*template.observation[:index], head)]
+    after = [_expression(slot, tokenizer, "") for slot in (tail, *template.observation[index + 1 :])]
 
     def said(parts: list[str]) -> str:
         return "{{ " + " ~ ".join(part for part in parts if part) + " }}" if any(parts) else ""
@@ -623,15 +626,15 @@ def _said(text: str) -> str:
 
 def _expression(slot: Slot, tokenizer: Any, value: str) -> str:
     """A slot as a Jinja expression; "" for a special token that the tokenizer does not have."""
-    if isinstance(slot, Token):
+    if isinstance(slot, TokenSlot):
         text = (
             (tokenizer.bos_token if slot.name == "bos" else tokenizer.eos_token)
             if slot.special
             else slot.name
         )
         return _quoted(text) if text else ""
-    before, found, after = slot.partition(CONTENT)
-    parts = [_quoted(before) if before else "", value if found else "", _quoted(after) if after else ""]
+    before, separator, after = slot.partition(CONTENT)
+    parts = [_quoted(before) if before else "", value if separator else "", _quoted(after) if after else ""]
     return " ~ ".join(part for part in parts if part)
 
 

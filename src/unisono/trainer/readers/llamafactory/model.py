@@ -155,7 +155,7 @@ def _as_stored(draft: Draft, stored: dict[str, Any]) -> None:
     }
     for name, value in shape.items():
         draft.put(f"adapter.{name}", value, "adapter_name_or_path")
-    own = (
+    shape_keys = (
         "lora_rank",
         "lora_alpha",
         "lora_dropout",
@@ -164,7 +164,7 @@ def _as_stored(draft: Draft, stored: dict[str, Any]) -> None:
         "use_rslora",
         "additional_target",
     )
-    for key in own:
+    for key in shape_keys:
         draft.ignore(key, "the adapter in adapter_name_or_path has its own")
 
 
@@ -241,12 +241,12 @@ def _rows(draft: Draft) -> None:
             f"{draft.name} names no template: rows are written with the tokenizer's own chat template"
         )
     packed = values["neat_packing"] or values["packing"] or (values["packing"] is None and pretrain)
-    asked = values["neat_packing"] or bool(values["packing"])
+    packs = values["neat_packing"] or bool(values["packing"])
     if is_preference and packed:
         packed = False  # LLaMA-Factory never packs pairs and rated rows
         draft.ignore("packing", "no effect with stage: rm, dpo and kto; data.packing=true packs them")
     # LLaMA-Factory takes one off where packing is asked for, and not where pretraining brings it.
-    draft.put("data.max_length", values["cutoff_len"] - (1 if asked else 0), "cutoff_len")
+    draft.put("data.max_length", values["cutoff_len"] - (1 if packs else 0), "cutoff_len")
     too_long = "balanced" if not pretrain else "split" if packed else "cut"
     draft.put("data.too_long", too_long, "cutoff_len")
     draft.put("data.on_bad_row", "skip")
@@ -294,6 +294,6 @@ def _stored_settings(adapter: str) -> dict[str, Any]:
     which is refused when it is loaded.
     """
     for folder in (Path(adapter).expanduser(), Path(adapter).expanduser() / "adapter"):
-        if found := read_object(folder / "adapter_config.json"):
-            return found
+        if settings := read_object(folder / "adapter_config.json"):
+            return settings
     return {}

@@ -18,7 +18,7 @@ from unisono.trainer.config.named_templates import NO_TOKEN
 from unisono.trainer.config.sections import Thinking
 from unisono.trainer.data import Exchange, RowError, Turn, grouped
 from unisono.trainer.data.text_encoder import TextEncoder
-from unisono.trainer.readers.llamafactory.template import CONTENT, LfTemplate, Slots, Token
+from unisono.trainer.readers.llamafactory.template import CONTENT, LfTemplate, Slots, TokenSlot
 
 DEFAULT_TOOLS = (
     "You have access to the following tools:\n{tools}"
@@ -248,7 +248,7 @@ _FORMATS = {
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _BATCH_CHARACTERS = 1 << 22  # characters encoded at once
 
-Piece = str | Token
+Piece = str | TokenSlot
 Pieces = list[Piece]
 Ids = list[int]
 
@@ -257,7 +257,7 @@ Part = TypeVar("Part", Pieces, Ids)
 
 
 @dataclass
-class Pair(Generic[Part]):
+class QuestionAnswer(Generic[Part]):
     """A question with all that stands before it, and its answer: as pieces, or as tokens.
 
     Attributes:
@@ -290,7 +290,7 @@ class Writer:
     thinking: Thinking
     today: date
 
-    def pairs(self, exchange: Exchange, *, last_only: bool) -> list[Pair[Pieces]]:
+    def pairs(self, exchange: Exchange, *, last_only: bool) -> list[QuestionAnswer[Pieces]]:
         """All questions and answers of a conversation.
 
         Args:
@@ -307,12 +307,12 @@ class Writer:
             bare = places if self.thinking is False else places[:-1] if drops else []
             turns = self._without_thoughts(turns, bare)
         written = self._written(turns, exchange)
-        pairs = [Pair(written[i - 1], written[i], turns[i].weight) for i in places]
+        pairs = [QuestionAnswer(written[i - 1], written[i], turns[i].weight) for i in places]
         for pair, i in list(zip(pairs, places, strict=True))[-1 if last_only else 0 :]:
             self._add_thought(pair, turns[i])
         return pairs
 
-    def question(self, exchange: Exchange, answer: Turn) -> Pair[Pieces]:
+    def question(self, exchange: Exchange, answer: Turn) -> QuestionAnswer[Pieces]:
         """The whole prompt and one answer; earlier answers have no thoughts.
 
         Raises:
@@ -324,7 +324,7 @@ class Writer:
             earlier = [] if self.thinking == "preserve" else places[:-1]
             turns = self._without_thoughts(turns, places if self.thinking is False else earlier)
         *before, last = self._written(turns, exchange)
-        pair = Pair([piece for pieces in before for piece in pieces], last)
+        pair = QuestionAnswer([piece for pieces in before for piece in pieces], last)
         self._add_thought(pair, turns[-1])
         return pair
 
@@ -334,7 +334,7 @@ class Writer:
             changed[i] = replace(turns[i], content=self.template.without_thought(turns[i].content))
         return changed
 
-    def _add_thought(self, pair: Pair[Pieces], answer: Turn) -> None:
+    def _add_thought(self, pair: QuestionAnswer[Pieces], answer: Turn) -> None:
         if not self.template.reasoning or self.template.has_thought(answer.content):
             return
         if self.thinking:
@@ -427,7 +427,7 @@ class PieceTokens:
         self._tokenizer = tokenizer
         self._splits = splits_control_tokens
         self.absent: list[str] = []
-        self._tokens: dict[Token, Ids] = {}
+        self._tokens: dict[TokenSlot, Ids] = {}
 
     def of(self, rows: Iterable[Pieces]) -> list[Ids]:
         """The tokens of each list of pieces."""
@@ -440,27 +440,27 @@ class PieceTokens:
             known.update(zip(group, self._encoded(group), strict=True))
         for row in rows:
             for piece in row:
-                if isinstance(piece, Token) and piece not in known:
+                if isinstance(piece, TokenSlot) and piece not in known:
                     known[piece] = self._single(piece)
         return [[i for piece in row for i in known[piece]] for row in rows]
 
     def _encoded(self, texts: list[str]) -> list[Ids]:
         encoder = TextEncoder(self._tokenizer)
         with encoder.control_tokens_as_text() if self._splits else contextlib.nullcontext():
-            found = encoder.encode(texts, special=False, ranges=False)
-        return [tokens.ids for tokens in found]
+            encodings = encoder.encode(texts, special=False, ranges=False)
+        return [tokens.ids for tokens in encodings]
 
-    def _single(self, token: Token) -> Ids:
+    def _single(self, token: TokenSlot) -> Ids:
         if token not in self._tokens:
             self._tokens[token] = self._looked_up(token)
         return self._tokens[token]
 
-    def _looked_up(self, token: Token) -> Ids:
+    def _looked_up(self, token: TokenSlot) -> Ids:
         tokenizer = self._tokenizer
         if token.special:
             special = tokenizer.bos_token_id if token.name == "bos" else tokenizer.eos_token_id
             return [] if special is None else [special]
-        found = tokenizer.convert_tokens_to_ids(token.name)
-        if found is None:
+        number = tokenizer.convert_tokens_to_ids(token.name)
+        if number is None:
             self.absent.append(token.name)
-        return [NO_TOKEN if found is None else found]
+        return [NO_TOKEN if number is None else number]

@@ -76,7 +76,7 @@ class LlamaFactoryFile(Translation):
 
     @property
     def overwrites_output(self) -> bool:
-        """As the file's `overwrite_output_dir`."""
+        """Whether the file sets `overwrite_output_dir`."""
         return bool(self.values["overwrite_output_dir"])
 
     def refusals(self, verb: Verb) -> list[Problem]:
@@ -296,17 +296,20 @@ _FROM_HUGGING_FACE = "Seq2SeqTrainingArguments"
 _TRLS = ("dataset_name", "dataset_config")
 _NEVER_TRLS = ("stage", "finetuning_type", "template", "cutoff_len")
 V1_KEYS = {
-    "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval", "template": "data.template: lf:NAME",
-    "cutoff_len": "data.max_length", "micro_batch_size": "batch.micro", "global_batch_size": "batch.global",
-    "learning_rate": "optim.lr", "num_train_epochs": "duration: N epochs", "max_steps": "duration: N steps",
-    "max_grad_norm": "optim.max_grad_norm", "optim_config": "optim.kind", "lr_scheduler_config": "optim.schedule",
-    "output_dir": "output_dir", "seed": "seed", "full_determinism": "deterministic", "bf16": "model.dtype: bfloat16",
-    "save_steps": "checkpoint.every: N steps", "save_epochs": "checkpoint.every: N epochs", "save_total_limit": "checkpoint.keep",
-    "peft_config": "adapter", "dist_config": "parallel.strategy", "init_config": "model.weights",
-    "enable_activation_checkpointing": "memory.gradient_checkpointing", "batching_strategy": "data.packing",
-    "trust_remote_code": "model.trust_remote_code", "max_new_tokens": "unisono chat --max-tokens",
-    "resume_from_checkpoint": "unisono train --resume", "model_class": "", "flash_attn": "", "kernel_config": "",
-    "quant_config": "", "cp_size": "", "batching_workers": "", "sample_backend": "", "save_ckpt_as_hf": "", "logging_steps": "",
+    "model": "model", "train_dataset": "data.train", "eval_dataset": "data.eval",
+    "template": "data.template: lf:NAME", "cutoff_len": "data.max_length",
+    "micro_batch_size": "batch.micro", "global_batch_size": "batch.global", "learning_rate": "optim.lr",
+    "num_train_epochs": "duration: N epochs", "max_steps": "duration: N steps",
+    "max_grad_norm": "optim.max_grad_norm", "optim_config": "optim.kind",
+    "lr_scheduler_config": "optim.schedule", "output_dir": "output_dir", "seed": "seed",
+    "full_determinism": "deterministic", "bf16": "model.dtype: bfloat16",
+    "save_steps": "checkpoint.every: N steps", "save_epochs": "checkpoint.every: N epochs",
+    "save_total_limit": "checkpoint.keep", "peft_config": "adapter", "dist_config": "parallel.strategy",
+    "init_config": "model.weights", "enable_activation_checkpointing": "memory.gradient_checkpointing",
+    "batching_strategy": "data.packing", "trust_remote_code": "model.trust_remote_code",
+    "max_new_tokens": "unisono chat --max-tokens", "resume_from_checkpoint": "unisono train --resume",
+    "model_class": "", "flash_attn": "", "kernel_config": "", "quant_config": "", "cp_size": "",
+    "batching_workers": "", "sample_backend": "", "save_ckpt_as_hf": "", "logging_steps": "",
 }  # fmt: skip
 """The keys of the generation v1, and ours; empty: there is none."""
 
@@ -319,17 +322,17 @@ def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
         return "v1" if "train_dataset" in raw else None
     if any(key in raw for key in _TRLS) and not any(key in raw for key in _NEVER_TRLS):
         return None
-    own = [k for k in raw if k in KEYS and KEYS[k].group != _FROM_HUGGING_FACE and k not in _SHARED]
-    return "v0" if len(own) + ("model_name_or_path" in raw) > 1 else None
+    recognized = [k for k in raw if k in KEYS and KEYS[k].group != _FROM_HUGGING_FACE and k not in _SHARED]
+    return "v0" if len(recognized) + ("model_name_or_path" in raw) > 1 else None
 
 
 def refuse_v1(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str) -> ConfigError:
     """The refusal of a v1 file, with our key for each of its keys."""
     pairs = [f"{key} → {V1_KEYS[key]}" for key in raw if V1_KEYS.get(key)]
     without = [key for key in raw if not V1_KEYS.get(key)]
-    rest = f"; without a counterpart: {', '.join(without)}" if without else ""
+    unmatched = f"; without a counterpart: {', '.join(without)}" if without else ""
     return ConfigError.of(
         f"{name} is a LLaMA-Factory v1 file; only v0 files, with `model_name_or_path`, are read",
         where=f"{name}:{lines.get(('train_dataset',), 1)}",
-        fix=f"write our config (`unisono init --out train.yaml`) with {', '.join(pairs)}{rest}",
+        fix=f"write our config (`unisono init --out train.yaml`) with {', '.join(pairs)}{unmatched}",
     )

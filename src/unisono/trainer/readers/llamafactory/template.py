@@ -21,14 +21,14 @@ _THOUGHT = ("<think>\n", "\n</think>\n\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenSlot:
     """A slot of one token: `name` in the vocabulary, or `bos` or `eos` of the tokenizer."""
 
     name: str
     special: bool = False
 
 
-Slot = str | Token
+Slot = str | TokenSlot
 Slots = tuple[Slot, ...]
 
 
@@ -105,21 +105,21 @@ def find_lf_template(name: str) -> LfTemplate | None:
 
 
 def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
-    found: dict[str, Any] = dict(entry)
-    user = _slots(found.pop("user", [CONTENT]))
+    fields: dict[str, Any] = dict(entry)
+    user = _slots(fields.pop("user", [CONTENT]))
     bare: list[Any] = [CONTENT] if entry.get("efficient_eos") else [CONTENT, {"special": "eos"}]
-    assistant = _slots(found.pop("assistant", bare))
+    assistant = _slots(fields.pop("assistant", bare))
     return LfTemplate(
         name,
         user=user,
         assistant=assistant,
-        system=_slots(found.pop("system", [CONTENT])),
-        function=_slots(found.pop("function")) if "function" in found else assistant,
-        observation=_slots(found.pop("observation")) if "observation" in found else user,
-        prefix=_slots(found.pop("prefix", [])),
-        stop_words=tuple(found.pop("stop_words", ())),
-        thought=tuple(found.pop("thought", _THOUGHT)),
-        **found,
+        system=_slots(fields.pop("system", [CONTENT])),
+        function=_slots(fields.pop("function")) if "function" in fields else assistant,
+        observation=_slots(fields.pop("observation")) if "observation" in fields else user,
+        prefix=_slots(fields.pop("prefix", [])),
+        stop_words=tuple(fields.pop("stop_words", ())),
+        thought=tuple(fields.pop("thought", _THOUGHT)),
+        **fields,
     )
 
 
@@ -128,9 +128,9 @@ def _slots(values: list[Any]) -> Slots:
         (
             value
             if isinstance(value, str)
-            else Token(value["token"])
+            else TokenSlot(value["token"])
             if "token" in value
-            else Token(value["special"], special=True)
+            else TokenSlot(value["special"], special=True)
         )
         for value in values
     )
@@ -144,15 +144,15 @@ def adapt_tokenizer(tokenizer: Any, template: LfTemplate) -> list[str]:
     """
     vocabulary = tokenizer.get_vocab()
     absent = [word for word in template.stop_words if word not in vocabulary]
-    rest = list(template.stop_words)
+    stop_words = list(template.stop_words)
     if template.replace_eos:
-        _set_eos(tokenizer, rest.pop(0))
+        _set_eos(tokenizer, stop_words.pop(0))
     if tokenizer.eos_token_id is None:
         _set_eos(tokenizer, "<|endoftext|>")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if rest:
-        tokenizer.add_tokens(rest, special_tokens=True)
+    if stop_words:
+        tokenizer.add_tokens(stop_words, special_tokens=True)
     if not absent:
         return []
     return [

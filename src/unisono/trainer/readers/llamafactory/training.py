@@ -202,9 +202,11 @@ def _best(draft: Draft) -> None:
     accuracies = {"dpo": "rewards/accuracies"}
     is_accuracy = metric == accuracies.get(values["stage"])
     if metric != "loss" and not is_accuracy:
-        own = f" or eval_{accuracies[values['stage']]}" if values["stage"] in accuracies else ""
+        alternative = f" or eval_{accuracies[values['stage']]}" if values["stage"] in accuracies else ""
         draft.refuse(
-            "metric_for_best_model", f"the evaluation has eval_loss{own}", f"use eval_loss{own}, or remove it"
+            "metric_for_best_model",
+            f"the evaluation has eval_loss{alternative}",
+            f"use eval_loss{alternative}, or remove it",
         )
     greater = values["greater_is_better"]
     if greater is not None and greater != is_accuracy:
@@ -286,7 +288,8 @@ def _trackers(draft: Draft) -> None:
 
 _OBJECTIVES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "sft", "kto": "kto"}
 _PREFERENCE = (
-    "pref_beta", "pref_ftx", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model",
+    "pref_beta", "pref_ftx", "dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight",
+    "simpo_gamma", "ref_model",
 )  # fmt: skip
 """The keys of LLaMA-Factory's preference stages that are carried."""
 _TRACKERS = get_args(get_args(RunConfig.model_fields["track"].annotation)[0])
@@ -378,12 +381,12 @@ def _refuse_disagreement(config: Mapping[str, Any], values: Values) -> None:
 
 
 def _read_fsdp(values: Values) -> tuple[str, str]:
-    asked = values["fsdp"]
+    value = values["fsdp"]
     words = (
-        asked.replace(",", " ").split()
-        if isinstance(asked, str)
-        else asked
-        if isinstance(asked, list)
+        value.replace(",", " ").split()
+        if isinstance(value, str)
+        else value
+        if isinstance(value, list)
         else []
     )
     config = _mapping(values["fsdp_config"], "fsdp_config") if values["fsdp_config"] else {}

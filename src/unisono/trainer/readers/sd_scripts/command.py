@@ -21,9 +21,9 @@ from unisono.trainer.readers.sd_scripts.keys import resolved
 
 SUFFIXES = (".sh", ".bash", ".ps1", ".bat", ".cmd")
 _FIXED: dict[str, Any] = {
-    "enable_bucket": True, "output_dir": "./output", "logging_dir": "./logs", "mixed_precision": "fp16", "save_precision": "fp16",
-    "seed": 1337, "cache_latents": True, "prior_loss_weight": 1, "max_token_length": 225, "caption_extension": ".txt", "xformers": True,
-    "shuffle_caption": True,
+    "enable_bucket": True, "output_dir": "./output", "logging_dir": "./logs", "mixed_precision": "fp16",
+    "save_precision": "fp16", "seed": 1337, "cache_latents": True, "prior_loss_weight": 1,
+    "max_token_length": 225, "caption_extension": ".txt", "xformers": True, "shuffle_caption": True,
 }  # fmt: skip
 """What train.sh always passes to train_network.py."""
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
@@ -95,20 +95,20 @@ def _joined_lines(text: str, *, mark: str) -> list[tuple[int, str]]:
     """The lines with their numbers; a line that ends with the mark of the shell together with the
     next ones.
     """
-    found: list[tuple[int, str]] = []
+    joined: list[tuple[int, str]] = []
     goes_on = False
     for number, line in enumerate(text.splitlines(), 1):
         stripped = line.rstrip()
         if goes_on:
-            first, before = found[-1]
-            found[-1] = (first, f"{before} {stripped}")
+            first, before = joined[-1]
+            joined[-1] = (first, f"{before} {stripped}")
         else:
-            found.append((number, stripped))
+            joined.append((number, stripped))
         goes_on = stripped.endswith(mark) and not stripped.lstrip().startswith("#")
         if goes_on:
-            first, before = found[-1]
-            found[-1] = (first, before[:-1])
-    return found
+            first, before = joined[-1]
+            joined[-1] = (first, before[:-1])
+    return joined
 
 
 def _assignments(
@@ -118,7 +118,7 @@ def _assignments(
 
     With `all_lines` a line that is none, and no comment, is a problem.
     """
-    found: dict[str, tuple[str, int]] = {}
+    assignments: dict[str, tuple[str, int]] = {}
     pattern = _PS1_ASSIGNMENT if is_ps1 else _ASSIGNMENT
     for number, line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
@@ -126,7 +126,7 @@ def _assignments(
         match = pattern.match(line)
         value = None if match is None else _ps1_value(match[2]) if is_ps1 else _bash_value(match[2])
         if match is not None and value is not None:
-            found[match[1]] = (value, number)
+            assignments[match[1]] = (value, number)
         elif all_lines:
             script.refuse(
                 f"`{one_line(line.strip(), limit=60)}` is not a plain assignment",
@@ -138,7 +138,7 @@ def _assignments(
                     else "write $NAME = value with the value itself"
                 ),
             )
-    return found
+    return assignments
 
 
 def _bash_value(text: str) -> str | None:
@@ -271,8 +271,8 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     """The keys of a TOML file without the sections that they are in, as sd-scripts reads them; a
     preset's `[metadata]` is no setting.
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in raw.items():
         if name != "metadata":
-            found |= value if isinstance(value, dict) else {name: value}
-    return found
+            flattened |= value if isinstance(value, dict) else {name: value}
+    return flattened

@@ -66,8 +66,8 @@ class DatasetFile:
     @property
     def batch_sizes(self) -> list[int]:
         """The batch size of each dataset."""
-        found = {subset.dataset: subset.values["batch_size"] for subset in self.subsets}
-        return [1 if size is None else size for size in found.values()]
+        sizes = {subset.dataset: subset.values["batch_size"] for subset in self.subsets}
+        return [1 if size is None else size for size in sizes.values()]
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def _text_of(path: Path) -> str:
 
 
 def _lines_of(text: str) -> dict[KeyPath, int]:
-    found: dict[KeyPath, int] = {}
+    lines: dict[KeyPath, int] = {}
     numbers: dict[KeyPath, int] = {}  # of tables that are items of a list: how many there are
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -118,10 +118,10 @@ def _lines_of(text: str) -> dict[KeyPath, int]:
             if header[1] == "[[":
                 numbers[table] = numbers.get(table, -1) + 1
                 table = (*table, numbers[table])
-            found.setdefault(table, number)
+            lines.setdefault(table, number)
         elif key is not None:
-            found.setdefault((*table, key[1]), number)
-    return found
+            lines.setdefault((*table, key[1]), number)
+    return lines
 
 
 def locate(name: str, beside: Path) -> Path:
@@ -148,22 +148,22 @@ def read_dataset_file(path: Path, main: Values) -> DatasetFile:
             part.refuse_top(key, raw[key])
     general = part.read("general", raw.get("general", {}), ("general",))
     given = {_MAIN_NAMES.get(name, name): value for name, value in main.given.items()}
-    places = {_MAIN_NAMES.get(name, name): place for name, place in main.places.items()}
+    places = {_MAIN_NAMES.get(name, name): location for name, location in main.places.items()}
     for number, dataset in part.items(raw.get("datasets", []), ("datasets",)):
         at: KeyPath = ("datasets", number)
         upper = part.read("dataset", {k: v for k, v in dataset.items() if k != "subsets"}, at)
         seen: set[str] = set()
         for order, subset in part.items(dataset.get("subsets", []), (*at, "subsets")):
             inside = (*at, "subsets", order)
-            own = part.read("subset", subset, inside)
-            layers = [(given, places), general, upper, own]
+            specific = part.read("subset", subset, inside)
+            layers = [(given, places), general, upper, specific]
             values = Values(
                 {key: value for layer, _ in layers for key, value in layer.items()},
-                {key: place for _, layer in layers for key, place in layer.items()},
+                {key: location for _, layer in layers for key, location in layer.items()},
                 str(path),
                 KEYS,
             )
-            _add(file, Subset(values, part.places.of(inside), number), own[0], seen)
+            _add(file, Subset(values, part.places.of(inside), number), specific[0], seen)
     if not file.subsets and not file.problems:
         file.problems.append(
             Problem(
@@ -176,10 +176,10 @@ def read_dataset_file(path: Path, main: Values) -> DatasetFile:
     return file
 
 
-def _add(file: DatasetFile, subset: Subset, own: Mapping[str, Any], seen: set[str]) -> None:
+def _add(file: DatasetFile, subset: Subset, given: Mapping[str, Any], seen: set[str]) -> None:
     """Adds a subset, unless there it would not be used either."""
-    folder = own.get("image_dir")
-    if "metadata_file" in own or "conditioning_data_dir" in own:
+    folder = given.get("image_dir")
+    if "metadata_file" in given or "conditioning_data_dir" in given:
         return  # refused by its key
     if not folder:
         what = "a subset has no `image_dir`"

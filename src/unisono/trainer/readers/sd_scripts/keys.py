@@ -8,12 +8,12 @@ from typing import Any
 from unisono.base.errors import Problem
 from unisono.trainer.config.schedules import SCHEDULES
 from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces
-from unisono.trainer.readers.key_table import Key, Table
+from unisono.trainer.readers.key_table import Key, KeyTable
 from unisono.trainer.readers.reading import Reading
 
 TOOL = "sd-scripts"
 _SCHEDULES = tuple(name for schedule in SCHEDULES.values() for name in schedule.sd_scripts)
-KEYS = Table("unisono.trainer.readers.sd_scripts", words={"lr_scheduler": _SCHEDULES})
+KEYS = KeyTable("unisono.trainer.readers.sd_scripts", words={"lr_scheduler": _SCHEDULES})
 """By name, in groups."""
 PAGE = "docs/reference/sd-scripts.md"
 _UNKNOWN = ("it is neither of sd-scripts' train_network.py nor of LoRA-Scripts", PAGE)
@@ -62,17 +62,19 @@ def read_mapping(raw: Mapping[str, Any], places: KeyPlaces, name: str, *, inside
         inside: where the mapping is in the file.
     """
     reading = Reading(places, name, keys=KEYS, tool=TOOL, unknown=_UNKNOWN, inside=inside)
-    for own, value in raw.items():
-        key = resolved(own)
+    for raw_key, value in raw.items():
+        key = resolved(raw_key)
         if key is not None and is_off(key, value):
-            reading.leave_out(own, value, "off: as if it were not given")
+            reading.leave_out(raw_key, value, "off: as if it were not given")
             continue
-        if own in _SECRETS and key is not None:
-            what = f"{own} is a secret, and the config is kept with the results"
-            reading.problems.append(Problem(what, places.of((*inside, own)), "", f"remove it; {key.note}"))
-            reading.read(own, "…", is_secret=True)
+        if raw_key in _SECRETS and key is not None:
+            what = f"{raw_key} is a secret, and the config is kept with the results"
+            reading.problems.append(
+                Problem(what, places.of((*inside, raw_key)), "", f"remove it; {key.note}")
+            )
+            reading.read(raw_key, "…", is_secret=True)
         elif key is not None and key.type == "bool" and value in (0, 1, "0", "1"):
-            reading.read(own, bool(int(value)), is_secret=False)
+            reading.read(raw_key, bool(int(value)), is_secret=False)
         else:
-            reading.read(own, value, is_secret=False)
+            reading.read(raw_key, value, is_secret=False)
     return reading

@@ -244,13 +244,15 @@ def _fill_data(draft: Draft, path: Path) -> DatasetFile:
 
 
 _SETTINGS = {
-    "resolution": "resolution", "caption_extensions": "caption_extension", "buckets": "enable_bucket", "min_side": "min_bucket_reso",
-    "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps", "upscale": "bucket_no_upscale",
-    "shuffle_captions": "shuffle_caption", "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
-    "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix", "caption_suffix": "caption_suffix",
-    "keep_tokens_separator": "keep_tokens_separator", "caption_separator": "caption_separator",
-    "secondary_separator": "secondary_separator", "wildcards": "enable_wildcard", "flip": "flip_aug",
-    "tag_warmup": "token_warmup_step", "tag_warmup_min": "token_warmup_min",
+    "resolution": "resolution", "caption_extensions": "caption_extension", "buckets": "enable_bucket",
+    "min_side": "min_bucket_reso", "max_side": "max_bucket_reso", "bucket_step": "bucket_reso_steps",
+    "upscale": "bucket_no_upscale", "shuffle_captions": "shuffle_caption",
+    "tag_dropout": "caption_tag_dropout_rate", "keep_tokens": "keep_tokens",
+    "caption_dropout": "caption_dropout_rate", "caption_prefix": "caption_prefix",
+    "caption_suffix": "caption_suffix", "keep_tokens_separator": "keep_tokens_separator",
+    "caption_separator": "caption_separator", "secondary_separator": "secondary_separator",
+    "wildcards": "enable_wildcard", "flip": "flip_aug", "tag_warmup": "token_warmup_step",
+    "tag_warmup_min": "token_warmup_min",
 }  # fmt: skip
 """Our keys of what may differ between folders of pictures, and those of sd-scripts."""
 _OFF_BY_DEFAULT = (
@@ -274,21 +276,21 @@ _OFF_BY_DEFAULT = (
 def _settings(draft: Draft, values: Values) -> dict[str, Any]:
     """What `_SETTINGS` are for a folder; those that have no effect for it are omitted."""
     extension = values["caption_extension"]
-    found = {
+    settings = {
         "resolution": _resolution(draft, values),
         "caption_extensions": [extension if extension.startswith(".") else f".{extension}"],
         "buckets": values["enable_bucket"],
     }
     if values["enable_bucket"]:
-        found |= {ours: values[_SETTINGS[ours]] for ours in ("min_side", "max_side", "bucket_step")}
-        found["upscale"] = not values["bucket_no_upscale"]
+        settings |= {ours: values[_SETTINGS[ours]] for ours in ("min_side", "max_side", "bucket_step")}
+        settings["upscale"] = not values["bucket_no_upscale"]
     for ours in _OFF_BY_DEFAULT:
-        found[ours] = values[_SETTINGS[ours]]
+        settings[ours] = values[_SETTINGS[ours]]
     if values["token_warmup_step"] > 0:
-        found["tag_warmup"] = _warmup(values["token_warmup_step"])
+        settings["tag_warmup"] = _warmup(values["token_warmup_step"])
     else:
-        found |= {"tag_warmup": "0 steps", "tag_warmup_min": 1}
-    return found
+        settings |= {"tag_warmup": "0 steps", "tag_warmup_min": 1}
+    return settings
 
 
 def _put_settings(draft: Draft, settings: Mapping[str, Any]) -> None:
@@ -346,13 +348,13 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
     ]
     usual = settings[0]
     sources = []
-    for subset, own, share in zip(file.subsets, settings, shares, strict=True):
+    for subset, subset_settings, share in zip(file.subsets, settings, shares, strict=True):
         pictures: dict[str, Any] = {"flat": True, "caption": subset.values["class_tokens"] or ""}
         if subset.values["is_reg"]:
             pictures["prior"] = True
         elif share:
             pictures["eval"] = share
-        pictures |= {ours: value for ours, value in own.items() if value != usual.get(ours)}
+        pictures |= {ours: value for ours, value in subset_settings.items() if value != usual.get(ours)}
         source: dict[str, Any] = {"path": subset.values["image_dir"], "pictures": pictures}
         if subset.values["num_repeats"] != 1:
             source["weight"] = float(subset.values["num_repeats"])
@@ -413,8 +415,8 @@ def _warmup(amount: float) -> str:
 def _put_batch(draft: Draft, file: DatasetFile) -> None:
     """Pictures of a forward, and forwards of a step."""
     values = draft.values
-    own, forwards = values["batch_size"], 1
-    per_rank = values["train_batch_size"] if own is None else own
+    batch_size, forwards = values["batch_size"], 1
+    per_rank = values["train_batch_size"] if batch_size is None else batch_size
     if len(set(file.batch_sizes)) > 1:
         per_rank, forwards = file.batch
         sizes = ", ".join(map(str, dict.fromkeys(file.batch_sizes)))
@@ -510,5 +512,5 @@ def _prompts(draft: Draft, path: Path) -> list[str]:
             given, f"{file} cannot be read: {error.strerror or error}", "make it readable, or give a prompt"
         )
         return []
-    found = [line.split(" --")[0].strip() for line in lines if not line.startswith("#")]
-    return [prompt for prompt in found if prompt]
+    prompts = [line.split(" --")[0].strip() for line in lines if not line.startswith("#")]
+    return [prompt for prompt in prompts if prompt]
