@@ -75,7 +75,7 @@ _HOW = 3
 _RUN = re.compile(rf"(?:{PLACEHOLDER.pattern})+")
 _WORD = re.compile(r"(?<![\w./\\-])[A-Za-z][a-z']*(?![\w/=(])")
 _TESTS = {"startswith", "endswith", "removeprefix", "removesuffix", "replace", "split", "partition", "rpartition", "compile", "match", "search",
-          "fullmatch", "sub", "findall", "finditer", "getLogger", "find", "index", "strip", "lstrip", "rstrip", "environ", "get", "add_argument",
+          "fullmatch", "sub", "findall", "read_text", "with_name", "finditer", "getLogger", "find", "index", "strip", "lstrip", "rstrip", "environ", "get", "add_argument",
           "encode", "decode", "debug", "import_module", "getattr", "execute", "cast"}  # fmt: skip
 """Calls whose arguments are compared or parsed, not shown."""
 _NO_TEXT = {"pattern", "hints", "source", "example", "sources", "description", "metavar", "how"}
@@ -127,7 +127,9 @@ class Texts(ast.NodeVisitor):
         """Without the arguments of tests."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         self.visit(node.func)
-        if name == "Check" and len(node.args) > _HOW:  # how a check of doctor works is for its page alone
+        if (
+            name == "DoctorCheck" and len(node.args) > _HOW
+        ):  # how a check of doctor works is for its page alone
             for part in (*node.args[:_HOW], *node.args[_HOW + 1 :]):
                 self.visit(part)
             return

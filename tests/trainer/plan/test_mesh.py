@@ -6,7 +6,7 @@ Run: pytest tests/plan/test_mesh.py
 import ast
 from collections import Counter
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from unisono.trainer.plan.mesh import Axis, Mesh, Strategy, meshes_of, needs_sev
 SOURCE = Path(unisono.__file__).parent
 ANY = st.builds(Mesh.of, st.sampled_from(get_args(Strategy)), st.integers(1, 64))
 GRIDS = st.builds(
-    lambda sizes: Mesh(dict(zip("abc", sizes, strict=False))),
+    lambda sizes: Mesh(cast("Any", dict(zip("abc", sizes, strict=False)))),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
 )
 """Meshes of several axes, whose names mean nothing yet."""

@@ -173,7 +173,7 @@ class _WithGlobalFlags:
     them.
     """
 
-    context_class = _Context
+    context_class: Any = _Context
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)  # type: ignore[misc]
@@ -312,7 +312,7 @@ def _formatter(translator: Any) -> Any:
     """A writer of help in the language of the command, whose characters may take two columns."""
     english: Any = typer.Context.formatter_class
 
-    class Formatter(english):  # type: ignore[misc]
+    class Formatter(english):
         def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
             self.write(wrapped(f"{shown('Usage')}：{prog} {args}", self.width) + "\n")
 

@@ -138,7 +138,7 @@ def prepare_launcher(request: Request) -> tuple[Launcher, Request]:
     return replace(launcher, **request.launcher_options), request
 
 
-def _prepared_training(request: "TrainRequest") -> "tuple[Launcher, TrainRequest]":
+def _prepared_training(request: "TrainRequest") -> tuple[Launcher, "TrainRequest"]:
     """`prepare_launcher` for a training; other launchers than those that place the nodes refuse a
     missing trainer where the other nodes learn of it.
     """

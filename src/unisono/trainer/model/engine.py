@@ -158,7 +158,7 @@ class Engine:
         return moved
 
     def _attempt(
-        self, batch: "_Batch", work: "Callable[[_Batch], list[GeneratedAnswer]]"
+        self, batch: "_Batch", work: Callable[["_Batch"], list["GeneratedAnswer"]]
     ) -> list[GeneratedAnswer]:
         """The result of work on a batch.
 
