@@ -19,7 +19,7 @@ from unisono.trainer.plan import RunPlan, Stream, deal
 
 if TYPE_CHECKING:  # training of text never loads the room of image models
     from unisono.trainer.batches.pictures import TablePictures
-    from unisono.trainer.diffusion.latents import PictureLoader
+    from unisono.trainer.families.pictures.latents import PictureLoader
 
 
 @dataclass

@@ -78,15 +78,15 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """The same for an image model; needs torch, which computes the caches."""
-    from unisono.trainer.diffusion.picture_folders import need_pillow
-    from unisono.trainer.diffusion.single_file import open_files, single_file
+    from unisono.trainer.families.pictures.picture_folders import need_pillow
+    from unisono.trainer.families.pictures.single_file import open_files, single_file
 
     need_pillow()
     if single_file(config) is not None:
         report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
     pipeline, facts, digests = open_files(config, cache_dir=Path(request["cache_dir"]))
     with loading_modules():
-        from unisono.trainer.diffusion.prepare import prepare_pictures
+        from unisono.trainer.families.pictures.prepare import prepare_pictures
     ledger = None
     if request.get("output_dir"):
         directory = RunDir(Path(request["output_dir"]))

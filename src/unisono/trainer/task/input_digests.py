@@ -239,9 +239,9 @@ def _list(config: RunConfig) -> _InputFiles:
 
 def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
     """Pictures with their captions, and the files of the pipeline."""
-    from unisono.trainer.diffusion.picture_folders import list_files
-    from unisono.trainer.diffusion.pipeline_files import all_files, locate_pipeline
-    from unisono.trainer.diffusion.single_file import single_file, tokenizer_of_file
+    from unisono.trainer.families.pictures.picture_folders import list_files
+    from unisono.trainer.families.pictures.pipeline_files import all_files, locate_pipeline
+    from unisono.trainer.families.pictures.single_file import single_file, tokenizer_of_file
 
     folders = [(label, named) for label, _, named in _sources(config)]
     if config.diffusion.prior is not None:

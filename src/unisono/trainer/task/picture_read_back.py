@@ -10,11 +10,11 @@ import torch
 
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.state import CheckpointReader
-from unisono.trainer.diffusion.drawing import open_pipeline
-from unisono.trainer.diffusion.lora_file import LORA_FILE
-from unisono.trainer.diffusion.pipeline import load_denoiser, trains_text
-from unisono.trainer.diffusion.pipeline_files import WEIGHTS, Pipeline
-from unisono.trainer.diffusion.result_predictions import ResultPredictions
+from unisono.trainer.families.pictures.drawing import open_pipeline
+from unisono.trainer.families.pictures.lora_file import LORA_FILE
+from unisono.trainer.families.pictures.pipeline import load_denoiser, trains_text
+from unisono.trainer.families.pictures.pipeline_files import WEIGHTS, Pipeline
+from unisono.trainer.families.pictures.result_predictions import ResultPredictions
 from unisono.trainer.model.files import read_safetensors_header
 from unisono.trainer.model.load import DTYPES
 from unisono.trainer.model.result_outputs import TOLERANCE

@@ -136,8 +136,8 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     written: Written
     outputs: type[ResultOutputs]
     if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline_files import read_pipeline
-        from unisono.trainer.diffusion.result_predictions import ResultPredictions
+        from unisono.trainer.families.pictures.pipeline_files import read_pipeline
+        from unisono.trainer.families.pictures.result_predictions import ResultPredictions
         from unisono.trainer.task.picture_read_back import WrittenLora
 
         written, outputs = WrittenLora(directory, read_pipeline(base)), ResultPredictions

@@ -293,7 +293,7 @@ def _of_run(name: str, run: RunDir, step: int | None) -> Target:
     plan = _read_plan(name, run)
     base = Path(plan.model.directory)
     if not base.is_dir() and plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.single_file import open_files
+        from unisono.trainer.families.pictures.single_file import open_files
 
         base = open_files(plan.config, cache_dir=read_environment().cache_dir)[0].root
     elif not base.is_dir():  # the run was moved, or the built-in model is in a different environment now

@@ -401,7 +401,7 @@ def _draw_samples(run: Run, *, step: int) -> None:
 
     Only rank 0 does it.
     """
-    from unisono.trainer.diffusion.drawing import save_strip
+    from unisono.trainer.families.pictures.drawing import save_strip
 
     prompts = _sample_prompts(run)
     if not prompts or not run.group.is_main or run.sampler is None:

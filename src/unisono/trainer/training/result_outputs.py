@@ -41,8 +41,8 @@ def write_outputs(run: Run) -> None:
 
 def _outputs(run: Run, model: Any) -> ResultOutputs:
     if run.plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import trains_text
-        from unisono.trainer.diffusion.result_predictions import ResultPredictions
+        from unisono.trainer.families.pictures.pipeline import trains_text
+        from unisono.trainer.families.pictures.result_predictions import ResultPredictions
 
         trained = model.text_names if trains_text(run.plan.config) else ()
         return ResultPredictions.of(model, dtype=run.plan.dtype, text_encoders=trained)

@@ -35,8 +35,8 @@ from unisono.trainer.training.saver import Part, Saver
 from unisono.trainer.training.sharding import ShardedRoot
 
 if TYPE_CHECKING:
-    from unisono.trainer.diffusion.drawing import Sampler
-    from unisono.trainer.diffusion.latents import PictureLoader
+    from unisono.trainer.families.pictures.drawing import Sampler
+    from unisono.trainer.families.pictures.latents import PictureLoader
 
 
 # ---- Random streams

@@ -80,7 +80,7 @@ def set_up(
     is_main = group.is_main
     pictures, sampler = None, None
     if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.drawing import (
+        from unisono.trainer.families.pictures.drawing import (
             open_pictures,  # not at the top: training of text never loads it
         )
 
@@ -152,7 +152,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
 def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
     if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import load_denoiser
+        from unisono.trainer.families.pictures.pipeline import load_denoiser
 
         loaded = load_denoiser(
             plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device
@@ -174,7 +174,7 @@ def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -
 def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
     adapter = plan.config.adapter
     if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import choose_picture_forward
+        from unisono.trainer.families.pictures.pipeline import choose_picture_forward
 
         return choose_picture_forward(
             loaded,

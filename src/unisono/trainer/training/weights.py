@@ -216,7 +216,7 @@ def write_weights(
         directory.mkdir()
     target = directory if writes else None
     if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.lora_file import write_lora
+        from unisono.trainer.families.pictures.lora_file import write_lora
 
         return write_lora(loaded.base, plan, directory, step=step or plan.total_steps) if writes else {}
     if plan.config.adapter is not None:

@@ -15,16 +15,16 @@ from unisono.base.errors import ModelError
 from unisono.base.files import whole_file
 from unisono.base.text import library_words
 from unisono.trainer.config.sections import DiffusionSection
-from unisono.trainer.diffusion.latents import PictureLoader
-from unisono.trainer.diffusion.picture_folders import need_pillow
-from unisono.trainer.diffusion.pipeline import (
+from unisono.trainer.families.pictures.latents import PictureLoader
+from unisono.trainer.families.pictures.picture_folders import need_pillow
+from unisono.trainer.families.pictures.pipeline import (
     Denoiser,
     PictureForward,
     import_diffusers,
     load_component,
     quiet,
 )
-from unisono.trainer.diffusion.pipeline_files import Pipeline, read_pipeline
+from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.load import DTYPES
 from unisono.trainer.plan import RunPlan

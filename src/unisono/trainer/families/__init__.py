@@ -1,0 +1,3 @@
+"""Families of models: what a run does in another way with an image model than with a language
+model.
+"""
