@@ -41,7 +41,7 @@ WORDS = (
     "Got unexpected extra arguments ({arguments})", "Missing command", "{value} is not a valid integer", "{value} is not a valid float",
     "rank {rank}", "host {host}", "rank {rank}, host {host}", "required", "default", "e.g. {example}",
     "{name} takes a whole number from {low} to {high}", "{name} takes a whole number, at least {low}",
-    "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows",
+    "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows", "sequences", "pictures", "tokens",
     "a value", "text that is not empty",
     *(f"{kind} {bounds}" for kind in ("a number", "a whole number") for bounds in (
         "above {low}", "of at least {low}", "at most {high}", "below {high}", "of at least {low} and at most {high}",

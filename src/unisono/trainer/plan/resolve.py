@@ -16,8 +16,9 @@ from unisono.trainer.config import optimizers, schedules
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.schedules import schedule_named
 from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, sources_of
-from unisono.trainer.config.sections import DIFFUSION, Section
+from unisono.trainer.config.sections import Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
+from unisono.trainer.plan.families import family_for, family_of
 from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.run_plan import (
     DataSummary,
@@ -74,8 +75,8 @@ def needed_packages(config: RunConfig) -> list[NeededPackages]:
     if quantize := config.model.quantize:
         words = f"model.quantize: {quantize}"
         found.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
-    if config.objective == DIFFUSION:
-        found.append(NeededPackages("objective", "objective: diffusion", ("diffusers", "pillow")))
+    if packages := family_for(config.objective).packages:
+        found.append(NeededPackages("objective", f"objective: {config.objective}", packages))
     urls = [(key, section.path) for key, section in sources_of(config.data)]
     for key, url in [*urls, ("checkpoint.storage", config.checkpoint.storage or "")]:
         scheme, is_url, _ = url.partition("://")
@@ -239,7 +240,7 @@ def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
     they compute, unless the number is declared.
     """
     on_cpu = all(device.kind == "cpu" for device in given.devices)
-    is_small = not given.model.is_picture_model and given.model.hidden_size <= _SMALL
+    is_small = family_of(given.model).decodes_tokens and given.model.hidden_size <= _SMALL
     if given.threads == 1 or not on_cpu or not is_small or "OMP_NUM_THREADS" in given.threads_origin:
         return given.threads
     origins["threads"] = f"a model of width {given.model.hidden_size} trains faster with one"
@@ -328,9 +329,8 @@ def _strategies(given: PlanInputs) -> list[Strategy]:
     adapter = given.config.adapter
     quantized_dora = bool(given.model.quantized) and adapter is not None and adapter.kind == "dora"
     if requested == "auto":
-        if given.config.objective == DIFFUSION:
-            return ["ddp"]
-        return ["ddp"] if needs_full or quantized_dora else ["ddp", "fsdp"]
+        can_shard = family_for(given.config.objective).can_shard and not (needs_full or quantized_dora)
+        return ["ddp", "fsdp"] if can_shard else ["ddp"]
     if requested == "fsdp" and quantized_dora:
         raise ConfigError.of(
             "parallel.strategy is fsdp, adapter.kind dora, and the weights are quantized as"
@@ -355,10 +355,7 @@ def _micro_batch(
             enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
-                    origins["micro_batch"] = (
-                        f"auto: {micro} × {longest}"
-                        f" {'positions of latents' if given.model.is_picture_model else 'tokens'} fit"
-                    )
+                    origins["micro_batch"] = family_of(given.model).fit(micro, longest)
                 if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
                     origins["gradient_checkpointing"] = f"auto: {needed}"
