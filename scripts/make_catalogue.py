@@ -42,7 +42,7 @@ WORDS = (
     "Got unexpected extra arguments ({arguments})", "Missing command", "{value} is not a valid integer", "{value} is not a valid float",
     "rank {rank}", "host {host}", "rank {rank}, host {host}", "required", "default", "e.g. {example}",
     "{name} takes a whole number from {low} to {high}", "{name} takes a whole number, at least {low}",
-    "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows",
+    "{name} takes a number from {low} to {high}", "{name} takes a number, at least {low}", "{number} for evaluation", "{number} cut", "{number} split", "{number} dropped", "{number} bad", "fresh", "flat rows", "padded rows", "sequences", "pictures", "tokens",
     "a value", "text that is not empty",
     *(f"{kind} {bounds}" for kind in ("a number", "a whole number") for bounds in (
         "above {low}", "of at least {low}", "at most {high}", "below {high}", "of at least {low} and at most {high}",
@@ -104,6 +104,13 @@ class Texts(ast.NodeVisitor):
         """A docstring is no text."""
         if not isinstance(node.value, ast.Constant):
             self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """A quoted annotation is no text."""
+        for name in ("annotation", "returns"):
+            if isinstance(getattr(node, name, None), ast.Constant):
+                setattr(node, name, None)
+        super().generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Compared with, not shown; a call or a choice beside it may be."""

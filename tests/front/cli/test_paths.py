@@ -25,7 +25,7 @@ from unisono.front.cli.app import parser
 from unisono.guard.facts.limits import memory_limited
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DiffusionSection, Section
-from unisono.trainer.diffusion.picture_folders import read_folder
+from unisono.trainer.families.pictures.picture_folders import read_folder
 from unisono.trainer.readers.key_table import Key
 from unisono.trainer.readers.llamafactory.keys import KEYS as LF_KEYS
 from unisono.trainer.readers.llamafactory.reader import translate

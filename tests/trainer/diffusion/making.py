@@ -34,7 +34,7 @@ def write_pipeline(root: Path, *, prediction: str = "epsilon", xl: bool = False)
     """Writes a pipeline of about 0.2 M parameters, whose latents are half as wide as its
     pictures.
     """
-    from unisono.trainer.diffusion.pipeline import import_diffusers, quiet
+    from unisono.trainer.families.pictures.pipeline import import_diffusers, quiet
 
     import_diffusers()
     from diffusers import (
@@ -129,7 +129,7 @@ def write_usual_pipeline(root: Path, kind: str) -> Path:
     )
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     size, is_xl = write_tokenizer(root / "vocabulary"), kind == "xl"
     torch.manual_seed(1)

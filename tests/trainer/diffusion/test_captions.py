@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.trainer.config.sections import DiffusionSection
-from unisono.trainer.diffusion.captions import (
+from unisono.trainer.families.pictures.captions import (
     captions_vary,
     longest_caption,
     plain_caption,

@@ -23,7 +23,7 @@ Image = needs.package("PIL.Image")
 def test_a_picture_equals_that_of_plain_diffusers(done: Done, pipeline_dir: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     request = {
         "target": str(done.directory),

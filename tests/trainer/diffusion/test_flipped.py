@@ -18,10 +18,10 @@ from tests.trainer.diffusion.conftest import Studio
 from tests.trainer.diffusion.making import write_pictures, write_pipeline
 from tests.trainer.ranks.conftest import Done
 from unisono.base.errors import IntegrityError
-from unisono.trainer.diffusion.latents import PictureLoader, encode_pixels
-from unisono.trainer.diffusion.picture_folders import read_pixels
-from unisono.trainer.diffusion.pipeline import load_component
-from unisono.trainer.diffusion.pipeline_files import read_pipeline
+from unisono.trainer.families.pictures.latents import PictureLoader, encode_pixels
+from unisono.trainer.families.pictures.picture_folders import read_pixels
+from unisono.trainer.families.pictures.pipeline import load_component
+from unisono.trainer.families.pictures.pipeline_files import read_pipeline
 from unisono.trainer.plan import RunPlan
 
 needs.package("diffusers")

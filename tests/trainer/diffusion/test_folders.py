@@ -23,7 +23,7 @@ from tests.trainer.diffusion.conftest import Studio
 from tests.trainer.diffusion.making import write_pictures
 from unisono.base.errors import DataError, IntegrityError
 from unisono.trainer.config.sections import DiffusionSection
-from unisono.trainer.diffusion.picture_folders import (
+from unisono.trainer.families.pictures.picture_folders import (
     bucket_sizes,
     probe,
     read_folder,
@@ -120,7 +120,7 @@ def test_thirty_broken_pictures_are_named_with_their_reason(folder: Path) -> Non
 def test_broken_pictures_take_no_more_memory_than_the_largest_honest_one(folder: Path) -> None:
     code = (
         "import re, sys; from unisono.trainer.config.sections import DiffusionSection\nfrom"
-        " unisono.trainer.diffusion.picture_folders import need_pillow, read_folder\nneed_pillow(); import"
+        " unisono.trainer.families.pictures.picture_folders import need_pillow, read_folder\nneed_pillow(); import"
         " PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.WebPImagePlugin\npeak = lambda: 1024 *"
         " int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nbefore = peak();"
         " read_folder(sys.argv[1], DiffusionSection(), source=0, is_prior=False, key='', decoded={});"

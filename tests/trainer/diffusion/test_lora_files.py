@@ -20,7 +20,7 @@ from tests.trainer.diffusion.making import write_pipeline
 from tests.trainer.ranks.conftest import Done
 from unisono.base.errors import ModelError
 from unisono.base.events import Reporter
-from unisono.trainer.diffusion.lora_file import (
+from unisono.trainer.families.pictures.lora_file import (
     dotted,
     from_sgm,
     read_lora,
@@ -133,7 +133,7 @@ def test_a_file_of_many_ranks_and_alphas_in_half_precision_goes_there_and_back(t
 def test_diffusers_reads_both_files_as_the_same_lora(kohya: Path, done: Done, pipeline_dir: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     found = []
     for place in (kohya, done.directory / "adapter"):
@@ -191,7 +191,7 @@ def test_sdxl_trains_both_text_encoders_and_diffusers_loads_the_file(
 ) -> None:
     from diffusers import StableDiffusionXLPipeline
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     folder = tmp_path_factory.mktemp("xl")
     model = write_pipeline(folder / "pipeline", xl=True, prediction="v_prediction")

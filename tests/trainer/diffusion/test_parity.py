@@ -21,8 +21,8 @@ from tests import needs
 from tests.trainer.diffusion.conftest import Studio
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.data.token_table import TokenTable
-from unisono.trainer.diffusion.latents import PictureLoader, PictureUse
-from unisono.trainer.diffusion.pipeline import fast_attention
+from unisono.trainer.families.pictures.latents import PictureLoader, PictureUse
+from unisono.trainer.families.pictures.pipeline import fast_attention
 from unisono.trainer.model.kernels import Kernels, load_kernels
 from unisono.trainer.plan import RunPlan, Stream
 
@@ -87,7 +87,7 @@ def _by_hand(
     from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from peft import LoraConfig
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     root = Path(plan.model.directory)
     with quiet():

@@ -15,9 +15,9 @@ from tokenizers import normalizers
 from tests import needs
 from unisono.base.errors import ModelError
 from unisono.trainer.config import RunConfig
-from unisono.trainer.diffusion.pipeline import load_tokenizers
-from unisono.trainer.diffusion.pipeline_files import inspect_pipeline, read_pipeline
-from unisono.trainer.diffusion.prepare import text_digest
+from unisono.trainer.families.pictures.pipeline import load_tokenizers
+from unisono.trainer.families.pictures.pipeline_files import inspect_pipeline, read_pipeline
+from unisono.trainer.families.pictures.prepare import text_digest
 
 needs.package("diffusers")
 
@@ -59,7 +59,7 @@ def test_embeddings_are_kept_for_the_tokenizers_as_transformers_loads_them(
     assert text_digest(config, pipeline, digests) == before
     tokenizers = load_tokenizers(pipeline)
     tokenizers[0].backend_tokenizer.normalizer = normalizers.NFC()
-    monkeypatch.setattr("unisono.trainer.diffusion.prepare.load_tokenizers", lambda _: tokenizers)
+    monkeypatch.setattr("unisono.trainer.families.pictures.prepare.load_tokenizers", lambda _: tokenizers)
     assert text_digest(config, pipeline, digests) != before
 
 

@@ -20,7 +20,7 @@ from tests.trainer.ranks.conftest import Done
 from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
-from unisono.trainer.diffusion.result_predictions import ResultPredictions
+from unisono.trainer.families.pictures.result_predictions import ResultPredictions
 from unisono.trainer.task import export, read_back
 from unisono.trainer.training.weights import entries_of
 

@@ -20,8 +20,8 @@ from tests.trainer.diffusion.making import write_usual_pipeline
 from unisono.base.errors import ModelError, UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
-from unisono.trainer.diffusion.pipeline_files import Pipeline, read_pipeline
-from unisono.trainer.diffusion.single_file import open_files
+from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
+from unisono.trainer.families.pictures.single_file import open_files
 from unisono.trainer.task.picture_tasks import run_export, run_generate
 
 needs.package("diffusers")

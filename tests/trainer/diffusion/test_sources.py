@@ -17,9 +17,9 @@ from tests.trainer.diffusion.making import write_pictures
 from unisono.base.errors import ConfigError, DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
-from unisono.trainer.diffusion.latents import PictureLoader
-from unisono.trainer.diffusion.pipeline_files import read_pipeline
-from unisono.trainer.diffusion.prepare import Rows, gather
+from unisono.trainer.families.pictures.latents import PictureLoader
+from unisono.trainer.families.pictures.pipeline_files import read_pipeline
+from unisono.trainer.families.pictures.prepare import Rows, gather
 
 needs.package("diffusers")
 needs.package("PIL")

@@ -33,7 +33,7 @@ def test_a_run_trains_and_leaves_the_file_of_diffusers(done: Done) -> None:
 def test_plain_diffusers_loads_the_file_with_its_scale(done: Done, pipeline_dir: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
-    from unisono.trainer.diffusion.pipeline import quiet
+    from unisono.trainer.families.pictures.pipeline import quiet
 
     with quiet():
         pipeline = StableDiffusionPipeline.from_pretrained(pipeline_dir, safety_checker=None)
@@ -90,7 +90,7 @@ def test_text_is_trained_without_the_code_of_image_models(tmp_path: Path) -> Non
     assert _printed(
         tmp_path / "loaded.py",
         "import sys, unisono.trainer.worker.entry, unisono.trainer.training.rank_run, unisono.trainer.task.data_tasks, unisono.trainer.task.export\n"
-        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.trainer.diffusion'))])",
+        "print([n for n in sys.modules if n.startswith(('diffusers', 'unisono.trainer.families.pictures'))])",
     ) == (0, "[]")
 
 

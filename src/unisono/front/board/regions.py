@@ -25,6 +25,7 @@ from unisono.guard.rundir.merged_logs import LogLine
 from unisono.guard.rundir.records import STOPPED_WITHOUT_A_STALL, best_evaluated
 from unisono.trainer.checkpoint.retention import row_of
 from unisono.trainer.config.yaml_file import read_yaml
+from unisono.trainer.plan.families import family_for
 
 REGIONS = ("status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log")
 """In the order of the page."""
@@ -161,7 +162,7 @@ def _status(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) 
         "world_size": _whole(plan.get("world_size")),
         "nodes": len(objects_of(plan.get("nodes"))) or None,
         "model": (_config_of(plan).get("model") or {}).get("path"),
-        "unit": "positions" if _config_of(plan).get("objective") == "diffusion" else "tokens",
+        "unit": family_for(_config_of(plan).get("objective", "")).unit,
         "resume": plan.get("resume_reason"),
         "loss": _last(run, "loss"),
         "eval_loss": _last(run, "eval_loss"),

@@ -23,6 +23,7 @@ from unisono.jobs.runs.train_request import with_overwriting
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.schema import sources_of
 from unisono.trainer.plan import RunPlan, needed_packages
+from unisono.trainer.plan.families import family_of
 
 HUB = DoctorCheck(
     "config.hub",
@@ -264,15 +265,7 @@ def _model_and_data(prepared: _PreparedRun, loaded: LoadedConfig) -> list[Findin
         f"{prepared.plan.config.model.path}: {model.model_type}, {show_count(model.parameters)} parameters,"
         f" {show_bytes(model.weight_bytes)}"
     )
-    rows = (
-        f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)}"
-        f" of them trained on; {prepared.plan.total_steps:,} steps"
-    )
-    if model.is_picture_model:
-        rows = (
-            f"{show_count(train.rows)} pictures, {show_count(train.sequences)} uses an epoch;"
-            f" {prepared.plan.total_steps:,} steps"
-        )
+    rows = family_of(model).checked(train, prepared.plan.total_steps)
     return [found(MODEL, "pass", text), found(DATA, "pass", rows)]
 
 

@@ -17,6 +17,7 @@ from unisono.front.cli.output import Output, terminal_width
 from unisono.front.cli.terminal import first_screen
 from unisono.guard.rundir.records import is_image_model, shown_outcome
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import family_of
 
 _PLAIN_EVERY_S = 15.0
 _PLAIN_PARTS = 10
@@ -266,14 +267,9 @@ class JsonLines:
 
 
 def _speed(tokens_per_second: float, plan: RunPlan | None) -> str:
-    """In pictures for an image model, by their mean number of latent positions, which are its
-    tokens.
-    """
-    if plan is None or not plan.model.is_picture_model:
+    if plan is None:
         return f"{show_count(tokens_per_second)} tokens/s"
-    train = plan.data.train
-    pictures = tokens_per_second * train.sequences / max(1, train.tokens)
-    return f"{show_count(pictures) if pictures >= 1000 else f'{pictures:.3g}'} pictures/s"
+    return family_of(plan.model).speed(tokens_per_second, plan.data.train)
 
 
 def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[str]:

@@ -23,6 +23,7 @@ from unisono.guard.facts import read_environment
 from unisono.guard.places.ranks import NodePlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import family_of
 
 _LONGEST_BAR = 24
 _USUAL_WIDTH = 80
@@ -296,7 +297,7 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     if facts.get("kernels") is False:
         how += f" · without compiled functions, slower: {facts.get('no_kernels')}"
-    return how + (f" · {layout} rows" if layout and not plan.model.is_picture_model else "")
+    return how + (f" · {layout} rows" if layout and family_of(plan.model).decodes_tokens else "")
 
 
 def _how(config: RunConfig) -> str:
@@ -322,30 +323,23 @@ _OF_ROWS = {"eval": "for evaluation", "not_rendered": "with parts not rendered"}
 
 
 def _data(plan: RunPlan) -> str:
-    ledger, train = plan.data.ledger, plan.data.train
-    rows = [
-        f"{show_count(ledger.get('rows', train.rows))}"
-        f" {'pictures' if plan.model.is_picture_model else 'rows'}:"
-        f" {show_count(ledger.get('used', train.rows))} used"
-    ]
+    ledger, train, family = plan.data.ledger, plan.data.train, family_of(plan.model)
+    rows = [family.used(ledger.get("rows", train.rows), ledger.get("used", train.rows))]
     rows += [
         f"{show_count(ledger[name])} {_OF_ROWS.get(name, name)}"
         for name in ("eval", "cut", "split", "not_rendered", "dropped", "bad")
         if ledger.get(name)
     ]
-    tokens = f"{show_count(train.tokens)} tokens, {show_count(train.loss_tokens)} in the loss"
-    if plan.model.is_picture_model:
-        tokens = f"{show_count(train.sequences)} uses an epoch · {'; '.join(plan.data.formats)}"
     lost = f", {show_count(ledger['tokens_cut'])} cut" if ledger.get("tokens_cut") else ""
-    return f"{', '.join(rows)} · {tokens}{lost}"
+    return f"{', '.join(rows)} · {family.size(plan.data)}{lost}"
 
 
 def _batch(plan: RunPlan) -> str:
     longest = plan.data.train.longest_sequence
-    packed = "packed sequences" if plan.config.data.packing else "sequences"
-    unit = "tokens"
-    if plan.model.is_picture_model:
-        packed, unit = "pictures", "positions of latents"
+    family = family_of(plan.model)
+    packed, unit = family.sequences, family.positions
+    if plan.config.data.packing and family.decodes_tokens:
+        packed = "packed sequences"
     share, remainder = divmod(plan.global_batch, plan.world_size)
     micro_steps = -(-(share + bool(remainder)) // plan.micro_batch)
     factors = (*(plan.batch_of_ranks or (0, 0)), plan.world_size)

@@ -39,6 +39,7 @@ from unisono.jobs.runs.train_request import (
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import family_of
 
 
 def train(request: TrainRequest, show: Show) -> dict[str, Any]:
@@ -271,12 +272,8 @@ def rehearse(request: TrainRequest, show: Show, *, ignored_launcher: str | None 
         for text in [*long_run.warnings, *long_run.data.warnings]:
             show({"kind": "warning", "time": time.time(), "code": "plan", "text": text})
         done.steps = long_run.total_steps
-        pictures = long_run.data.train.rows if long_run.model.is_picture_model else 0
-        with stage(
-            f"{pictures} pictures, {_STEPS} steps, evaluation, checkpoint"
-            if pictures
-            else f"{ROWS} rows, {_STEPS} steps, evaluation, checkpoint"
-        ):
+        family = family_of(long_run.model)
+        with stage(family.rehearsed(ROWS if family.limits_rows else long_run.data.train.rows, _STEPS)):
             _train(done, elsewhere, show, steps=_STEPS, resume=False)
         if done.exit_code == 0:
             _measure(done, long_run, run)

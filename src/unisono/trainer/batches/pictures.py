@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import Micro
 from unisono.trainer.data.token_table import TokenTable
-from unisono.trainer.diffusion.latents import PictureBatch, PictureLoader
+from unisono.trainer.families.pictures.latents import PictureBatch, PictureLoader
 
 
 @dataclass(frozen=True)

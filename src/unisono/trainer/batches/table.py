@@ -19,7 +19,7 @@ from unisono.trainer.plan import RunPlan, Stream, deal
 
 if TYPE_CHECKING:  # training of text never loads the room of image models
     from unisono.trainer.batches.pictures import TablePictures
-    from unisono.trainer.diffusion.latents import PictureLoader
+    from unisono.trainer.families.pictures.latents import PictureLoader
 
 
 @dataclass
@@ -48,8 +48,10 @@ class TableRows:
         """
         return cls(TokenTable.open(directory, split), device)
 
-    def add_pictures(self, loader: "PictureLoader", *, seed: int, global_batch: int) -> None:
-        """Loads the rows with their pictures from now on."""
+    def add_pictures(self, loader: "PictureLoader | None", *, seed: int, global_batch: int) -> None:
+        """Loads the rows with their pictures from now on, if they have any."""
+        if loader is None:
+            return
         from unisono.trainer.batches.pictures import TablePictures
 
         self.pictures = TablePictures(self.table, loader, seed, global_batch)

@@ -532,3 +532,12 @@ def _modules_named(
             )
         selected += matching
     return selected
+
+
+def uses_dropout(loaded: LoadedModel) -> bool:
+    """Whether the model draws random numbers in training."""
+    # A model's `attention_dropout` is applied without a module of its own. The denoiser of an image
+    # model has no config.
+    modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
+    settings = getattr(loaded.base, "config", None)
+    return max(modules, default=0) > 0 or (getattr(settings, "attention_dropout", 0) or 0) > 0

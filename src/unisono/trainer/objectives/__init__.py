@@ -384,7 +384,7 @@ class Kto(Objective):
 
 
 def _diffusion(config: RunConfig) -> Objective:
-    from unisono.trainer.diffusion.pipeline import trains_text
+    from unisono.trainer.families.pictures.pipeline import trains_text
     from unisono.trainer.objectives.diffusion import Diffusion
 
     return Diffusion(config.diffusion, trains_text=trains_text(config))

@@ -10,8 +10,8 @@ import torch
 from unisono.trainer.batches.pictures import PictureMicro
 from unisono.trainer.batches.source import Counts, Micro
 from unisono.trainer.config.sections import DiffusionSection
-from unisono.trainer.diffusion.latents import PictureBatch, PictureUse
-from unisono.trainer.diffusion.pipeline import PictureForward, TextStates
+from unisono.trainer.families.pictures.latents import PictureBatch, PictureUse
+from unisono.trainer.families.pictures.pipeline import PictureForward, TextStates
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.objective import Objective, Part
 

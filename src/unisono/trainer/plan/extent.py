@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from unisono.base.text import Duration
 from unisono.trainer.config.schema import BatchSection, RunConfig
-from unisono.trainer.config.sections import DIFFUSION
+from unisono.trainer.plan.families import family_for
 from unisono.trainer.plan.run_plan import DataSummary
 
 FEW_STEPS = 50
@@ -112,11 +112,9 @@ def _counted(steps: int) -> str:
 def _why_few(config: RunConfig, data: DataSummary, of_ranks: tuple[int, int] | None, ranks: int) -> str:
     if Duration.parse(config.duration).unit == "steps":
         return f"duration is {config.duration}"
-    rows, sequences = data.train.rows, data.train.sequences
-    unit = "pictures" if config.objective == DIFFUSION else "sequences"
-    made = f"{sequences:,} {unit}" if unit == "pictures" else f"{rows:,} rows"
-    if config.data.packing and unit == "sequences" and sequences < rows:
-        made = f"packing made {sequences:,} sequences of {rows:,} rows"
+    made = family_for(config.objective).made(
+        data.train.rows, data.train.sequences, packing=config.data.packing
+    )
     size = f"batch.global is {config.batch.global_:,}"
     if of_ranks is not None:
         size = (

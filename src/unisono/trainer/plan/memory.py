@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import MemoryEstimate, ModelFacts
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK = 64  # weights that share a scale, of nf4 and fp4
 _BLOCKS = 256  # of these scales share another one, if they are quantized themselves
-_VALUES_OF_A_LEVEL = 500
-_SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
 _HEAD_CHUNK = 128  # rows of logits alive at a time; see model.layers
 LOGITS_ON_GPU = 1 << 27
 """Logits alive at a time there: a product with few rows reads the whole head from memory for little
@@ -63,7 +62,7 @@ def estimate_memory(
     - loss head: for each token 2 × hidden values of `dtype`, and twice the float32 logits of 128
       tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
     - of an image model a token is a position of the latents, and activations are those of its UNet
-      (`_picture_activations`).
+      (`plan.families`).
     - dequantized: the largest matrix of a quantized model in `dtype`.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized
       weights. Embedding and head are whole during a step, and two layers, or the last layers of up
@@ -148,17 +147,24 @@ class _Rank:
     @property
     def has_layers(self) -> bool:
         """Whether the model has the usual layers of a language model."""
-        return not self.fast_layers and not self.model.is_picture_model
+        return not self.fast_layers and family_of(self.model).decodes_tokens
 
     @property
     def has_fast_layers(self) -> bool:
         """Whether they are those of `model.decoder`."""
-        return self.fast_layers and not self.model.is_picture_model
+        return self.fast_layers and family_of(self.model).decodes_tokens
 
     @property
     def has_logits(self) -> bool:
         """Whether there are logits over a vocabulary."""
-        return self.logits and not self.model.is_picture_model
+        return self.logits and family_of(self.model).decodes_tokens
+
+    @property
+    def other_activations(self) -> int:
+        """Values kept by blocks of other kinds, e.g. those of a UNet."""
+        return family_of(self.model).activations(
+            self.model, self.micro_tokens, gradient_checkpointing=self.gradient_checkpointing
+        )
 
     @property
     def trained(self) -> int:
@@ -302,10 +308,8 @@ _TERMS = (
           lambda r: r.has_layers and not r.on_gpu),
     _Term("activations", "layer_inputs",
           lambda r: r.of_tokens * r.model.layers * r.model.hidden_size * (1 + r.is_mixed),
-          lambda r: r.gradient_checkpointing and not r.model.is_picture_model),
-    _Term("activations", "UNet",
-          lambda r: _picture_activations(r.model, r.micro_tokens, r.gradient_checkpointing) * r.size,
-          lambda r: r.model.is_picture_model),
+          lambda r: r.gradient_checkpointing and family_of(r.model).decodes_tokens),
+    _Term("activations", "other_blocks", lambda r: r.other_activations * r.size),
     _Term("loss_head", "hidden_values", lambda r: r.of_tokens * r.model.hidden_size * 2),
     _Term("loss_head", "logits_on_gpu",
           lambda r: min(r.micro_tokens * r.model.vocab_size, LOGITS_ON_GPU) * r.size * 2,
@@ -333,19 +337,6 @@ def _values_of_fast_layers(model: ModelFacts, adapter_rank: int | None) -> int:
     kept = 4 * hidden + (3 if model.norms_heads else 2) * attention + 2 * intermediate + 7 * adapter_rank
     is_copied = not model.norms_heads and 3 * adapter_rank % 8 != 0  # the flash kernels need aligned inputs
     return kept + attention * 3 // 2 * is_copied
-
-
-def _picture_activations(model: ModelFacts, positions: int, gradient_checkpointing: bool) -> int:  # noqa: FBT001 - as above
-    """Values that a UNet keeps for its backward: 500 for each channel of the first level and
-    position, and less for the levels below.
-
-    From the shapes of its blocks: five residual blocks with attention in each level, and half as
-    many channels for each position from level to level. On a CPU in float32 it is above what was
-    measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB beside
-    it: bench/results/diffusion.json. It has not been measured on a GPU.
-    """
-    values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
-    return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
 
 
 def packed_bytes(model: ModelFacts) -> float:

@@ -16,8 +16,9 @@ from unisono.trainer.config import optimizers, schedules
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.schedules import schedule_named
 from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, sources_of
-from unisono.trainer.config.sections import DIFFUSION, Section
+from unisono.trainer.config.sections import Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
+from unisono.trainer.plan.families import family_for, family_of
 from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.mesh import Mesh, meshes_of, needs_several_ranks
 from unisono.trainer.plan.run_plan import (
@@ -74,8 +75,8 @@ def needed_packages(config: RunConfig) -> list[NeededPackages]:
     if quantize := config.model.quantize:
         words = f"model.quantize: {quantize}"
         found.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
-    if config.objective == DIFFUSION:
-        found.append(NeededPackages("objective", "objective: diffusion", ("diffusers", "pillow")))
+    if packages := family_for(config.objective).packages:
+        found.append(NeededPackages("objective", f"objective: {config.objective}", packages))
     urls = [(key, section.path) for key, section in sources_of(config.data)]
     for key, url in [*urls, ("checkpoint.storage", config.checkpoint.storage or "")]:
         scheme, is_url, _ = url.partition("://")
@@ -239,7 +240,7 @@ def _threads(given: PlanInputs, origins: dict[str, str]) -> int:
     they compute, unless the number is declared.
     """
     on_cpu = all(device.kind == "cpu" for device in given.devices)
-    is_small = not given.model.is_picture_model and given.model.hidden_size <= _SMALL
+    is_small = family_of(given.model).decodes_tokens and given.model.hidden_size <= _SMALL
     if given.threads == 1 or not on_cpu or not is_small or "OMP_NUM_THREADS" in given.threads_origin:
         return given.threads
     origins["threads"] = f"a model of width {given.model.hidden_size} trains faster with one"
@@ -332,7 +333,7 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    has_full = given.config.objective == DIFFUSION or needs_full or quantized_dora
+    has_full = not family_for(given.config.objective).can_shard or needs_full or quantized_dora
     return unsharded if has_full and unsharded else meshes
 
 
@@ -349,10 +350,7 @@ def _micro_batch(
             enough = micro * longest > _ENOUGH_TOKENS[given.device.kind] and micro > 1 and len(choices) > 1
             if estimate.total <= room and not enough:
                 if config.batch.micro == "auto":
-                    origins["micro_batch"] = (
-                        f"auto: {micro} × {longest}"
-                        f" {'positions of latents' if given.model.is_picture_model else 'tokens'} fit"
-                    )
+                    origins["micro_batch"] = family_of(given.model).fit(micro, longest)
                 if requested == "auto":
                     needed = "needed to fit" if checkpointing else "not needed"
                     origins["gradient_checkpointing"] = f"auto: {needed}"

@@ -64,13 +64,6 @@ class ModelFacts(Part):
     ties_head: bool = False
     """Whether embedding and head share one matrix."""
 
-    @property
-    def is_picture_model(self) -> bool:
-        """Whether it is a Stable Diffusion pipeline: `hidden_size` are the channels of the first
-        level of its UNet, `layers` its levels.
-        """
-        return self.model_type.startswith("stable-diffusion")
-
 
 class SplitSummary(Part):
     """The training or evaluation rows as the model sees them. Counts are for one epoch."""

@@ -11,16 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.base.child import loading_modules
-from unisono.base.errors import DataError, ModelError, UsageError
+from unisono.base.errors import DataError
 from unisono.base.events import Reporter
-from unisono.base.files import make_private_dir
 from unisono.base.text import one_line
-from unisono.guard.rundir import RunDir
-from unisono.trainer.checkpoint.verify import check_model, read_digest
 from unisono.trainer.config.named_templates import NO_TOKEN, named_template
 from unisono.trainer.config.schema import DataSection, RunConfig
-from unisono.trainer.config.sections import DIFFUSION, PREFERENCE
+from unisono.trainer.config.sections import PREFERENCE
 from unisono.trainer.data import RawRow, first_notes, read_counts, unrendered_parts
 from unisono.trainer.data.preference_rows import is_rated, sides_in
 from unisono.trainer.data.prepare import prepare_data
@@ -29,9 +25,8 @@ from unisono.trainer.data.sources import find_sources
 from unisono.trainer.data.survey import survey
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import load_tokenizer
-from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer, read_model_config
-
-_NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
+from unisono.trainer.families import rows_of
+from unisono.trainer.model.directory import locate_model, locate_tokenizer, read_model_config
 
 
 def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -47,69 +42,8 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     config = RunConfig.model_validate(request["config"])
     report.phase("model", "reading the model's files")
-    if config.objective == DIFFUSION:
-        return _prepare_pictures(config, request, report)
-    try:
-        facts = inspect_model(config, verify_files=_refuse_damage)
-    except ModelError:  # an unreadable file may have been damaged since it was written
-        _refuse_damage(locate_model(config.model.path, config.model.revision), {})
-        raise
-    ledger = None
-    if request.get("output_dir"):
-        directory = RunDir(Path(request["output_dir"]))
-        make_private_dir(directory.root)
-        ledger = directory.data
-    tokenizer = locate_tokenizer(config)
-    if tokenizer != Path(facts.directory):
-        _refuse_damage(
-            tokenizer, {}, only=lambda name: not name.endswith(".safetensors") and name not in _NOT_TOKENIZER
-        )
-    data = prepare_data(
-        config,
-        tokenizer=tokenizer,
-        vocab_size=None if config.model.resize_vocabulary else facts.vocab_size,
-        cache_dir=Path(request["cache_dir"]),
-        report=report,
-        ledger=ledger,
-        limit_rows=request.get("limit_rows"),
-    )
+    data, facts = rows_of(config).prepare(config, request, report)
     return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
-
-
-def _prepare_pictures(config: RunConfig, request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """The same for an image model; needs torch, which computes the caches."""
-    from unisono.trainer.diffusion.picture_folders import need_pillow
-    from unisono.trainer.diffusion.single_file import open_files, single_file
-
-    need_pillow()
-    if single_file(config) is not None:
-        report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
-    pipeline, facts, digests = open_files(config, cache_dir=Path(request["cache_dir"]))
-    with loading_modules():
-        from unisono.trainer.diffusion.prepare import prepare_pictures
-    ledger = None
-    if request.get("output_dir"):
-        directory = RunDir(Path(request["output_dir"]))
-        make_private_dir(directory.root)
-        ledger = directory.data
-    data = prepare_pictures(
-        config, pipeline, digests, cache_dir=Path(request["cache_dir"]), report=report, ledger=ledger
-    )
-    return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
-
-
-def _refuse_damage(
-    directory: Path, digests: dict[str, tuple[int, str]], *, only: Callable[[str], bool] = lambda _name: True
-) -> None:
-    """Verifies a model that a run or an export has written against the list of its files; other
-    models have no list.
-
-    Raises:
-        IntegrityError: with each damaged file, and its tensors.
-    """
-    checked = check_model(directory, read=lambda file: digests.get(file.name) or read_digest(file), only=only)
-    if not checked.intact:
-        raise checked.refusal(restore="copy the directory again, or export it again")
 
 
 def survey_data(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
@@ -152,13 +86,7 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report: receives progress.
     """
     config = RunConfig.model_validate(request["config"])
-    if config.objective == DIFFUSION:
-        raise UsageError.of(
-            "data preview shows rows of text",
-            where="objective",
-            why="the rows of this config are pictures",
-            fix="`unisono train CONFIG --dry-run` shows their number and sizes; data.json of the run lists each file",
-        )
+    rows_of(config).check_preview()
     config = _with_objective_of_rows(config, Path(request["cache_dir"]))
     directory = locate_tokenizer(config)
     data = prepare_data(

@@ -34,6 +34,7 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import is_image_model
 from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
 from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.families.text.written import WrittenModel
 from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
@@ -46,7 +47,7 @@ from unisono.trainer.task.inference import (
     stored_dtype,
     template_of,
 )
-from unisono.trainer.task.read_back import ReadBack, WrittenModel, by_digests, read_back
+from unisono.trainer.task.read_back import ReadBack, by_digests, read_back
 from unisono.trainer.task.target import Target, requested_target, verify_target
 from unisono.trainer.training.weights import (
     Entries,
@@ -160,7 +161,8 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
 
 def _read_back_lora(opened: "Opened", file: Path, *, half: bool) -> ReadBack:
     """Loads a LoRA file in diffusers, and compares it with the run or checkpoint that it is of."""
-    from unisono.trainer.task.picture_read_back import WrittenLora, trained_predictions
+    from unisono.trainer.families.pictures.written import WrittenLora
+    from unisono.trainer.task.picture_read_back import trained_predictions
 
     wanted = trained_predictions(opened.target) if opened.target is not None else None
     if wanted is None or opened.pipeline is None:

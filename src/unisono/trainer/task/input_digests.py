@@ -3,12 +3,11 @@ before anything imports torch.
 """
 
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ import xxhash
 
 from unisono.base.errors import UnisonoError
 from unisono.base.events import Reporter
-from unisono.base.files import expand, fault_of, open_plain, path_below, read_object, read_text, write_json
+from unisono.base.files import open_plain, read_object, write_json
 from unisono.base.text import one_line
-from unisono.guard.facts import read_environment
-from unisono.trainer.config.schema import AdapterSection, RunConfig, sources_of
-from unisono.trainer.config.sections import DIFFUSION, lf_name
-from unisono.trainer.data.sources import find_local
-from unisono.trainer.data.tokenizer import TOKENIZER_FILES
-from unisono.trainer.model.directory import is_embedding, is_hub_id, locate_model
-from unisono.trainer.model.file_settings import ADAPTER_FILE, adapter_directory
-from unisono.trainer.model.files import read_safetensors_header, weight_files
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.families import files_of
+from unisono.trainer.model.directory import is_embedding
+from unisono.trainer.model.files import read_safetensors_header
 
 _BLOCK = 1 << 23
 _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
@@ -34,7 +29,6 @@ _SETTLED_S = 2.0
 _THREADS = 4
 _REPORTED_FROM_BYTES = 1 << 28
 _REPORT_EVERY_S = 1.0
-_MOST_PICTURES = 2_000  # of a folder, in a report that goes to the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +150,6 @@ class DigestProgress:
         self._report.phase(self._phase, "digests of the files", done=done, total=total)
 
 
-_MODEL = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
-_COMMIT = re.compile(r"[0-9a-f]{40}\Z")
-
-
-@dataclass
-class _InputFiles:
-    """The files of a run by their labels, and notes on what could not be listed."""
-
-    data: list[tuple[str, Path]] = field(default_factory=list)
-    tokenizer: list[tuple[str, Path]] = field(default_factory=list)
-    model: list[tuple[str, Path]] = field(default_factory=list)
-    code: list[tuple[str, Path]] = field(default_factory=list)
-    weights: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def everything(self) -> list[Path]:
-        return [path for _, path in (*self.data, *self.tokenizer, *self.model, *self.code)]
-
-
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Gives `data_files`, `tokenizer_files`, `model_files` (label, bytes, digest), `code`, `note`,
     `parameters`, `linear_in_out`.
@@ -190,7 +165,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report: receives progress if files are large.
     """
     config = RunConfig.model_validate(request["config"])
-    listed = _list(config)
+    listed = files_of(config).list_inputs(config)
     found = digest_files(
         listed.everything(),
         cache=Path(request["cache_dir"]) / "digests.json",
@@ -209,192 +184,6 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "parameters": parameters,
         "linear_in_out": linear_in_out,
     }
-
-
-def _list(config: RunConfig) -> _InputFiles:
-    listed = _InputFiles()
-    if config.objective == DIFFUSION:
-        _list_pictures(config, listed)
-        return listed
-    for label, key, named in _sources(config):
-        try:
-            files = find_local(named, key)
-        except UnisonoError as error:
-            listed.notes.append(error.problems[0].what)
-            continue
-        if files is None:
-            listed.notes.append(f"{label} is not on this machine yet: compared after its rows are prepared")
-        else:
-            listed.data += _labelled(label, [file.path for file in files])
-    if config.data.template and lf_name(config.data.template) is None:
-        path = expand(config.data.template)
-        fault = fault_of(path, config.data.template)
-        if fault is None:
-            listed.data.append((f"template: {path.name}", path))
-        else:
-            listed.notes.append(fault.what)
-    _list_model(config, listed)
-    return listed
-
-
-def _list_pictures(config: RunConfig, listed: _InputFiles) -> None:
-    """Pictures with their captions, and the files of the pipeline."""
-    from unisono.trainer.diffusion.picture_folders import list_files
-    from unisono.trainer.diffusion.pipeline_files import all_files, locate_pipeline
-    from unisono.trainer.diffusion.single_file import single_file, tokenizer_of_file
-
-    folders = [(label, named) for label, _, named in _sources(config)]
-    if config.diffusion.prior is not None:
-        folders.append(("prior", config.diffusion.prior))
-    for label, named in folders:
-        root = Path(named).expanduser()
-        try:
-            files = [path for path, _, _ in list_files(root) if path.is_file()]
-        except UnisonoError as error:
-            listed.notes.append(error.problems[0].what)
-            continue
-        listed.data += [
-            (f"{label}: {path.relative_to(root).as_posix()}", path) for path in files[:_MOST_PICTURES]
-        ]
-        if len(files) > _MOST_PICTURES:
-            listed.notes.append(
-                f"{named} has {len(files)} files: the first {_MOST_PICTURES} are compared by name, all of"
-                " them after they are prepared"
-            )
-    try:
-        file = single_file(config)
-        if file is not None:
-            listed.model, listed.weights = [("model file", file)], [file]
-            listed.tokenizer = _present(tokenizer_of_file(config.model.tokenizer), TOKENIZER_FILES)
-            return
-        pipeline = locate_pipeline(config)
-        listed.model = all_files(pipeline)
-        listed.weights = pipeline.weights("unet")
-    except UnisonoError as error:
-        listed.notes.append(error.problems[0].what)
-
-
-def _sources(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Label, key and name of every source of rows."""
-    found = []
-    for key, section in sources_of(config.data):
-        _, role, *number = key.split(".")
-        label = f"{role}[{number[0]}]" if number else {"train": "train[0]"}.get(role, role)
-        found.append((label, key, section.path))
-    return found
-
-
-def _labelled(label: str, files: list[Path]) -> list[tuple[str, Path]]:
-    """Paths relative to the common folder of all files: the folder itself may differ between
-    nodes.
-    """
-    folder = Path(os.path.commonpath([file.parent for file in files]))
-    return [(f"{label}: {file.relative_to(folder).as_posix()}", file) for file in files]
-
-
-def _list_model(config: RunConfig, listed: _InputFiles) -> None:
-    model = _directory(config.model.path, config.model.revision, listed)
-    tokenizer = model
-    if config.model.tokenizer:
-        tokenizer = _directory(config.model.tokenizer, None, listed)
-    if tokenizer is not None:
-        # transformers chooses the class of a tokenizer by the config.json beside it
-        more = ("config.json", "generation_config.json") if tokenizer != model else ()
-        listed.tokenizer = _present(tokenizer, (*TOKENIZER_FILES, *more))
-    if model is not None:
-        listed.model = _present(model, _MODEL)
-        if config.model.weights == "pretrained":
-            _list_weights(model, listed)
-    if config.adapter is not None:
-        _list_adapters(config.adapter, listed)
-    if config.preference.reference != "auto":
-        _list_reference(config.preference.reference, listed)
-    if config.model.trust_remote_code:
-        for name, directory in (("model", model), ("tokenizer", tokenizer)):
-            if directory is not None and (name == "model" or directory != model):
-                listed.code += _code(name, directory)
-
-
-def _list_adapters(section: AdapterSection, listed: _InputFiles) -> None:
-    named = [(f"adapter.merge.{i}", name) for i, name in enumerate(section.merge)]
-    named += [("adapter.from", section.from_)] if section.from_ is not None else []
-    for key, name in named:
-        try:
-            file = adapter_directory(name, key) / ADAPTER_FILE
-        except UnisonoError as error:
-            listed.notes.append(error.problems[0].what)
-            continue
-        listed.model.append((f"{key}: {ADAPTER_FILE}", file))
-
-
-def _list_reference(named: str, listed: _InputFiles) -> None:
-    directory = _directory(named, None, listed)
-    if directory is None:
-        return
-    try:
-        files = [directory / "config.json", *weight_files(directory)]
-    except UnisonoError as error:
-        listed.notes.append(error.problems[0].what)
-        return
-    listed.model += [(f"preference.reference: {file.name}", file) for file in files]
-
-
-def _list_weights(model: Path, listed: _InputFiles) -> None:
-    try:
-        listed.weights = weight_files(model)
-    except UnisonoError as error:
-        listed.notes.append(error.problems[0].what)
-    listed.model += [(file.name, file) for file in listed.weights]
-
-
-def _directory(named: str, revision: str | None, listed: _InputFiles) -> Path | None:
-    """The directory of a model or tokenizer on this machine, without network access."""
-    if is_hub_id(named):
-        found = _in_hub_cache(named, revision)
-        if found is None:
-            listed.notes.append(f"{named} comes from the hub: compared after the download")
-        return found
-    try:
-        return locate_model(named)
-    except UnisonoError as error:
-        if Path(named).expanduser().is_dir():  # a folder with only a tokenizer
-            return Path(named).expanduser().resolve()
-        listed.notes.append(error.problems[0].what)
-        return None
-
-
-def _in_hub_cache(named: str, revision: str | None) -> Path | None:
-    """The cached snapshot that the run will certainly use; None if the hub may have a newer one."""
-    environment = read_environment()
-    pinned = revision is not None and _COMMIT.match(revision) is not None
-    if not pinned and environment.variables.get("HF_HUB_OFFLINE", "0").upper() not in (
-        "1",
-        "ON",
-        "YES",
-        "TRUE",
-    ):
-        return None
-    folder = environment.hub_cache / f"models--{named.replace('/', '--')}"
-    commit = revision if pinned else _read_reference(folder / "refs", revision or "main")
-    snapshot = folder / "snapshots" / (commit or "-")
-    return snapshot if snapshot.is_dir() else None
-
-
-def _read_reference(refs: Path, name: str) -> str | None:
-    try:
-        text = read_text(path_below(refs, name), most_bytes=4096).strip()
-    except (OSError, ValueError):
-        return None
-    return text if _COMMIT.match(text) else None
-
-
-def _present(directory: Path, names: Iterable[str]) -> list[tuple[str, Path]]:
-    return [(name, directory / name) for name in names if (directory / name).is_file()]
-
-
-def _code(label: str, directory: Path) -> list[tuple[str, Path]]:
-    files = sorted(directory.rglob("*.py"))
-    return [(f"{label}/{file.relative_to(directory).as_posix()}", file) for file in files]
 
 
 def _digests(

@@ -15,8 +15,8 @@ from unisono.base.files import read_object
 from unisono.guard.facts import read_environment
 from unisono.trainer.checkpoint.state import CheckpointReader
 from unisono.trainer.checkpoint.verify import write_model_manifest
-from unisono.trainer.diffusion.drawing import Drawing, draw, open_pipeline, save_picture
-from unisono.trainer.diffusion.lora_file import (
+from unisono.trainer.families.pictures.drawing import Drawing, draw, open_pipeline, save_picture
+from unisono.trainer.families.pictures.lora_file import (
     LORA_FILE,
     SETTINGS_FILE,
     LoraFile,
@@ -26,9 +26,9 @@ from unisono.trainer.diffusion.lora_file import (
     write_diffusers,
     write_kohya,
 )
-from unisono.trainer.diffusion.picture_folders import need_pillow
-from unisono.trainer.diffusion.pipeline_files import INDEX, Pipeline, read_pipeline
-from unisono.trainer.diffusion.single_file import is_whole_model, open_single_file
+from unisono.trainer.families.pictures.picture_folders import need_pillow
+from unisono.trainer.families.pictures.pipeline_files import INDEX, Pipeline, read_pipeline
+from unisono.trainer.families.pictures.single_file import is_whole_model, open_single_file
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.task.target import Target, find_target, verify_target
 

@@ -8,7 +8,7 @@ differs_by (null for digests), tolerance, seconds.
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,15 +19,8 @@ from unisono.base.text import library_words, show_bytes
 from unisono.guard.facts.limits import available_memory
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.verify import check_model
-from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import DIFFUSION
-from unisono.trainer.model.adapter import fit_base_to_adapter
-from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
-from unisono.trainer.model.files import read_safetensors_header, weight_files
-from unisono.trainer.model.layers import take_rope
-from unisono.trainer.model.load import DTYPES, load_base
-from unisono.trainer.model.quantization import quantized_load
-from unisono.trainer.model.result_logits import ResultLogits
+from unisono.trainer.families import training_of
+from unisono.trainer.families.family import Written
 from unisono.trainer.model.result_outputs import ResultOutputs
 from unisono.trainer.plan import RunPlan
 
@@ -53,74 +46,6 @@ class ReadBack:
     tolerance: float = 0.0
 
 
-class Written(Protocol):
-    """Files that somebody will load."""
-
-    @property
-    def directory(self) -> Path:
-        """Where they are, with the list of their digests."""
-
-    @property
-    def weights(self) -> Path:
-        """The file of trained weights, or the first of several."""
-
-    @property
-    def rounding(self) -> float:
-        """The difference that was made on purpose, as weights were written in fewer bits than they
-        were trained in; usually 0.
-        """
-
-    def bytes_in_memory(self, dtype: str) -> int:
-        """Of all weights in a dtype."""
-
-    def load(self, *, dtype: str, device: torch.device) -> Any:
-        """The model as its users load it, in evaluation mode."""
-
-
-@dataclass(frozen=True)
-class WrittenModel:
-    """A language model, or an adapter of one.
-
-    Attributes:
-        directory: of a model or an adapter.
-        base: of the base model; for a model the same.
-        config: of the run; None if nothing is known of one.
-        reward: whether it is a reward model.
-    """
-
-    directory: Path
-    base: Path
-    config: RunConfig | None
-    reward: bool
-
-    rounding = 0.0
-
-    @property
-    def weights(self) -> Path:
-        """The file of trained weights, or the first of several."""
-        return self.directory / ADAPTER_FILE if self.is_adapter else weight_files(self.directory)[0]
-
-    @property
-    def trusts_code(self) -> bool:
-        """Whether the model's own code may run."""
-        return self.config is not None and self.config.model.trust_remote_code
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether it is an adapter."""
-        return (self.directory / ADAPTER_SETTINGS).is_file()
-
-    def bytes_in_memory(self, dtype: str) -> int:
-        """Of all weights in a dtype, if none is quantized."""
-        files = weight_files(self.base) + ([self.directory / ADAPTER_FILE] if self.is_adapter else [])
-        shapes = [header.shape for file in files for header in read_safetensors_header(file)]
-        return DTYPES[dtype].itemsize * sum(torch.Size(shape).numel() for shape in shapes)
-
-    def load(self, *, dtype: str, device: torch.device) -> Any:
-        """The model of transformers, or of peft on its base."""
-        return load_as_users_do(self, dtype=dtype, device=device)
-
-
 def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Reads the result of a run back.
 
@@ -133,19 +58,10 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     directory = files.adapter if plan.config.adapter is not None else files.model
     base = Path(plan.model.directory) if plan.config.adapter is not None else directory
     report.phase("verify", f"reading {directory} back")
-    written: Written
-    outputs: type[ResultOutputs]
-    if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline_files import read_pipeline
-        from unisono.trainer.diffusion.result_predictions import ResultPredictions
-        from unisono.trainer.task.picture_read_back import WrittenLora
-
-        written, outputs = WrittenLora(directory, read_pipeline(base)), ResultPredictions
-    else:
-        reward = plan.config.objective == "reward"
-        written, outputs = WrittenModel(directory, base, plan.config, reward=reward), ResultLogits
+    family = training_of(plan.config)
+    written = family.written(directory, base, plan.config)
     if files.result_logits.is_file():
-        found = read_back(written, outputs.read(files.result_logits))
+        found = read_back(written, family.read_outputs(files.result_logits))
     else:
         found = by_digests(directory, "what the trained model computes was not kept")
     return {**asdict(found), "seconds": time.monotonic() - began}
@@ -215,39 +131,3 @@ def _damaged(what: str, file: Path, why: str) -> IntegrityError:
 def _free(device: torch.device) -> int:
     """Bytes of memory for weights."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
-
-
-def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device) -> Any:
-    """The model of transformers, or of peft on its base, as their own `from_pretrained` loads it;
-    in evaluation mode.
-    """
-    from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # the front shows the progress
-    auto = AutoModelForSequenceClassification if written.reward else AutoModelForCausalLM
-    place = written.directory if (written.directory / "config.json").is_file() else written.base
-    settings = AutoConfig.from_pretrained(str(place), trust_remote_code=written.trusts_code)
-    if written.reward:
-        settings.num_labels = 1
-    quantized = quantized_load(written.config, written.base, dtype=dtype, device=device)
-    if quantized is not None:  # as it was trained; transformers alone reads no GPTQ
-        model = load_base(
-            written.base,
-            dtype=DTYPES[dtype],
-            trust_remote_code=written.trusts_code,
-            adjust=lambda config: take_rope(config, directory=written.directory),
-            reward=written.reward,
-            quantized=quantized,
-        )
-    else:
-        model = auto.from_pretrained(
-            str(written.base), config=settings, dtype=DTYPES[dtype], trust_remote_code=written.trusts_code
-        )
-    model.to(device)
-    if not written.is_adapter:
-        return model.eval()
-    header = read_safetensors_header(written.directory / ADAPTER_FILE)
-    fit_base_to_adapter(model, {tensor.name: tuple(tensor.shape) for tensor in header})
-    return PeftModel.from_pretrained(model, str(written.directory), torch_device=str(device)).eval()

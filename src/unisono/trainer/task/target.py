@@ -18,9 +18,11 @@ from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir, or_nearest_run, runs_beside
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
-from unisono.trainer.config.sections import DIFFUSION, Thinking
+from unisono.trainer.config.sections import Thinking
+from unisono.trainer.families import files_of
+from unisono.trainer.families.text.files import adapter_settings, check_adapter
 from unisono.trainer.model.directory import is_classifier, locate_model, read_model_config
-from unisono.trainer.model.files import check_directory, read_json_object
+from unisono.trainer.model.files import check_directory
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.task.input_digests import Digested, DigestProgress, digest_files
 
@@ -67,7 +69,7 @@ class Target:
         if self.plan is not None:
             return self.plan.config.objective == "reward"
         if self.source == "adapter":
-            return _adapter_settings(self.weights).get("task_type") == "SEQ_CLS"
+            return adapter_settings(self.weights).get("task_type") == "SEQ_CLS"
         return is_classifier(read_model_config(self.weights))
 
 
@@ -292,12 +294,8 @@ def _refuse_other_places(name: str, directory: Path) -> None:
 def _of_run(name: str, run: RunDir, step: int | None) -> Target:
     plan = _read_plan(name, run)
     base = Path(plan.model.directory)
-    if not base.is_dir() and plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.single_file import open_files
-
-        base = open_files(plan.config, cache_dir=read_environment().cache_dir)[0].root
-    elif not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
-        base = locate_model(plan.config.model.path, plan.config.model.revision)
+    if not base.is_dir():  # the run was moved, or the built-in model is in a different environment now
+        base = files_of(plan.config).find_base(plan.config)
     store = CheckpointStore(run.checkpoints, key=user_key(read_environment().settings_dir))
     if step is not None:
         return _at_checkpoint(name, plan, base, _at_step(store, plan, step), ())
@@ -376,8 +374,7 @@ def _at_step(store: CheckpointStore, plan: RunPlan, step: int) -> IntactCheckpoi
 
 def _at_result(name: str, plan: RunPlan, base: Path, final: Path) -> Target:
     if plan.config.adapter is not None:
-        if plan.config.objective != DIFFUSION:  # whose file is read with an error of its own
-            _refuse_incomplete_adapter(final)
+        files_of(plan.config).check_adapter(final)
         return Target(
             name,
             "adapter",
@@ -410,8 +407,8 @@ def _at_checkpoint(
 
 
 def _of_adapter(name: str, directory: Path) -> Target:
-    _refuse_incomplete_adapter(directory)
-    base = _adapter_settings(directory).get("base_model_name_or_path")
+    check_adapter(directory)
+    base = adapter_settings(directory).get("base_model_name_or_path")
     where = f"base_model_name_or_path in {directory / 'adapter_config.json'}"
     if not isinstance(base, str) or not base:
         raise ModelError.of(
@@ -429,37 +426,3 @@ def _of_adapter(name: str, directory: Path) -> Target:
             )
         ) from error
     return Target(name, "adapter", directory, located, None, f"the adapter {name} on {base}")
-
-
-def _refuse_incomplete_adapter(directory: Path) -> None:
-    if not (directory / "adapter_model.safetensors").is_file():
-        raise ModelError.of(
-            "the adapter lacks its weights",
-            where=str(directory),
-            why="it has no adapter_model.safetensors",
-            fix="copy the whole directory again",
-        )
-    _adapter_settings(directory)
-
-
-def _adapter_settings(directory: Path) -> dict[str, Any]:
-    """The contents of adapter_config.json, with the kind of adapter at least."""
-    file = directory / "adapter_config.json"
-    try:
-        settings = read_json_object(file, fix="copy it again")
-    except FileNotFoundError:
-        raise ModelError.of(
-            "the adapter lacks its settings",
-            where=str(directory),
-            why="it has no adapter_config.json",
-            fix="copy the whole directory again",
-        ) from None
-    kind = settings.get("peft_type")
-    if not isinstance(kind, str) or not kind:
-        raise ModelError.of(
-            f"adapter_config.json has no peft_type{'' if kind is None else f', but {kind!r}'}",
-            where=str(file),
-            why="it is the kind of the adapter, e.g. LORA, which peft needs to load it",
-            fix="copy adapter_config.json of the adapter again",
-        )
-    return settings

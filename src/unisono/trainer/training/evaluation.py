@@ -18,6 +18,7 @@ from unisono.base.text import plain
 from unisono.trainer.batches.source import Counts, Micro
 from unisono.trainer.batches.table import EvaluationRows, PromptAnswer
 from unisono.trainer.config.named_templates import named_template
+from unisono.trainer.families.family import Sampler
 from unisono.trainer.model.generate import generate
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
 from unisono.trainer.training.run import Run
@@ -148,9 +149,9 @@ def show_samples(run: Run, *, step: int) -> None:
     Rank 0 does it; with sharded weights all ranks take part.
     """
     section = run.plan.config.eval
-    if run.pictures is not None:
+    if run.sampler is not None:
         with torch.no_grad(), evaluating(run):
-            _draw_samples(run, step=step)
+            _draw_samples(run, run.sampler, step=step)
         return
     if run.evaluation is None or not section.samples or not run.plan.answers:
         return
@@ -392,52 +393,22 @@ def _rouge_l(scorer: "object", answer: str, reference: str) -> float:
     return value
 
 
-# ---- image models: their room is imported inside functions, so that training of text never loads it
-
-
-def _draw_samples(run: Run, *, step: int) -> None:
-    """Draws the sample pictures of an image model into the run's directory, and the strip of all of
-    them.
-
-    Only rank 0 does it.
+def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:
+    """Draws the sample pictures of an image model into the run's directory: of the prompts of the
+    config, and of captions of evaluation pictures.
     """
-    from unisono.trainer.diffusion.drawing import save_strip
-
-    prompts = _sample_prompts(run)
-    if not prompts or not run.group.is_main or run.sampler is None:
+    config = run.plan.config
+    pictures = run.evaluation.rows.pictures if run.evaluation is not None else None
+    prompts = sampler.prompts(pictures.samples(config.eval.samples) if pictures is not None else [])
+    if not prompts:
         return
     run.beats.enter("sample")
-    folder, section, stopped = run.files.samples, run.plan.config.diffusion, False
 
     def is_over(number: int) -> bool:
         run.beats.enter("sample", done=number)
         return run.stop.outcome is not None
 
-    for i, (prompt, size) in enumerate(prompts):
-        file = folder / f"step-{step:08d}-{i:03d}.png"
-        stopped = run.sampler.sample(
-            prompt,
-            size,
-            section,
-            file,
-            seed=run.plan.config.seed + i,
-            name=run.files.root.name,
-            is_over=is_over,
-        )
-        if stopped:
-            return
+    for prompt, file in sampler.draw_all(
+        prompts, run.files.samples, step=step, seed=config.seed, name=run.files.root.name, is_over=is_over
+    ):
         run.report.send("sample", step=step, prompt=plain(prompt), text=str(file), reference="")
-    save_strip(folder)
-
-
-def _sample_prompts(run: Run) -> list[tuple[str, tuple[int, int]]]:
-    """The prompts of sample pictures with their sizes: those of the config, and captions of
-    evaluation pictures.
-    """
-    config = run.plan.config
-    assert run.pictures is not None
-    found = [(prompt, run.pictures.usual_size) for prompt in config.diffusion.prompts]
-    if run.evaluation is not None and config.eval.samples:
-        assert run.evaluation.rows.pictures is not None
-        found += run.evaluation.rows.pictures.samples(config.eval.samples)
-    return found

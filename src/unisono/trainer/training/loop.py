@@ -24,6 +24,7 @@ from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives import OwnPart
+from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.schedule import factor_at
 from unisono.trainer.training.evaluation import (
     evaluate_rows,
@@ -147,15 +148,8 @@ def _advance(run: Run) -> Verdict | None:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        shape = (
-            f"{len(batches.sequences)} sequences, {batches.tokens} tokens in {batches.rounds} micro batches a"
-            " rank"
-            if run.pictures is None
-            else (
-                f"{len(batches.sequences)} pictures, {batches.tokens} positions of latents in"
-                f" {batches.rounds} micro batches a rank"
-            )
-        )
+        family = family_of(run.plan.model)
+        shape = family.step_shape(len(batches.sequences), batches.tokens, batches.rounds)
         raise out_of_memory(run, error, shape=shape, phase="train") from error
     run.state.step = batches.step
     run.state.tokens += batches.tokens

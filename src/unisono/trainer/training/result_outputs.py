@@ -2,12 +2,8 @@
 again must compute the same.
 """
 
-from typing import Any
-
 from unisono.base.text import one_line
-from unisono.trainer.config.sections import DIFFUSION
-from unisono.trainer.model.result_logits import ResultLogits
-from unisono.trainer.model.result_outputs import ResultOutputs
+from unisono.trainer.families import training_of
 from unisono.trainer.training.evaluation import evaluating
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.weights import round_as_stored
@@ -20,11 +16,12 @@ def write_outputs(run: Run) -> None:
     """
     if not run.group.is_main and run.sharded is None:
         return
+    family = training_of(run.plan.config)
     run.saver.before_update()  # a stuck save may still read the live tensors
     round_as_stored(run.forward.loaded, run.plan)
     try:
         with evaluating(run), run.forward.ready_to_generate() as model:
-            found = run.forward.within(lambda: _outputs(run, model))
+            found = run.forward.within(lambda: family.outputs(model, run.plan, run.source.examples))
         if run.group.is_main:
             found.write(run.files.result_logits)
     except (
@@ -37,13 +34,3 @@ def write_outputs(run: Run) -> None:
             "the logits of three rows are not kept, so the result is read back by its digests alone:"
             f" {one_line(str(error), limit=200)}",
         )
-
-
-def _outputs(run: Run, model: Any) -> ResultOutputs:
-    if run.plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import trains_text
-        from unisono.trainer.diffusion.result_predictions import ResultPredictions
-
-        trained = model.text_names if trains_text(run.plan.config) else ()
-        return ResultPredictions.of(model, dtype=run.plan.dtype, text_encoders=trained)
-    return ResultLogits.of(model, run.source.examples(), dtype=run.plan.dtype)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from unisono.trainer.batches.table import EvaluationRows
 from unisono.trainer.checkpoint.state import Tensors, optimizer_tensors
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.writer import StorageFailed
+from unisono.trainer.families.family import Sampler
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.objectives.objective import Objective
@@ -33,11 +34,6 @@ from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import Part, Saver
 from unisono.trainer.training.sharding import ShardedRoot
-
-if TYPE_CHECKING:
-    from unisono.trainer.diffusion.drawing import Sampler
-    from unisono.trainer.diffusion.latents import PictureLoader
-
 
 # ---- Random streams
 
@@ -209,9 +205,7 @@ class Run:
     generator_watch: GeneratorWatch
     saver: Saver
     """Saves in the background while training continues."""
-    pictures: "PictureLoader | None" = None
-    """Loads the pictures of the run; None for text."""
-    sampler: "Sampler | None" = None
+    sampler: Sampler | None = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
     hooks: Sequence[RunHook] = ()
     """Of drills and tests; empty in production."""

@@ -12,10 +12,8 @@ from unisono.guard.watch import Beats
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import EvaluationRows, TableRows, Tables, TableSource
 from unisono.trainer.config.own_code import own_code_of
-from unisono.trainer.config.sections import DIFFUSION
-from unisono.trainer.model.directory import locate_tokenizer
-from unisono.trainer.model.forward import Forward, choose_forward
-from unisono.trainer.model.load import SCORE, LoadedModel, load_for_training
+from unisono.trainer.families import training_of
+from unisono.trainer.model.load import SCORE, LoadedModel, uses_dropout
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
@@ -30,7 +28,7 @@ from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
-from unisono.trainer.training.sharding import ShardedRoot, shard_model
+from unisono.trainer.training.sharding import shard_model
 
 
 def set_up(
@@ -75,18 +73,15 @@ def set_up(
         for hook in hooks:
             group = hook.ranks_joined(group, beats)
     sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
-    forward = _choose_forward(plan, loaded, sharded)
+    family = training_of(plan.config)
+    forward = family.choose_forward(plan, loaded, sharded.module if sharded else None)
+    if sharded is not None:
+        sharded.reshard()
     loaded.model.train()
     is_main = group.is_main
-    pictures, sampler = None, None
-    if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.drawing import (
-            open_pictures,  # not at the top: training of text never loads it
-        )
-
-        pictures, sampler = open_pictures(plan, forward, device, draws=is_main)
-        for rows in tables.values():
-            rows.add_pictures(pictures, seed=plan.config.seed, global_batch=plan.global_batch)
+    pictures, sampler = family.open_pictures(plan, forward, device, draws=is_main)
+    for rows in tables.values():
+        rows.add_pictures(pictures, seed=plan.config.seed, global_batch=plan.global_batch)
     agreed = plan
     for hook in hooks:
         agreed = hook.plan_agreed(agreed)
@@ -113,14 +108,13 @@ def set_up(
         evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables
         else None,
-        pictures=pictures,
         sampler=sampler,
         state=TrainState(),
         store=open_store(files) if group.is_main else None,
         metrics=None,
         tracker=_open_tracker(plan, files, report) if group.is_main else None,
         stop=stop,
-        generator_watch=GeneratorWatch(torch_is_used=_uses_dropout(loaded)),
+        generator_watch=GeneratorWatch(torch_is_used=uses_dropout(loaded)),
         saver=Saver(Staging(device, sharers=len(plan.on_node(place.node_rank)) if sharded else 1), beats),
         directory_check=DirectoryCheck(files) if is_main or plan.has_own_output(place.node_rank) else None,
         hooks=hooks,
@@ -151,51 +145,11 @@ def _bind_device(plan: RunPlan) -> torch.device:
 
 def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
-    if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import load_denoiser
-
-        loaded = load_denoiser(
-            plan.config, directory=Path(plan.model.directory), dtype=plan.dtype, device=device
-        )
-    else:
-        loaded = load_for_training(
-            plan.config,
-            directory=Path(plan.model.directory),
-            tokenizer_directory=locate_tokenizer(plan.config),
-            dtype=plan.dtype,
-            device=device,
-        )
+    loaded = training_of(plan.config).load(plan, device)
     for hook in hooks:
         hook.model_loaded(loaded)
     loaded.quantized_digest = quantized_digest(loaded.model)
     return loaded
-
-
-def _choose_forward(plan: RunPlan, loaded: LoadedModel, sharded: ShardedRoot | None) -> Forward:
-    adapter = plan.config.adapter
-    if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.pipeline import choose_picture_forward
-
-        return choose_picture_forward(
-            loaded,
-            plan.config,
-            directory=Path(plan.model.directory),
-            dtype=plan.dtype,
-            gradient_checkpointing=plan.gradient_checkpointing,
-        )
-    forward = choose_forward(
-        loaded,
-        dtype=plan.dtype,
-        gradient_checkpointing=plan.gradient_checkpointing,
-        quick_adapter=adapter is not None and adapter.is_plain,
-        root=sharded.module if sharded else None,
-    )
-    if sharded is not None:
-        sharded.reshard()
-    elif not (plan.config.deterministic or plan.gradient_checkpointing or _uses_dropout(loaded)):
-        length = plan.config.data.max_length
-        forward.use_graphs(most_tokens=plan.micro_batch * length, longest=length)
-    return forward
 
 
 def _open_tables(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> Tables:
@@ -226,11 +180,3 @@ def _tables(loaded: LoadedModel) -> set[int]:
     base = loaded.base
     modules = [base.get_input_embeddings(), base.get_output_embeddings(), getattr(base, SCORE, None)]
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-
-
-def _uses_dropout(loaded: LoadedModel) -> bool:
-    # A model's `attention_dropout` is applied without a module of its own. The denoiser of an image
-    # model has no config.
-    modules = (m.p for m in loaded.model.modules() if isinstance(m, torch.nn.Dropout))
-    settings = getattr(loaded.base, "config", None)
-    return max(modules, default=0) > 0 or (getattr(settings, "attention_dropout", 0) or 0) > 0

@@ -22,6 +22,7 @@ from unisono.trainer.model.load import odd_parameters
 from unisono.trainer.objectives import MODEL, OBJECTIVE, OwnObjective
 from unisono.trainer.objectives.objective import Objective
 from unisono.trainer.plan import estimate_memory
+from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import has_one_backward
 from unisono.trainer.plan.schedule import lower_rates
 from unisono.trainer.training.evaluation import evaluating, evaluation_part, first_sum
@@ -172,11 +173,7 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             if origin
             else (
                 f"restart with a smaller learning rate, e.g. {lower_rates(run.plan.config)}",
-                (
-                    "check the pictures in the warnings"
-                    if run.pictures is not None
-                    else "check the rows in the warnings (unisono data preview)"
-                ),
+                family_of(run.plan.model).rows_advice,
                 "if model.dtype is float16, use bfloat16 or float32",
             )
         ),
@@ -305,14 +302,11 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     run.report.phase("rehearse", "trying the longest batch")
     run.beats.enter("rehearse")
     sides, first_sides = run.objective.sides, run.objective.first_sides
-    padded = run.pictures is None and run.forward.layout == "padded"
+    family = family_of(run.plan.model)
+    padded = family.decodes_tokens and run.forward.layout == "padded"
     group = run.source.longest(sides, padded=padded)
     micro = group.load(sides)
-    shape = (
-        f"{len(group.sequences)} sequences, {micro.tokens} tokens, longest row {max(micro.rows.lengths)}"
-        if run.pictures is None
-        else f"{len(group.sequences)} pictures, {micro.tokens} positions of latents"
-    )
+    shape = family.micro_shape(len(group.sequences), micro.tokens, max(micro.rows.lengths))
     try:
         if not run.gradient_sync.needs_equal_rounds:
             run.gradient_sync.begin()  # gradients must be in their buffers, as in training
@@ -455,15 +449,8 @@ def _savings(run: Run) -> list[str]:
     # Later the checkpoints have the state in this dtype, and would not be resumed.
     if len(found) < 2 and config.adapter is None and saved > 0 and run.state.step == 0:
         found.append(f"optim.state_dtype=bfloat16 saves about {show_bytes(saved)} of the optimizer's state")
-    if len(found) < 2 and run.pictures is not None:
-        found.append(
-            "a smaller data.resolution has fewer positions of latents; pictures are then trained smaller"
-        )
-    elif len(found) < 2:
-        found.append(
-            f"data.max_length={config.data.max_length // 2} halves the longest sequence; data.too_long"
-            " decides what happens to longer rows"
-        )
+    if len(found) < 2:
+        found.append(family_of(plan.model).shorter_rows(config.data.max_length))
     if len(found) < 2 and config.adapter is None:
         found.append(
             "adapter={kind: lora} trains few parameters, without gradients and optimizer state for the rest"

@@ -20,8 +20,8 @@ from unisono.base.text import parse_bytes
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
-from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
+from unisono.trainer.families import training_of
 from unisono.trainer.model.adapter import BaseChanges, stored_settings, with_change
 from unisono.trainer.model.file_settings import ADAPTER_FILE
 from unisono.trainer.model.files import read_contents, read_safetensors_header, weight_files
@@ -215,10 +215,9 @@ def write_weights(
     if writes:
         directory.mkdir()
     target = directory if writes else None
-    if plan.config.objective == DIFFUSION:
-        from unisono.trainer.diffusion.lora_file import write_lora
-
-        return write_lora(loaded.base, plan, directory, step=step or plan.total_steps) if writes else {}
+    entries = training_of(plan.config).write_result(loaded, plan, target, step=step or plan.total_steps)
+    if entries is not None:
+        return entries
     if plan.config.adapter is not None:
         name = _base_name(plan)
         entries = write_adapter(

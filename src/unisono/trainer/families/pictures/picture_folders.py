@@ -23,7 +23,7 @@ from unisono.base.errors import DataError, UsageError
 from unisono.base.files import iterate_lines, open_plain, parse_json
 from unisono.base.text import one_line
 from unisono.trainer.config.sections import DiffusionSection, PicturesSection
-from unisono.trainer.diffusion.captions import plain_caption
+from unisono.trainer.families.pictures.captions import plain_caption
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".bmp")
 CAPTION_SUFFIXES = (".txt", ".caption")

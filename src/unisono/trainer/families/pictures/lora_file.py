@@ -24,7 +24,7 @@ from unisono.base.text import library_words
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import TensorPart, write_tensor_file
-from unisono.trainer.diffusion.pipeline_files import Pipeline
+from unisono.trainer.families.pictures.pipeline_files import Pipeline
 from unisono.trainer.plan import RunPlan
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

@@ -3,7 +3,7 @@ steps of a run.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from unisono.base.errors import ModelError
 from unisono.base.files import whole_file
 from unisono.base.text import library_words
 from unisono.trainer.config.sections import DiffusionSection
-from unisono.trainer.diffusion.latents import PictureLoader
-from unisono.trainer.diffusion.picture_folders import need_pillow
-from unisono.trainer.diffusion.pipeline import (
+from unisono.trainer.families.family import Prompt
+from unisono.trainer.families.pictures.latents import PictureLoader
+from unisono.trainer.families.pictures.picture_folders import need_pillow
+from unisono.trainer.families.pictures.pipeline import (
     Denoiser,
     PictureForward,
     import_diffusers,
     load_component,
     quiet,
 )
-from unisono.trainer.diffusion.pipeline_files import Pipeline, read_pipeline
+from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.load import DTYPES
 from unisono.trainer.plan import RunPlan
@@ -181,9 +182,17 @@ class Sampler:
     """
 
     def __init__(
-        self, pipeline: Pipeline, denoiser: Denoiser, *, dtype: torch.dtype, device: torch.device
+        self,
+        pipeline: Pipeline,
+        denoiser: Denoiser,
+        pictures: PictureLoader,
+        section: DiffusionSection,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._pipeline, self._denoiser = pipeline, denoiser
+        self._pictures, self._section = pictures, section
         self._dtype, self._device = dtype, device
         self._opened: Any = None
 
@@ -202,11 +211,35 @@ class Sampler:
             )
         return self._opened
 
-    def sample(
+    def prompts(self, captions: list[Prompt]) -> list[Prompt]:
+        """What to draw, with its size: the prompts of the config, and captions."""
+        return [*((prompt, self._pictures.usual_size) for prompt in self._section.prompts), *captions]
+
+    def draw_all(
+        self,
+        prompts: list[Prompt],
+        folder: Path,
+        *,
+        step: int,
+        seed: int,
+        name: str,
+        is_over: Callable[[int], bool],
+    ) -> Iterator[tuple[str, Path]]:
+        """Draws a sample of each prompt into a file, and at the end the strip of all; gives prompts
+        and files. Where `is_over`, called after each denoising step, is true, nothing more is
+        written.
+        """
+        for i, (prompt, size) in enumerate(prompts):
+            file = folder / f"step-{step:08d}-{i:03d}.png"
+            if self._sample(prompt, size, file, seed=seed + i, name=name, is_over=is_over):
+                return
+            yield prompt, file
+        save_strip(folder)
+
+    def _sample(
         self,
         prompt: str,
         size: tuple[int, int],
-        section: DiffusionSection,
         file: Path,
         *,
         seed: int,
@@ -214,7 +247,7 @@ class Sampler:
         is_over: Callable[[int], bool],
     ) -> bool:
         """Draws one sample into a file; gives whether it was ended early, and then writes none."""
-        opened = self.open()
+        opened, section = self.open(), self._section
         drawing = Drawing(prompt, seed, section.sample_steps, section.guidance, *size)
         ended = False
 
@@ -247,5 +280,10 @@ def open_pictures(
     if not draws:
         return loader, None
     return loader, Sampler(
-        read_pipeline(directory), forward.denoiser, dtype=DTYPES[plan.dtype], device=device
+        read_pipeline(directory),
+        forward.denoiser,
+        loader,
+        plan.config.diffusion,
+        dtype=DTYPES[plan.dtype],
+        device=device,
     )

@@ -18,8 +18,8 @@ import torch
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words
 from unisono.trainer.config.schema import AdapterSection, RunConfig, picture_settings
-from unisono.trainer.diffusion.captions import captions_vary
-from unisono.trainer.diffusion.pipeline_files import Pipeline, read_pipeline
+from unisono.trainer.families.pictures.captions import captions_vary
+from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
 from unisono.trainer.model.files import check_tokenizer_files
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.kernels import KEEP_UP_TO, Kernels

@@ -16,7 +16,7 @@ from unisono.base.errors import ModelError, UnfitError, storage_failure
 from unisono.base.files import read_object, write_json
 from unisono.base.text import library_words
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.diffusion.pipeline_files import (
+from unisono.trainer.families.pictures.pipeline_files import (
     INDEX,
     PIPELINES,
     Pipeline,
@@ -224,7 +224,7 @@ def _convert(file: Path, shapes: Shapes, place: Path, tokenizer: Path, *, kind: 
     """
     import torch
 
-    from unisono.trainer.diffusion.pipeline import import_diffusers, quiet
+    from unisono.trainer.families.pictures.pipeline import import_diffusers, quiet
 
     temporary = place.with_name(f"{place.name}.new")
     configs = place.with_name(f"{place.name}.configs")

@@ -30,10 +30,15 @@ from unisono.base.errors import IntegrityError, UnfitError, storage_reason, stor
 from unisono.base.files import read_json, whole_file
 from unisono.base.text import Warmup
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.diffusion.captions import varied_caption
-from unisono.trainer.diffusion.picture_folders import Picture, Pixels, caption_digest, read_pixels
-from unisono.trainer.diffusion.pipeline import TextEncoding, TextStates, load_component, needs_text_encoders
-from unisono.trainer.diffusion.pipeline_files import read_pipeline
+from unisono.trainer.families.pictures.captions import varied_caption
+from unisono.trainer.families.pictures.picture_folders import Picture, Pixels, caption_digest, read_pixels
+from unisono.trainer.families.pictures.pipeline import (
+    TextEncoding,
+    TextStates,
+    load_component,
+    needs_text_encoders,
+)
+from unisono.trainer.families.pictures.pipeline_files import read_pipeline
 
 PICTURES = "pictures.json"
 """The file beside a token table that lists its pictures."""

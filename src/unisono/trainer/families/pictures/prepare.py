@@ -27,9 +27,16 @@ from unisono.trainer.data import Ledger, Place, SourceCounts, flat_total
 from unisono.trainer.data.prepare import digest_text, writing_table
 from unisono.trainer.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.trainer.data.tokenizer import traits_of
-from unisono.trainer.diffusion.captions import VARIED, longest_caption
-from unisono.trainer.diffusion.latents import PICTURES, Places, encode_caption, encode_pixels, fill, pixels_of
-from unisono.trainer.diffusion.picture_folders import (
+from unisono.trainer.families.pictures.captions import VARIED, longest_caption
+from unisono.trainer.families.pictures.latents import (
+    PICTURES,
+    Places,
+    encode_caption,
+    encode_pixels,
+    fill,
+    pixels_of,
+)
+from unisono.trainer.families.pictures.picture_folders import (
     BadPictureError,
     Found,
     Lost,
@@ -39,7 +46,7 @@ from unisono.trainer.diffusion.picture_folders import (
     read_folder,
     with_bucket,
 )
-from unisono.trainer.diffusion.pipeline import (
+from unisono.trainer.families.pictures.pipeline import (
     TextEncoding,
     load_component,
     load_tokenizers,
@@ -47,7 +54,7 @@ from unisono.trainer.diffusion.pipeline import (
     text_encoding,
     token_limit,
 )
-from unisono.trainer.diffusion.pipeline_files import Pipeline, PipelineDigests, digest_parts
+from unisono.trainer.families.pictures.pipeline_files import Pipeline, PipelineDigests, digest_parts
 from unisono.trainer.plan.run_plan import DataSummary, SplitSummary, permutation
 
 _EVAL = -1  # the epoch whose permutation selects the pictures that are split off

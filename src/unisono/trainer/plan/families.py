@@ -1,0 +1,204 @@
+"""Families of models as the plan and the fronts know them: needs, figures and words.
+
+What a family does in a rank or a task, which needs torch, is in `trainer.families`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from unisono.base.text import show_count
+from unisono.trainer.config.sections import DIFFUSION
+from unisono.trainer.plan.run_plan import DataSummary, ModelFacts, SplitSummary
+
+_VALUES_OF_A_LEVEL = 500
+_SHARE_KEPT = 0.4  # with gradient checkpointing: the inputs of blocks, and the values of one block
+
+
+class FamilyFacts(ABC):
+    """What differs between families before a model is loaded.
+
+    Attributes:
+        packages: needed beside unisono's own dependencies.
+        decodes_tokens: whether the model is a decoder of tokens, with layers of attention and MLP
+            and logits over a vocabulary.
+        can_shard: whether fsdp can shard its weights.
+        limits_rows: whether a rehearsal reads the first rows only.
+        sequences: what a global batch is counted in.
+        positions: what the model computes on.
+        unit: the same in one word.
+        rows_advice: what to look at when rows are suspected.
+    """
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    decodes_tokens: ClassVar[bool]
+    can_shard: ClassVar[bool]
+    limits_rows: ClassVar[bool]
+    sequences: ClassVar[str]
+    positions: ClassVar[str]
+    unit: ClassVar[str]
+    rows_advice: ClassVar[str]
+
+    def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
+        """Values kept for the backward by what is not a decoder's layer."""
+        del model, positions, gradient_checkpointing
+        return 0
+
+    @abstractmethod
+    def fit(self, micro: int, longest: int) -> str:
+        """Why a micro batch was chosen."""
+
+    @abstractmethod
+    def made(self, rows: int, sequences: int, *, packing: bool) -> str:
+        """What preparing made of the rows."""
+
+    @abstractmethod
+    def step_shape(self, sequences: int, tokens: int, rounds: int) -> str:
+        """The size of a step."""
+
+    @abstractmethod
+    def micro_shape(self, sequences: int, tokens: int, longest: int) -> str:
+        """The size of a micro batch."""
+
+    @abstractmethod
+    def shorter_rows(self, max_length: int) -> str:
+        """How shorter rows would save memory."""
+
+    @abstractmethod
+    def rehearsed(self, rows: int, steps: int) -> str:
+        """The main stage of a rehearsal."""
+
+    @abstractmethod
+    def used(self, rows: int, used: int) -> str:
+        """How many rows are used."""
+
+    @abstractmethod
+    def size(self, data: DataSummary) -> str:
+        """The size of the training rows."""
+
+    @abstractmethod
+    def checked(self, train: SplitSummary, total_steps: int) -> str:
+        """The training rows as doctor shows them."""
+
+    @abstractmethod
+    def speed(self, tokens_per_second: float, train: SplitSummary) -> str:
+        """The throughput."""
+
+
+class _Text(FamilyFacts):
+    """Language models."""
+
+    decodes_tokens = can_shard = limits_rows = True
+    sequences, positions, unit = "sequences", "tokens", "tokens"
+    rows_advice = "check the rows in the warnings (unisono data preview)"
+
+    def made(self, rows: int, sequences: int, *, packing: bool) -> str:
+        if packing and sequences < rows:
+            return f"packing made {sequences:,} sequences of {rows:,} rows"
+        return f"{rows:,} rows"
+
+    def fit(self, micro: int, longest: int) -> str:
+        return f"auto: {micro} × {longest} tokens fit"
+
+    def step_shape(self, sequences: int, tokens: int, rounds: int) -> str:
+        return f"{sequences} sequences, {tokens} tokens in {rounds} micro batches a rank"
+
+    def micro_shape(self, sequences: int, tokens: int, longest: int) -> str:
+        return f"{sequences} sequences, {tokens} tokens, longest row {longest}"
+
+    def shorter_rows(self, max_length: int) -> str:
+        return (
+            f"data.max_length={max_length // 2} halves the longest sequence; data.too_long"
+            " decides what happens to longer rows"
+        )
+
+    def rehearsed(self, rows: int, steps: int) -> str:
+        return f"{rows} rows, {steps} steps, evaluation, checkpoint"
+
+    def used(self, rows: int, used: int) -> str:
+        return f"{show_count(rows)} rows: {show_count(used)} used"
+
+    def size(self, data: DataSummary) -> str:
+        return f"{show_count(data.train.tokens)} tokens, {show_count(data.train.loss_tokens)} in the loss"
+
+    def checked(self, train: SplitSummary, total_steps: int) -> str:
+        return (
+            f"{show_count(train.rows)} rows, {show_count(train.tokens)} tokens, {show_count(train.loss_tokens)}"
+            f" of them trained on; {total_steps:,} steps"
+        )
+
+    def speed(self, tokens_per_second: float, train: SplitSummary) -> str:
+        del train
+        return f"{show_count(tokens_per_second)} tokens/s"
+
+
+class _Pictures(FamilyFacts):
+    """Image models: `hidden_size` are the channels of the first level of the UNet, `layers` its
+    levels. A token is a position of the latents.
+    """
+
+    packages = ("diffusers", "pillow")
+    decodes_tokens = can_shard = limits_rows = False
+    sequences, positions, unit = "pictures", "positions of latents", "positions"
+    rows_advice = "check the pictures in the warnings"
+
+    def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
+        """Values that a UNet keeps for its backward: 500 for each channel of the first level and
+        position, and less for the levels below.
+
+        From the shapes of its blocks: five residual blocks with attention in each level, and half
+        as many channels for each position from level to level. On a CPU in float32 it is above what
+        was measured, with gradient checkpointing and without; in bfloat16 oneDNN keeps about 100 MB
+        beside it: bench/results/diffusion.json. It has not been measured on a GPU.
+        """
+        values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
+        return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
+
+    def fit(self, micro: int, longest: int) -> str:
+        return f"auto: {micro} × {longest} positions of latents fit"
+
+    def made(self, rows: int, sequences: int, *, packing: bool) -> str:
+        del rows, packing
+        return f"{sequences:,} pictures"
+
+    def step_shape(self, sequences: int, tokens: int, rounds: int) -> str:
+        return f"{sequences} pictures, {tokens} positions of latents in {rounds} micro batches a rank"
+
+    def micro_shape(self, sequences: int, tokens: int, longest: int) -> str:
+        del longest
+        return f"{sequences} pictures, {tokens} positions of latents"
+
+    def shorter_rows(self, max_length: int) -> str:
+        del max_length
+        return "a smaller data.resolution has fewer positions of latents; pictures are then trained smaller"
+
+    def rehearsed(self, rows: int, steps: int) -> str:
+        return f"{rows} pictures, {steps} steps, evaluation, checkpoint"
+
+    def used(self, rows: int, used: int) -> str:
+        return f"{show_count(rows)} pictures: {show_count(used)} used"
+
+    def size(self, data: DataSummary) -> str:
+        return f"{show_count(data.train.sequences)} uses an epoch · {'; '.join(data.formats)}"
+
+    def checked(self, train: SplitSummary, total_steps: int) -> str:
+        return (
+            f"{show_count(train.rows)} pictures, {show_count(train.sequences)} uses an epoch;"
+            f" {total_steps:,} steps"
+        )
+
+    def speed(self, tokens_per_second: float, train: SplitSummary) -> str:
+        pictures = tokens_per_second * train.sequences / max(1, train.tokens)
+        return f"{show_count(pictures) if pictures >= 1000 else f'{pictures:.3g}'} pictures/s"
+
+
+TEXT, PICTURES = _Text(), _Pictures()
+
+
+def family_for(objective: str) -> FamilyFacts:
+    """The family that an objective trains."""
+    return PICTURES if objective == DIFFUSION else TEXT
+
+
+def family_of(model: ModelFacts) -> FamilyFacts:
+    """The family of a model."""
+    return PICTURES if model.model_type.startswith("stable-diffusion") else TEXT
