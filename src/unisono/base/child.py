@@ -27,8 +27,8 @@ TOKENIZER_HAS_NO_END = signal.SIGPROF
 """The signal that ends a process whose tokenizer exceeds its CPU time (data.text_encoder)."""
 
 forked_by: int | None = None
-"""The fork server (unisono.trainer.worker.fork_server) that this process was forked by; None in a process
-that exec has begun.
+"""The fork server (unisono.trainer.worker.fork_server) that this process was forked by; None in a
+process that exec has begun.
 """
 
 

@@ -402,7 +402,8 @@ _SUGGESTED, _MISSPELLED = 3, 0.8
 def nearest_entries(name: str) -> list[str]:
     """Up to three causes and variables that a name may mean.
 
-    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`, `显存不足`), or
+    It may be misspelled; else it is a word of their names, or a symptom (`oom`, `nan`,
+    `显存不足`), or
     a word of their titles; else it is only a little like a name.
     """
     from unisono.base.causes import CATALOGUE

@@ -306,10 +306,11 @@ def _line_exits(event: Event) -> list[Exit]:
 def _srun_exits(event: Event) -> list[Exit]:
     how = event.fields.get("how", "")
     code = event.number("code")
-    if code is None:
-        code = next((number for words, number in _WORDS.items() if words in how), 1)
-    else:
-        code = _of_shell(code)
+    code = (
+        next((number for words, number in _WORDS.items() if words in how), 1)
+        if code is None
+        else _of_shell(code)
+    )
     ranks = _numbers(event.fields.get("rank", ""))
     return [Exit(event, code, rank=rank, host=event.fields.get("host"), time=event.time) for rank in ranks]
 

@@ -137,8 +137,8 @@ def exit_code_of(number: signal.Signals) -> int:
 
 _NOTHING_TO_SAVE_S = 3.0
 _FRONT_S = 2.0
-"""Part of the grace period that it takes to end ranks that do not end by themselves, and to write how the run
-ended.
+"""Part of the grace period that it takes to end ranks that do not end by themselves, and to write
+how the run ended.
 """
 _FRONT_SHARE = 0.4
 

@@ -149,7 +149,9 @@ class Training(Protocol):
     def open_pictures(
         self, plan: RunPlan, forward: "Forward", device: "torch.device", *, draws: bool
     ) -> tuple[Any, Sampler | None]:
-        """The pictures of the rows, and with `draws` what draws samples; None for rows of tokens."""
+        """The pictures of the rows, and with `draws` what draws samples; None for rows of
+        tokens.
+        """
 
     def write_result(
         self, loaded: "LoadedModel", plan: RunPlan, directory: Path | None, *, step: int

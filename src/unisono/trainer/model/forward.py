@@ -629,10 +629,11 @@ def _probe_gradients(forward: Forward, rows: Rows, parameters: list[torch.nn.Par
     reach.
     """
     with torch.enable_grad():
-        if forward.loaded.is_reward:
-            loss = forward._scores(rows).sum()  # noqa: SLF001 - same module
-        else:
-            loss = forward._loss(rows, len(rows.labels), 0.0)  # noqa: SLF001
+        loss = (
+            forward._scores(rows).sum()  # noqa: SLF001 - same module
+            if forward.loaded.is_reward
+            else forward._loss(rows, len(rows.labels), 0.0)  # noqa: SLF001
+        )
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     return torch.cat([gradient.flatten().float() for gradient in gradients])
 

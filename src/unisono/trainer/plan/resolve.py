@@ -51,12 +51,38 @@ _TIED_IN_GGUF = ("gemma", "gemma2")
 
 
 STORAGE_PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs",
-    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webhdfs": "requests",
-    "github": "requests", "gist": "requests", "jupyter": "requests", "git": "pygit2", "libarchive": "libarchive-c", "oss": "ossfs",
-    "box": "boxfs", "dropbox": "dropboxdrivefs", "dvc": "dvc", "gdrive": "gdrive-fsspec", "lakefs": "lakefs-spec", "oci": "ocifs",
-    "ocilake": "ocifs", "tos": "tosfs", "tosfs": "tosfs", "wandb": "wandbfs", "webdav": "webdav4",
-}  # fmt: skip
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "adl": "adlfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "webhdfs": "requests",
+    "github": "requests",
+    "gist": "requests",
+    "jupyter": "requests",
+    "git": "pygit2",
+    "libarchive": "libarchive-c",
+    "oss": "ossfs",
+    "box": "boxfs",
+    "dropbox": "dropboxdrivefs",
+    "dvc": "dvc",
+    "gdrive": "gdrive-fsspec",
+    "lakefs": "lakefs-spec",
+    "oci": "ocifs",
+    "ocilake": "ocifs",
+    "tos": "tosfs",
+    "tosfs": "tosfs",
+    "wandb": "wandbfs",
+    "webdav": "webdav4",
+}
 """The package with which fsspec opens URLs, by their scheme."""
 
 

@@ -286,7 +286,9 @@ class RunPlan(Part):
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether ranks keep their newest steps in memory: the state of an adapter is small enough."""
+        """Whether ranks keep their newest steps in memory: the state of an adapter is small
+        enough.
+        """
         return self.config.adapter is not None
 
     @property

@@ -3,8 +3,10 @@
 
 `storage`:
 
-    URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl     as of the last upload
-    URL/RUN_ID/step-00000100/*                                                        manifest.json last: without it a copy does not count
+    URL/RUN_ID/plan.json, config.yaml, environment.json, data.json, metrics.jsonl
+        as of the last upload
+    URL/RUN_ID/step-00000100/*
+        manifest.json last: without it a copy does not count
 
 Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
 {action: upload, url, run_id, path, keep, keep_every: steps or null, best: the metric by which the

@@ -220,9 +220,9 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Answers one prompt, or a file of them.
 
     Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or
-    null: 256, or what the model has room for), the attributes of SamplingParams, stop (list). Messages:
-    `token` with `text`, for a single prompt, as it is generated. Result: description, answers (for
-    each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
+    null: 256, or what the model has room for), the attributes of SamplingParams, stop (list).
+    Messages: `token` with `text`, for a single prompt, as it is generated. Result: description,
+    answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
     """
     prompts = _prompts(request)
     opened = open_requested(request, report)
@@ -302,11 +302,11 @@ def _answer(
 def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """Chats until stdin ends.
 
-    Request: target, step (or null), system (or null), max_tokens, the attributes of SamplingParams. It
-    reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin ends
-    the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then for
-    each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop |
-    length | interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result:
+    Request: target, step (or null), system (or null), max_tokens, the attributes of SamplingParams.
+    It reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin
+    ends the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then
+    for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop
+    | length | interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result:
     turns.
     """
     opened = open_requested(request, report)

@@ -356,7 +356,10 @@ def _pieces(template: ChatTemplate) -> dict[str, str] | None:
     system, user = _turn("system"), _turn("user")
     answer, following = _turn("assistant"), {"role": "user", "content": _TEXTS["next"]}
     whole = [system, user, answer, following]
-    samples = [(messages, template.render(messages, prompt=True)) for messages in ([user], [system, user], [user, answer, following], whole)]  # fmt: skip
+    samples = [
+        (messages, template.render(messages, prompt=True))
+        for messages in ([user], [system, user], [user, answer, following], whole)
+    ]
     text = template.render(whole)
     before_system, rest = _split(text, _TEXTS["system"])
     system_to_user, rest = _split(rest, _TEXTS["user"])

@@ -28,9 +28,10 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Request: target, step (or null), rows (answers computed together). It reads JSON lines from
     stdin:
 
-        ask   id; messages (of a chat, with tools or null) or prompt (text or tokens); max_tokens (or null: what the context has room for),
-              the attributes of SamplingParams, stop (list), place, marks (special tokens that are part of
-              the answer's text)
+        ask   id; messages (of a chat, with tools or null) or prompt (text or tokens);
+              max_tokens (or null: what the context has room for), the attributes of
+              SamplingParams, stop (list), place, marks (special tokens that are part of the
+              answer's text)
         drop  id: nobody waits for this answer any more
         ping  answered by `pong` between two forwards: a sign of life
 

@@ -172,7 +172,8 @@ def front_messages() -> FrontMessages:
     return FrontMessages()
 
 
-# ---- Storage that does not respond. A thread observes the one that writes: the kernel's counters show whether it makes progress.
+# ---- Storage that does not respond. A thread observes the one that writes: the kernel's counters
+# show whether it makes progress.
 
 _EVERY_S = 0.5
 _REPORTED_AFTER_S = 5.0

@@ -301,9 +301,15 @@ def _compare(run: Run, named: str, digest: str) -> None:
         for place, value in zip(places, values, strict=True)
     )
     verdict = Verdict(
-        cause="weights_mismatch", when="before", summary=what, ranks=tuple(who.rank for who in odd), hosts=hosts, phase="reference",
-        evidence=evidence, fix=(fix,),
-    )  # fmt: skip
+        cause="weights_mismatch",
+        when="before",
+        summary=what,
+        ranks=tuple(who.rank for who in odd),
+        hosts=hosts,
+        phase="reference",
+        evidence=evidence,
+        fix=(fix,),
+    )
     raise Disagreed(
         Problem(what, "preference.reference", "ranks would compare with different models", fix),
         verdict=verdict,

@@ -137,7 +137,10 @@ def in_place(groups: Groups) -> Files:
     """
     return {
         group: [
-            _as_file_part(part, lambda tensor=part.tensor: bytes_of(tensor.detach().cpu().contiguous()))  # type: ignore[misc]
+            _as_file_part(
+                part,
+                lambda tensor=part.tensor: bytes_of(tensor.detach().cpu().contiguous()),  # type: ignore[misc]
+            )
             for part in parts
         ]
         for group, parts in groups.items()

@@ -85,7 +85,8 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileL
     try:
         wanted = _reverted(base, dict(shown))
         apart = {name: _reverted(base, {name: tensor}) for name, tensor in shown.items()}
-    except Exception:  # noqa: BLE001 - any error of an operation that fails on single tensors or without data, but works on all together
+    # Any error of an operation that fails on single tensors or without data, but works on all.
+    except Exception:  # noqa: BLE001
         return None
     sources = {name: source for source, made in apart.items() for name in made}
     alike = {name: tensor for made in apart.values() for name, tensor in made.items()}

@@ -1,10 +1,14 @@
 """Latents of pictures and embeddings of captions: on disk, by content, and as the uses of a micro
 batch.
 
-    CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT.safetensors    `mean` and `std` of the VAE's distribution, (C, H, W) float32
-                                   PICTURE-WIDTHxHEIGHT-flipped        likewise, of the mirrored picture
-    CACHE/pictures/text/ENCODER/CAPTION.safetensors                    `states` (S, E) and, for SDXL, `pooled` (P,), float32
-    CACHE/pictures/decoded.json                                        size or fault of each picture that was decoded, by its digest
+    CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT.safetensors
+        `mean` and `std` of the VAE's distribution, (C, H, W) float32
+    CACHE/pictures/latents/ENCODER/PICTURE-WIDTHxHEIGHT-flipped.safetensors
+        likewise, of the mirrored picture
+    CACHE/pictures/text/ENCODER/CAPTION.safetensors
+        `states` (S, E) and, for SDXL, `pooled` (P,), float32
+    CACHE/pictures/decoded.json
+        size or fault of each picture that was decoded, by its digest
 
 They are computed once, and verified whenever they are read. ENCODER is the digest of the weights
 and settings that compute them, PICTURE and CAPTION that of the contents. Each file has the digest

@@ -411,7 +411,11 @@ def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any
             shapes[f"{_UNET}label_emb.0.0.weight"][1],
             shapes[f"{_OPEN_CLIP[True]}text_projection"][1],
         )
-        config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": (seen - pooled) // 6, "projection_class_embeddings_input_dim": seen}  # fmt: skip
+        config |= {
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": (seen - pooled) // 6,
+            "projection_class_embeddings_input_dim": seen,
+        }
     return config
 
 
@@ -456,10 +460,18 @@ def _text_config(
 ) -> dict[str, Any]:
     tokens, width = embedding
     return {
-        "vocab_size": tokens, "hidden_size": width, "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": width // _HEAD,
-        "max_position_embeddings": positions, "hidden_act": act, "projection_dim": width, "bos_token_id": tokens - 2, "eos_token_id": tokens - 1,
+        "vocab_size": tokens,
+        "hidden_size": width,
+        "intermediate_size": wide,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // _HEAD,
+        "max_position_embeddings": positions,
+        "hidden_act": act,
+        "projection_dim": width,
+        "bos_token_id": tokens - 2,
+        "eos_token_id": tokens - 1,
         "model_type": "clip_text_model",
-    }  # fmt: skip
+    }
 
 
 def _scheduler_config(kind: str, prediction: str, *, zero_snr: bool) -> tuple[str, dict[str, Any]]:
@@ -473,9 +485,15 @@ def _scheduler_config(kind: str, prediction: str, *, zero_snr: bool) -> tuple[st
         "xl": {},
     }[kind]
     return name, own | ({"rescale_betas_zero_snr": True} if zero_snr and kind != "v1" else {}) | {
-        "_class_name": name, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "num_train_timesteps": 1000,
-        "prediction_type": prediction, "steps_offset": 1, "timestep_spacing": "leading",
-    }  # fmt: skip
+        "_class_name": name,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "num_train_timesteps": 1000,
+        "prediction_type": prediction,
+        "steps_offset": 1,
+        "timestep_spacing": "leading",
+    }
 
 
 def _count(names: Any, prefix: str) -> int:

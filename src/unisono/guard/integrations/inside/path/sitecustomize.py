@@ -24,7 +24,9 @@ HOOKS = {
     "torch.optim.optimizer": "loaders.hook_optimizers",
     "torch.utils.data.dataloader": "loaders.hook_loaders",
 }
-"""The function of unisono.guard.integrations.inside that is given each module, once it is loaded."""
+"""The function of unisono.guard.integrations.inside that is given each module, once it is
+loaded.
+"""
 
 # pathlib takes ten times as long as this whole file.
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
