@@ -44,7 +44,7 @@ import gc, importlib, json, os, pkgutil, signal, sys, time, traceback
 from tests.front_server import compile_options
 from unisono.front.cli.app import main, parser
 from unisono.guard.facts import package_versions
-for room in ("cli", "launch", "cluster", "diagnose", "rundir", "checkpoint.store"):
+for room in ("front.cli", "jobs.runs", "jobs.launchers", "guard.diagnosis", "guard.rundir", "trainer.checkpoint.store"):
     found = importlib.import_module("unisono." + room)
     for one in pkgutil.iter_modules(getattr(found, "__path__", [])):
         importlib.import_module(f"{found.__name__}.{one.name}")
