@@ -1,6 +1,4 @@
-"""The fork server of a front, which starts ranks and tasks without their imports; and what it
-forks.
-"""
+"""The fork server of a front, which starts ranks and tasks without their imports."""
 
 import contextlib
 import json
@@ -39,10 +37,7 @@ class Forked:
         return self._returncode is not None or bool(select.select([self._pidfd], [], [], 0)[0])
 
     def wait(self, timeout: float) -> int:
-        """The exit status, negative: the signal that ended it.
-
-        Raises TimeoutExpired if it lives on.
-        """
+        """The exit status; negative: a signal. Raises TimeoutExpired if it lives on."""
         if self._returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked process", timeout)
@@ -59,8 +54,7 @@ class Forked:
 class ForkServer:
     """A front has one. Its process begins with `begin` or the first `start`; `close` ends all.
 
-    Where nothing can be forked, `notify` shows a person why, once, and `start` gives None: the
-    caller starts a fresh interpreter.
+    Where nothing can be forked, `notify` shows why, once, and `start` gives None.
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
@@ -75,14 +69,7 @@ class ForkServer:
         self._starting = threading.RLock()
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Starts the server.
-
-        Its imports take longer than all else of a start: the sooner, the better.
-
-        Args:
-            environment: which the imports may read; ranks and tasks differ in what libraries read
-                later.
-        """
+        """Starts the server, whose imports may read `environment`: the sooner, the better."""
         # The kernel ends it with the thread that starts it.
         is_main = threading.current_thread() is threading.main_thread()
         with self._starting:

@@ -1,9 +1,7 @@
-"""The fork server: imports once what ranks and tasks need, and forks one for each request of its
-front.
+"""The fork server: imports once what ranks and tasks need, and forks one for each request.
 
-It has one thread, computes nothing, and opens neither a device nor a process group; so what it
-forks begins as a fresh process would after its imports. docs/decisions/0018-fork-server.md says
-what a forked process undoes, and where a fresh interpreter is started all the same.
+It has one thread and opens neither a device nor a process group; docs/decisions/0018-fork-server.md
+lists what a forked process resets.
 """
 
 import contextlib
@@ -39,7 +37,7 @@ _MODULES: tuple[str, ...] = (
 """What ranks and the tasks beside them load. Another model's code is loaded by its ranks."""
 
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Numpy's BLAS and Arrow's allocator start threads as they are loaded, which no fork would have."""
+"""Numpy's BLAS and Arrow's allocator else start threads at their import, which no fork has."""
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _MM_MAP = struct.Struct("=11QQIi")  # struct prctl_mm_map of linux/prctl.h
@@ -57,13 +55,10 @@ class Request(NamedTuple):
 
 
 def serve(control: socket.socket) -> Request | None:
-    """Serves a front until it is gone; None then.
+    """Serves a front until it is gone; None then. In each fork it returns what that is to become.
 
-    It returns in each fork, too: what that is to become.
-
-    A process that has ended stays a zombie until the front asks how, so its number means no other
-    process until then. If the front closes the channel before, it has given the process up: it is
-    killed.
+    A process that has ended stays a zombie until the front asks how, so its number is not reused.
+    If the front closes the channel before, the process is killed.
     """
     forked: dict[int, tuple[int, socket.socket]] = {}  # by the number of the channel
     poll = select.poll()
@@ -184,9 +179,7 @@ def _show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def load() -> str:
-    """Imports; gives why nothing can be forked, as a fresh process does without that; empty where
-    it can.
-    """
+    """Imports; gives why nothing can be forked, empty if it can."""
     environment = {**os.environ}
     os.environ.update(_ONE_THREAD)
     try:
@@ -207,9 +200,7 @@ def load() -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Serves the front with this pid, whose requests are this process's input; in a fork runs what
-    it is.
-    """
+    """Serves the front with the pid in `argv`; in a fork, runs its module."""
     # A signal to all processes of a job asks the ranks to stop, and must not end the server.
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     unisono.base.child.end_with_front(int(argv[0]))
