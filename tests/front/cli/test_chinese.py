@@ -172,7 +172,7 @@ def test_a_bad_config_is_refused_in_chinese_and_its_json_is_the_same(tmp_path: P
         "  位置：bad.yaml:3",
         (
             "错误：optim.schedule：必须是`cosine`, `linear`, `constant`, `wsd`, `cosine_with_restarts`,"
-            " `polynomial` 中的一个，实际为 'cosin'"
+            " `polynomial`, `inverse_sqrt`, `cosine_warmup_with_min_lr` 中的一个，实际为 'cosin'"
         ),
         "  位置：bad.yaml:3",
         "  解决：是不是 `cosine`？",
