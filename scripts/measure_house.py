@@ -219,15 +219,13 @@ def imports_between(modules: Sequence[Module]) -> dict[str, set[str]]:
 def repeated_names(modules: Sequence[Module]) -> dict[str, int]:
     """File names that occur more often than twice.
 
-    A command's file in cli may have the name of the room that it starts, and each family has files
-    of the same names.
+    A command's file in cli may have the name of the room that it starts.
     """
     rooms = {module.room for module in modules}
     counts = Counter(
         module.path.stem
         for module in modules
         if not (module.room == "front/cli" and f"front/{module.path.stem}" in rooms)
-        and "families" not in module.path.parts
     )
     return {
         name: count for name, count in counts.items() if count > _MOST_OF_A_NAME and name not in _EXEMPT_NAMES

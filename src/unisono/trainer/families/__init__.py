@@ -13,12 +13,12 @@ from unisono.trainer.plan.families import PICTURES, family_for
 def files_of(config: RunConfig) -> Files:
     """How the family of a config finds files; without torch."""
     if family_for(config.objective) is PICTURES:
-        from unisono.trainer.families.pictures import files as pictures
+        from unisono.trainer.families.pictures import input_files as pictures
 
         return pictures
-    from unisono.trainer.families.text import files
+    from unisono.trainer.families.text import input_files
 
-    return files
+    return input_files
 
 
 def rows_of(config: RunConfig) -> Rows:
@@ -35,9 +35,9 @@ def rows_of(config: RunConfig) -> Rows:
 def training_of(config: RunConfig) -> Training:
     """How the family of a config trains, and loads what was trained."""
     if family_for(config.objective) is PICTURES:
-        from unisono.trainer.families.pictures import training as pictures
+        from unisono.trainer.families.pictures import trained_model as pictures
 
         return pictures
-    from unisono.trainer.families.text import training
+    from unisono.trainer.families.text import trained_model
 
-    return training
+    return trained_model

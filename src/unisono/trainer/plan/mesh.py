@@ -87,7 +87,7 @@ class Mesh:
 
     @property
     def holders(self) -> list[list[int]]:
-        """For each part of the training state, the ranks that hold it, equal to the bit."""
+        """For each part of the training state, the ranks that hold it, bit-identical."""
         if self.shards_weights:
             return [[rank] for rank in range(self.world_size)]
         return self.ranks_of("dp")

@@ -20,7 +20,7 @@ from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
 from unisono.trainer.config.sections import Thinking
 from unisono.trainer.families import files_of
-from unisono.trainer.families.text.files import adapter_settings, check_adapter
+from unisono.trainer.families.text.input_files import adapter_settings, check_adapter
 from unisono.trainer.model.directory import is_classifier, locate_model, read_model_config
 from unisono.trainer.model.files import check_directory
 from unisono.trainer.plan import RunPlan

@@ -3,42 +3,44 @@ replaced.
 """
 
 from unisono.base.errors import Problem
-from unisono.guard.facts import identity_of
+from unisono.base.files import BackgroundThread, read_bytes
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.writer import StorageFailed
+
+_RESPONSE_S = 0.2
 
 
 class DirectoryCheck:
     """Compares the lock in the run's directory with the one that was there at the start.
 
-    The lock stays in the directory from the start to the end of a run, so if it is missing, or a
-    different start's, the directory no longer belongs to this run.
+    The lock stays in the directory from the start to the end of a run, and names that start. So if
+    it is missing, or a different start's, the directory no longer belongs to this run.
     """
 
     def __init__(self, files: RunDir) -> None:
         self._root, self._lock = files.root, files.lock
-        self._identity = identity_of(self._lock)
+        self._holder = read_bytes(self._lock) if self._lock.exists() else None
         self._is_lost = False
-        self._holder = self._lock.read_bytes() if self._identity is not None else b""
+        self._looks = BackgroundThread("unisono.directory")
 
     def is_lost(self) -> bool:
         """Whether the directory is gone, or was before.
 
-        Never so for a rank started without a lock.
+        Never so for a rank started without a lock. Storage that does not respond delays one step by
+        0.2 s: until it does, what was seen last counts, and training continues.
         """
-        if self._is_lost or self._identity is None:
-            return self._is_lost
+        if not self._is_lost and self._holder is not None and self._looks.is_idle:
+            self._looks.do(self._look)
+            self._looks.finish(_RESPONSE_S)
+        return self._is_lost
+
+    def _look(self) -> None:
         try:
-            identity = identity_of(self._lock)
-            if identity == self._identity:
-                return False
-            if identity is None or self._lock.read_bytes() != self._holder:
-                self._is_lost = True
-                return True
-        except OSError:  # storage that fails for a moment says nothing about what is there
-            return False
-        self._identity = identity  # the file system was mounted again
-        return False
+            self._is_lost = read_bytes(self._lock) != self._holder
+        except (FileNotFoundError, NotADirectoryError):
+            self._is_lost = True
+        except OSError:
+            return  # storage that fails for a moment says nothing about what is there
 
     def require(self, step: int) -> None:
         """Refuses a save in a directory that is gone.
