@@ -86,7 +86,7 @@ def test_with_json_a_different_commands_refusal_is_one_object() -> None:
 def test_a_defect_of_ours_shows_its_traceback_and_asks_for_a_report() -> None:
     script = (
         "def broken(run, on_skip):\n    raise ZeroDivisionError('ours')\n"
-        "import unisono.guard.rundir.merged_logs\nunisono.rundir.merged_logs.merged_logs = broken\n"
+        "from unisono.guard.rundir import merged_logs\nmerged_logs.merged_logs = broken\n"
         "from unisono.front.cli.app import main\nmain(['logs', '.'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

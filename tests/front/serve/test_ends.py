@@ -232,7 +232,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
         assert isinstance(error, RankDied)
         assert error.verdict is not None
         assert error.verdict.cause == "user_code_stuck"
-        assert any("hangs.py:15 in step" in evidence.text for evidence in error.verdict.evidence)
+        assert any("hangs.py:17 in step" in evidence.text for evidence in error.verdict.evidence)
     assert len(restarts) == 1
 
 

@@ -69,7 +69,7 @@ def test_the_kept_config_is_absolute_and_is_the_same_run(front: Any) -> None:
     (front.folder / "elsewhere").mkdir()
     again = subprocess.run(
         [*front.arguments("--resume", "duration=6 steps")[:4], str(front.out / "config.yaml"), "--resume", "duration=6 steps"],
-        cwd=front.folder / "elsewhere", env=front.environment, capture_output=True, text=True, check=False,
+        cwd=front.folder / "elsewhere", env=front.script_environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert front.steps() == [1, 2, 3, 4, 5, 6]

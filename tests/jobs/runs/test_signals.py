@@ -212,7 +212,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(front: Any, flag: str) -> Non
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=front.folder,
-        env=front.environment,
+        env=front.script_environment,
         capture_output=True,
         text=True,
         check=False,

@@ -287,10 +287,10 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(front: Any) -
     hidden.mkdir()
     (hidden / "s3fs.py").write_text("raise ImportError('not here')\n")
     use(front, "http://127.0.0.1:9")
-    front.environment["PYTHONPATH"] = str(hidden)
+    front.environment["PYTHONPATH"] = f"{hidden}:{front.script_environment['PYTHONPATH']}"
     for resume in (["--resume"], []):
         refusal = front.run(*resume)
-        assert refusal.returncode == 6, refusal.stderr
+        assert refusal.returncode == (6 if find_spec("s3fs") else 2), refusal.stderr
         assert "s3:// needs the package s3fs" in refusal.stderr
         assert "fix:   pip install s3fs" in refusal.stderr
         assert not front.out.exists()

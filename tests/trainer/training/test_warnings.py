@@ -150,10 +150,13 @@ def test_memory_that_does_not_suffice_is_reported_before_step_1_with_two_setting
 
 
 def test_where_the_best_checkpoint_is_gone_the_best_that_is_there_is_the_result(train_here: Train) -> None:
-    """As where the save of the best has failed: its place is not left to the last weights."""
+    """As where the save of the best has failed: its place is not left to the last weights.
+
+    The rate rises until the steps do harm, so that the last evaluation is not the best.
+    """
     asked: dict[str, Any] = {
         "data": {"eval": 0.3}, "eval": {"every": "2 steps"}, "checkpoint": {"best": "eval_loss", "keep": 20, "every": "2 steps"},
-        "optim": {"lr": 0.3, "schedule": "constant"},
+        "optim": {"lr": 100.0, "schedule": "constant", "warmup": "20 steps"},
     }  # fmt: skip
 
     def lose_the_best(message: dict[str, Any], stop: object) -> None:

@@ -3,7 +3,7 @@ supervised like a run of `unisono train`.
 """
 
 import json
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,30 +118,30 @@ def train(
     from unisono.guard.supervise.base_environment import early_environment
     from unisono.guard.supervise.fork_server import ForkServer
 
-    fork_server = None
-    places_nodes = find_launcher(job.launcher).places_nodes
-    if not (dry_run or rehearse or places_nodes or missing_trainer_packages()):
-        fork_server = ForkServer(output().warn)  # it ends with this process at the latest
-        fork_server.begin(early_environment())  # before the imports below
-    from unisono.guard.supervise.child_process import Programs
-    from unisono.jobs.runs.train_request import TrainRequest
+    with ExitStack() as stack:  # a refusal, too, ends the server
+        fork_server = None
+        places_nodes = find_launcher(job.launcher).places_nodes
+        if not (dry_run or rehearse or places_nodes or missing_trainer_packages()):
+            fork_server = stack.enter_context(closing(ForkServer(output().warn)))
+            fork_server.begin(early_environment())  # before the imports below
+        from unisono.guard.supervise.child_process import Programs
+        from unisono.jobs.runs.train_request import TrainRequest
 
-    request = TrainRequest(
-        config,
-        (
-            *(overrides or ()),
-            *map(_as_override, reason or ()),
-            *(["checkpoint.read_back=false"] if no_read_back else []),
-        ),
-        **start.request_fields(),
-        **job.request_fields(),
-        launcher_options=launcher_options.given,
-        restarts=restarts,
-        debug_comm=debug_comm,
-        rehearse=not no_first_checkpoint,
-        programs=Programs(fork_server=fork_server),
-    )
-    with nullcontext() if fork_server is None else closing(fork_server):
+        request = TrainRequest(
+            config,
+            (
+                *(overrides or ()),
+                *map(_as_override, reason or ()),
+                *(["checkpoint.read_back=false"] if no_read_back else []),
+            ),
+            **start.request_fields(),
+            **job.request_fields(),
+            launcher_options=launcher_options.given,
+            restarts=restarts,
+            debug_comm=debug_comm,
+            rehearse=not no_first_checkpoint,
+            programs=Programs(fork_server=fork_server),
+        )
         if dry_run:
             _show_plan(request)
         elif rehearse:
@@ -179,8 +179,6 @@ def _train(request: "TrainRequest") -> int:
         return int(run_launcher(request, until_unread(screen.show))["exit_code"])
     finally:
         screen.close()
-        if request.programs.fork_server is not None:
-            request.programs.fork_server.close()
 
 
 def _show_plan(request: "TrainRequest") -> None:

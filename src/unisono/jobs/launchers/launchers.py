@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from unisono.base import extensions
 from unisono.jobs.launchers.launcher import Launcher
 from unisono.jobs.launchers.local_launcher import LocalLauncher
 from unisono.jobs.launchers.nodes_launcher import NodesLauncher
@@ -13,8 +14,6 @@ from unisono.jobs.launchers.ray_launcher import RayLauncher
 from unisono.jobs.launchers.slurm_launcher import SlurmLauncher
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from unisono.base.errors import UsageError
     from unisono.base.events import Show
     from unisono.jobs.runs.session import Rehearsal
@@ -32,13 +31,10 @@ _NODE_OPTIONS = ("node_rank", "head", "hosts", "token_file")
 
 def launcher_names() -> list[str]:
     """The launchers of this table and of installed packages, which are not imported."""
-    return [*LAUNCHERS, *sorted(entry.name for entry in _installed() if entry.name not in LAUNCHERS)]
-
-
-def _installed() -> "list[EntryPoint]":
-    from importlib.metadata import entry_points
-
-    return list(entry_points(group="unisono.launchers"))
+    return [
+        *LAUNCHERS,
+        *sorted(name for name in extensions.extensions(extensions.LAUNCHERS) if name not in LAUNCHERS),
+    ]
 
 
 def find_launcher(name: str | None, *, otherwise: str = "") -> Launcher:
@@ -56,9 +52,9 @@ def find_launcher(name: str | None, *, otherwise: str = "") -> Launcher:
         return Launcher()
     if name in LAUNCHERS:
         return LAUNCHERS[name]
-    for entry in _installed():
-        if entry.name == name:
-            return _load(entry)
+    if entry := extensions.extensions(extensions.LAUNCHERS).get(name):
+        launcher: Launcher = extensions.load_extension(entry)()
+        return launcher
     from unisono.base.errors import UsageError
     from unisono.base.text import nearest
 
@@ -68,20 +64,6 @@ def find_launcher(name: str | None, *, otherwise: str = "") -> Launcher:
         where="--launcher",
         fix=f"did you mean `{near}`?" if near else otherwise or f"choose one of {', '.join(names)}",
     )
-
-
-def _load(entry: "EntryPoint") -> Launcher:
-    from unisono.base.errors import UsageError
-
-    try:
-        launcher: Launcher = entry.load()()
-    except (ImportError, AttributeError) as error:
-        raise UsageError.of(
-            f"launcher {entry.name} cannot be imported: {error}",
-            where=entry.value,
-            fix="reinstall its package, in a version for this unisono",
-        ) from error
-    return launcher
 
 
 def run_launcher(request: "TrainRequest", show: "Show") -> dict[str, Any]:

@@ -5,8 +5,8 @@ What builds them needs torch, and is imported in the ranks alone.
 
 from dataclasses import dataclass
 
+from unisono.base import extensions
 from unisono.base.user_code import own_class
-from unisono.trainer.config import extensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,6 @@ def optimizer_named(name: str) -> OptimizerKind:
     """
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
-    if own_class(name) or extensions.find_extension(extensions.OPTIMIZERS, name):
+    if own_class(name) or name in extensions.extensions(extensions.OPTIMIZERS):
         return OTHER
     raise KeyError(name)

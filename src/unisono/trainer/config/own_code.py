@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import nearest, one_line
 from unisono.base.user_code import OwnCode, own_code
-from unisono.trainer.config import extensions
 from unisono.trainer.config.schema import RunConfig
 
 
@@ -57,7 +57,7 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
         ("optim.kind", extensions.OPTIMIZERS, config.optim.kind),
         ("optim.schedule", extensions.SCHEDULES, config.optim.schedule),
     ):
-        entry = None if key in digests else extensions.find_extension(group, name)
+        entry = None if key in digests else extensions.extensions(group).get(name)
         if entry is not None:
             digests[key] = extensions.version_of(entry)
     return digests

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 
-from unisono.trainer.config import extensions
+from unisono.base import extensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,8 @@ def schedule_named(name: str) -> Schedule:
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
-    entry = extensions.find_extension(extensions.SCHEDULES, name)
-    if entry is None:
-        raise KeyError(name)
-    return Schedule(entry.load(), OWN_KEYS)
+    entry = extensions.extensions(extensions.SCHEDULES)[name]
+    return Schedule(extensions.load_extension(entry), OWN_KEYS)
 
 
 def from_transformers(name: str) -> tuple[str, Mapping[str, str]] | None:

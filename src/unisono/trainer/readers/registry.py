@@ -9,18 +9,16 @@ entry points:
 """
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from unisono.base.extensions import CONFIG_READERS, extensions, load_extension
 from unisono.trainer.config.translation import Translation
 from unisono.trainer.config.yaml_file import KeyPath
 from unisono.trainer.readers.llamafactory import reader as llamafactory
 from unisono.trainer.readers.other_tools import refuse_other_tools
 from unisono.trainer.readers.sd_scripts import reader as sd_scripts
-
-ENTRY_POINTS = "unisono.config_readers"
 
 
 class ConfigReader(Protocol):
@@ -77,6 +75,4 @@ def _installed() -> Iterator[ConfigReader]:
     """The readers of other packages, each loaded when those before it have not recognized the
     file.
     """
-    for point in entry_points(group=ENTRY_POINTS):
-        reader: ConfigReader = point.load()
-        yield reader
+    yield from map(load_extension, extensions(CONFIG_READERS).values())

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from unisono.base import extensions
 from unisono.base.errors import ConfigError
 from unisono.base.text import one_line
 from unisono.trainer.checkpoint.state import refuse_unsaved
-from unisono.trainer.config import extensions
 from unisono.trainer.config.optimizers import OPTIMIZERS
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import OptimSection, RunConfig
@@ -241,9 +241,8 @@ def load_own_optimizer(config: RunConfig, *, digest: str) -> OptimizerClass | No
                 if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
                     raise TypeError(f"{own.name} is not a subclass of torch.optim.Optimizer")
                 return made
-    entry = extensions.find_extension(extensions.OPTIMIZERS, kind)
-    assert entry is not None
-    return cast("OptimizerClass", entry.load())
+    entry = extensions.extensions(extensions.OPTIMIZERS)[kind]
+    return cast("OptimizerClass", extensions.load_extension(entry))
 
 
 _FIX = "write `class NAME(torch.optim.Optimizer)` with `__init__(self, groups, lr, …)`"
