@@ -86,17 +86,22 @@ def known(front: int, pids: Sequence[int]) -> bool:
     return {str(pid) for pid in pids} <= held
 
 
-def test_ranks_of_a_launcher_that_follows_a_different_are_watched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_of_a_launcher_that_follows_a_different_are_watched(tmp_path: Path, *, is_late: bool) -> None:
     """As in a shell's script that trains, and then evaluates.
 
-    What the first ranks leave behind is not taken for the next ones.
+    What the first ranks leave behind is not taken for the next ones, not even by a front that did
+    not run when the one launcher followed the other.
     """
     script = f"{ranks('first', before=_LEAVES)}; rm go; touch between; {ranks('second')}"
     with run(tmp_path, ["bash", "-c", script]) as front:
         until(lambda: known(front.pid, pids(tmp_path, "first")), "the front has found the first ranks")
+        if is_late:
+            os.kill(front.pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
         until((tmp_path / "between").exists, "the first have ended")
         second = pids(tmp_path, "second")
+        os.kill(front.pid, signal.SIGCONT)
         until(lambda: known(front.pid, second), "the front has found the second ranks")
         os.kill(second[1], signal.SIGKILL)
         _, err = front.communicate(timeout=LIMIT_S)

@@ -168,6 +168,7 @@ class ProgramRanks:
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _starts_before: int = 0  # those of launchers that have ended
     _earlier: set[tuple[int, int]] = field(default_factory=set)  # ranks of earlier starts
+    _ancestors: set[tuple[int, str]] = field(default_factory=set)  # of ranks: pid and program
     _unwatched: set[int] = field(default_factory=set)  # launchers already reported
     _searched: float = 0.0
     _looked: float = 0.0
@@ -272,28 +273,42 @@ class ProgramRanks:
         """
         changed = False
         for one in border.registrations(self.folder):
-            changed |= self._take(one, registered=True)
+            changed |= self._take(one)
         others: list[Message] = []
         if now - self._searched >= _SEARCH_EVERY_S:
             self._searched = now
             seen = search(self.root, self.host)
             for rank in seen.found:
-                changed |= self._take(rank.registration, registered=False)
+                changed |= self._take(rank.registration, launcher=rank.launcher)
             changed |= self._keep_to_one_launcher(seen)
+            self._keep_ancestors(seen)
             others = [text for rank in seen.found for text in self._unwatched_launchers(rank, seen)]
         return changed, others
 
-    def _take(self, one: border.Registration, *, registered: bool) -> bool:
+    def _keep_ancestors(self, seen: Search) -> None:
+        """Keeps the processes above the living ranks: a shell may become the next launcher."""
+        for rank in self._ranks.values():
+            pid = rank.registration.pid
+            while rank.end is None and pid in seen.parents:
+                pid = seen.parents[pid]
+                self._ancestors.add((pid, _program_of(pid)))
+
+    def _take(self, one: border.Registration, *, launcher: int | None = None) -> bool:
+        """Takes a rank that registered itself, or that was seen below a launcher; whether anything
+        changed.
+        """
+        registered = launcher is None
         previous = self._ranks.get(one.rank)
         if previous is not None and _identity(previous.registration) == _identity(one):
             return self._update(previous, one, registered=registered)
-        start = self._start_of(one, previous, registered=registered)
+        start = self._start_of(one, previous, launcher)
         rank = self._open_process(one) if start is not None else None
         if start is None or rank is None:
             return False
         if start > self.newest:
             self._earlier |= {_identity(other.registration) for other in self._ranks.values()}
             self.close()
+            self._ancestors.clear()
             self.newest, self._starts_before = start, start - one.attempt
         elif previous is not None:
             previous.close()
@@ -302,29 +317,32 @@ class ProgramRanks:
             self._attach(rank)
         return True
 
-    def _start_of(self, one: border.Registration, previous: Rank | None, *, registered: bool) -> int | None:
+    def _start_of(self, one: border.Registration, previous: Rank | None, launcher: int | None) -> int | None:
         """The start that a process belongs to; None if it is not watched: of two processes with the
         same rank the first counts.
         """
         if _identity(one) in self._earlier:
             return None
         start = self._starts_before + one.attempt
-        if start <= self.newest and self._follows(one, previous, registered=registered):
+        if start <= self.newest and self._follows(one, previous, launcher):
             return self.newest + 1
-        is_free = start > self.newest or previous is None or _runs(previous, one, registered=registered)
+        is_free = start > self.newest or previous is None or _runs(previous, one, registered=launcher is None)
         return start if start >= self.newest and is_free else None
 
-    def _follows(self, one: border.Registration, previous: Rank | None, *, registered: bool) -> bool:
+    def _follows(self, one: border.Registration, previous: Rank | None, launcher: int | None) -> bool:
         """Whether a process is a rank of a new launcher, started after all ranks of the previous
         one had ended.
 
-        Processes that ranks leave behind have the same environment, but started before the ranks
-        ended, and do not register.
+        Processes that ranks leave behind have the same environment. They do not register, they
+        started before the ranks ended, and their parent is by then an ancestor of the ranks. With a
+        different parent, it does not matter that a busy machine reported the end of the ranks late.
         """
         if not self.all_ended or (previous is None and one.world_size == self.world_size):
             return False
-        if registered:
+        if launcher is None:
             return all(one.started > rank.registration.started for rank in self._ranks.values())
+        if self._ancestors and (launcher, _program_of(launcher)) not in self._ancestors:
+            return True
         return all(one.started > rank.ended_at for rank in self._ranks.values())
 
     def _keep_to_one_launcher(self, seen: Search) -> bool:
@@ -473,6 +491,14 @@ def _runs(previous: Rank, one: border.Registration, *, registered: bool) -> bool
     if previous.registered or not registered or previous.end is not None:
         return False
     return any(pid == one.pid for pid, _ in processes_below(previous.registration.pid))
+
+
+def _program_of(pid: int) -> str:
+    """The program that a process executes; empty if it is gone or belongs to a different user."""
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return ""
 
 
 def _ticks() -> int:
