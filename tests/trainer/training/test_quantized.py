@@ -21,7 +21,7 @@ from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.config import RunConfig
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model import file_settings
-from unisono.trainer.model.decoder import slow_down_layers
+from unisono.trainer.model.decoder import FastForward, slow_down_layers
 from unisono.trainer.model.forward import Rows, choose_forward
 from unisono.trainer.model.kernels import load_kernels
 from unisono.trainer.model.load import load_for_training
@@ -226,7 +226,8 @@ def test_the_fast_layers_compute_with_quantized_weights_what_the_separate_produc
             )
         forward = choose_forward(loaded, dtype="bfloat16", quick_adapter=True, gradient_checkpointing=False)
         if not fast:
-            slow_down_layers([module for module in loaded.model.modules() if hasattr(module, "_kernels")])
+            modules = loaded.model.modules()
+            slow_down_layers([one for one in modules if isinstance(one.forward, FastForward)])
         loss = forward.loss(rows, count=len(rows.labels))
         loss.backward()
         gradients = [p.grad.flatten() for p in loaded.trainable.values() if p.grad is not None]

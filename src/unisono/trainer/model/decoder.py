@@ -15,10 +15,9 @@ name and type, and `model.forward` keeps the fast layers only if the model's out
 
 import copy
 import ctypes
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -584,6 +583,106 @@ def _heads_of(
     return q, k, v
 
 
+# ---- the forward of a module
+
+
+class FastForward:
+    """The fast forward of one module; where its conditions do not hold, it calls the module's own.
+
+    Attributes:
+        products: the joint products of the module's linear layers.
+    """
+
+    def __init__(self, module: Any, kernels: Any, *products: Any) -> None:
+        self.module, self.kernels, self.products = module, kernels, products
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the forward of transformers or torch."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class _FastNorm(FastForward):
+    """RMSNorm."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        weight = self.module.weight
+        wide = x.dtype == torch.float32
+        kind = weight.device.type
+        if x.dtype != weight.dtype or x.device.type != kind or (wide and not torch.is_autocast_enabled(kind)):
+            return self.original(x)
+        norm = TrainedNorm if wide else Norm
+        return norm.apply(x, weight, self.module.variance_epsilon, self.kernels)
+
+
+class _FastLinear(FastForward):
+    """A linear layer outside of attention and MLP, in full fine-tuning."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        (layer,) = self.products
+        if not layer.is_usable():
+            return self.original(x)
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        return Product.apply(rows, layer, self.module.weight).view(*x.shape[:-1], layer.out)
+
+
+class _FastEmbedding(FastForward):
+    """An embedding that is trained."""
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        weight = self.module.weight
+        if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+            return self.original(ids)
+        return Lookup.apply(ids, weight, self.module.padding_idx)
+
+
+class _FastMlp(FastForward):
+    """A gated MLP."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        wide, down = self.products
+        if isinstance(wide, Trained) and wide.is_usable():
+            x = x.to(torch.bfloat16)  # as autocast does
+        if x.dtype != torch.bfloat16 or not (wide.is_usable() and down.is_usable()):
+            return self.original(x)
+        rows = x.reshape(-1, x.shape[-1])
+        parameters = (*wide.parameters(), *down.parameters())
+        return GatedMlp.apply(rows, wide, down, self.kernels, *parameters).view(x.shape)
+
+
+class _FastAttention(FastForward):
+    """A causal self-attention over rows without padding."""
+
+    def __init__(self, module: Any, kernels: Any, joined: FusedLinear | Unadapted, *, heads: Heads) -> None:
+        super().__init__(module, kernels, joined)
+        self.heads = heads
+
+    def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        (joined,) = self.products
+        if isinstance(joined, Trained) and joined.is_usable():
+            hidden_states = hidden_states.to(torch.bfloat16)
+        if hidden_states.dtype != torch.bfloat16 or not (self._takes(kwargs) and joined.is_usable()):
+            return self.original(hidden_states, **kwargs)
+        rope, ends = kwargs["position_embeddings"], kwargs["cu_seq_lens_q"]
+        if isinstance(self.kernels, Kernels):
+            turned, lengths = _of_all_layers(*rope, ends)
+            places: Any = place_rows(lengths, self.heads, self.kernels)
+        else:  # nothing that waits for the device
+            turned = tuple(part[0].contiguous() for part in rope)
+            places = Ends(ends, kwargs["max_length_q"])
+        parts = (turned, places, joined, self.heads, self.kernels)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            out = SelfAttention.apply(hidden_states.squeeze(0), *parts, *joined.parameters())
+        return self.module.o_proj(out[None]), None
+
+    def _takes(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the rows are without padding, each complete and with its own beginning."""
+        if any(kwargs.get(name) is None for name in ("position_embeddings", "cu_seq_lens_q", "max_length_q")):
+            return False
+        cosine, _ = kwargs["position_embeddings"]
+        is_whole = kwargs.get("past_key_values") is None and kwargs.get("merged") is None
+        return is_whole and cosine.shape[-1] == self.heads.size
+
+
 # ---- putting them into a model
 
 
@@ -601,39 +700,34 @@ def speed_up_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
         return []
     trains_all = not any(isinstance(module, LoraLayer) for module in model.modules())
     scratch = Scratch(device)
-    join = partial(_join, scratch=scratch)
     changed: dict[torch.nn.Module, Any] = {}
     for module in model.modules():
-        if _is_norm(module, kernels):
-            forward: Any = _norm_forward
-        elif _has_parts(module, _MLP) and _is_silu(getattr(module, "act_fn", None)):
-            parts = ([module.gate_proj, module.up_proj], [module.down_proj])
-            module._joined = tuple(map(join, parts))  # noqa: SLF001 - our own
-            forward = _mlp_forward
-        elif (
-            _has_parts(module, _ATTENTION)
-            and hasattr(module, "_flat_settings")
-            and _heads(module) is not None
-        ):
-            module._joined = join([module.q_proj, module.k_proj, module.v_proj])  # noqa: SLF001
-            module._heads = _heads(module)  # noqa: SLF001
-            forward = _attention_forward
-        elif trains_all and _is_looked_up(module):
-            forward = _embedding_forward
-        elif trains_all and _is_wide(module):
-            module._joined = Trained([module], scratch)  # noqa: SLF001
-            forward = _linear_forward
-        else:
-            continue
-        changed[module] = forward
-    for (
-        module,
-        forward,
-    ) in changed.items():  # all or none: a GPU's functions are compiled above, which may fail
-        target: Any = module
-        target._kernels = kernels  # noqa: SLF001
-        target.forward = types.MethodType(forward, module)
+        fast = _fast_forward(module, kernels, scratch, trains_all=trains_all)
+        if fast is not None:
+            changed[module] = fast
+    # All or none: a GPU's functions are compiled above, which may fail.
+    for module, forward in changed.items():
+        module.forward = forward
     return list(changed)
+
+
+def _fast_forward(module: Any, kernels: Any, scratch: Scratch, *, trains_all: bool) -> FastForward | None:
+    """The fast forward of a module that has the expected parts, else None."""
+    if _is_norm(module, kernels):
+        return _FastNorm(module, kernels)
+    if _has_parts(module, _MLP) and _is_silu(getattr(module, "act_fn", None)):
+        parts = ([module.gate_proj, module.up_proj], [module.down_proj])
+        return _FastMlp(module, kernels, *(_join(layers, scratch) for layers in parts))
+    if _has_parts(module, _ATTENTION) and hasattr(module, "_flat_settings"):
+        heads = _heads(module)
+        if heads is not None:
+            joined = _join([module.q_proj, module.k_proj, module.v_proj], scratch)
+            return _FastAttention(module, kernels, joined, heads=heads)
+    if trains_all and _is_looked_up(module):
+        return _FastEmbedding(module, kernels)
+    if trains_all and _is_wide(module):
+        return _FastLinear(module, kernels, Trained([module], scratch))
+    return None
 
 
 def release_originals(model: torch.nn.Module) -> None:
@@ -661,8 +755,8 @@ def release_scratch(changed: list[torch.nn.Module]) -> None:
     may not, and its copy is the largest.
     """
     for module in changed:
-        joined = vars(module).get("_joined", ())
-        for one in joined if isinstance(joined, tuple) else (joined,):
+        forward: Any = module.forward
+        for one in forward.products:
             if isinstance(one, Trained):
                 one.scratch.release()
 
@@ -766,73 +860,6 @@ def _heads(module: Any) -> Heads | None:
     if keys != values or keys % size or queries % keys or size % 2:
         return None
     return Heads(keys // size, queries // keys, size, scale, window)
-
-
-def _norm_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    weight = module.weight
-    wide = x.dtype == torch.float32
-    kind = weight.device.type
-    if x.dtype != weight.dtype or x.device.type != kind or (wide and not torch.is_autocast_enabled(kind)):
-        output: torch.Tensor = type(module).forward(module, x)
-        return output
-    norm = TrainedNorm if wide else Norm
-    return norm.apply(x, weight, module.variance_epsilon, module._kernels)  # noqa: SLF001
-
-
-def _linear_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    layer = module._joined  # noqa: SLF001
-    if not layer.is_usable():
-        return torch.nn.Linear.forward(module, x)
-    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    return Product.apply(rows, layer, module.weight).view(*x.shape[:-1], layer.out)
-
-
-def _embedding_forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    weight = module.weight
-    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
-        return torch.nn.Embedding.forward(module, ids)
-    return Lookup.apply(ids, weight, module.padding_idx)
-
-
-def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-    wide, down = module._joined  # noqa: SLF001
-    if isinstance(wide, Trained) and wide.is_usable():
-        x = x.to(torch.bfloat16)  # as autocast does
-    if x.dtype != torch.bfloat16 or not (wide.is_usable() and down.is_usable()):
-        output: torch.Tensor = type(module).forward(module, x)
-        return output
-    rows = x.reshape(-1, x.shape[-1])
-    parameters = (*wide.parameters(), *down.parameters())
-    return GatedMlp.apply(rows, wide, down, module._kernels, *parameters).view(x.shape)  # noqa: SLF001
-
-
-def _attention_forward(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    rope, ends, joined = kwargs.get("position_embeddings"), kwargs.get("cu_seq_lens_q"), module._joined  # noqa: SLF001
-    if isinstance(joined, Trained) and joined.is_usable():
-        hidden_states = hidden_states.to(torch.bfloat16)
-    if (
-        hidden_states.dtype != torch.bfloat16
-        or ends is None
-        or rope is None
-        or kwargs.get("max_length_q") is None
-        or rope[0].shape[-1] != module._heads.size  # noqa: SLF001
-        or kwargs.get("past_key_values") is not None
-        or kwargs.get("merged") is not None
-        or not joined.is_usable()
-    ):
-        outputs: tuple[torch.Tensor, None] = type(module).forward(module, hidden_states, **kwargs)
-        return outputs
-    heads, kernels = module._heads, module._kernels  # noqa: SLF001
-    if isinstance(kernels, Kernels):
-        turned, lengths = _of_all_layers(*rope, ends)
-        places: Any = place_rows(lengths, heads, kernels)
-    else:  # nothing that waits for the device
-        turned = tuple(part[0].contiguous() for part in rope)
-        places = Ends(ends, kwargs["max_length_q"])
-    parts = (turned, places, joined, heads, kernels)
-    with torch.autocast(hidden_states.device.type, enabled=False):
-        out = SelfAttention.apply(hidden_states.squeeze(0), *parts, *joined.parameters())
-    return module.o_proj(out[None]), None
 
 
 @lru_cache(maxsize=1)  # all layers are given the same tensors
