@@ -14,6 +14,7 @@ from unisono.guard.control.connection import Left, NodeMessage
 from unisono.guard.programs import member_program, program_meeting
 from unisono.guard.programs.launcher_facts import read_command
 from unisono.guard.programs.program_request import RunRequest
+from unisono.guard.supervise.node_messages import HeadRequest, NodeNews
 
 
 class Channel:
@@ -45,12 +46,12 @@ class Ended:
     program = None
     has_ended = True
 
-    def new_messages(self, timeout_s: float, *, also: Sequence[int]) -> list[Message]:
+    def new_messages(self, timeout_s: float, *, also: Sequence[int]) -> list[NodeNews]:
         del timeout_s, also
         return []
 
-    def handle(self, message: Message) -> None:
-        del message
+    def handle(self, request: HeadRequest) -> None:
+        del request
 
 
 class Silent:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.node_messages import TimelineLines
 from unisono.guard.supervise.timeline import RankTime, Timeline, read_entry, thin_file, thinned
 from unisono.guard.watch import Beats
 from unisono.guard.watch.views import BeatMemory, Glance
@@ -188,12 +189,11 @@ def test_a_head_keeps_the_same_lines_as_a_node_with_a_disk_of_its_own(tmp_path: 
             until(node.timeline(1).parent.exists)
             time.sleep(0.3)  # the phase lasts that long
             assert written.take_news() is None, "not yet: nothing has ended"
-        message = written.take_news()
-        assert message is not None
+        news = written.take_news()
+        assert news is not None
         assert written.take_news() is None
         foreign = '{"schema":1,"time":1,"rank":0,"phase":"data","step":1,"seconds":1.0}'
-        message = json.loads(json.dumps({**message, "lines": [*message["lines"], foreign, "{torn"]}))
-        kept.take(1, message, {5})
+        kept.take(1, TimelineLines((*news.lines, foreign, "{torn")), {5})
     assert entries_of(head.timeline(1)) == entries_of(node.timeline(1)) != []
 
 

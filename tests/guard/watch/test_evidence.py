@@ -8,7 +8,6 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,17 @@ from tests.guard.watch.conftest import LIMIT_S, Watched
 from unisono.base.causes import Verdict
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.evidence import MESSAGE_BYTES, RawEvidence, end_of_log, keep_evidence
+from unisono.guard.supervise.node_messages import (
+    CollectStacks,
+    NodeNews,
+    RankViews,
+    StacksCollected,
+    decode_news,
+    encode,
+)
 from unisono.guard.supervise.rank_monitor import MonitorReports
 from unisono.guard.watch.rank_dumps import read_flight
-from unisono.guard.watch.views import Look, RankView
+from unisono.guard.watch.views import Look
 from unisono.trainer.data.token_table import Encoded, TokenWriter, write_meta, write_split
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -116,33 +123,38 @@ def test_the_end_of_a_log_is_its_last_twenty_lines(tmp_path: Path) -> None:
     assert end_of_log(log).split() == [str(i) for i in range(10, 30)]
 
 
+def as_received(news: NodeNews) -> NodeNews:
+    """The message after its way to the head."""
+    received = decode_news(json.loads(json.dumps(encode(news))))
+    assert received is not None
+    return received
+
+
 def test_a_node_reports_how_its_ranks_are_and_what_a_look_has_found(watched: Callable[..., Watched]) -> None:
     ranks = watched("sleep", "leave")
-    sent: list[dict[str, Any]] = []
+    sent: list[NodeNews] = []
     telling = MonitorReports(ranks.local, 0, sent.append)
     limit = time.monotonic() + LIMIT_S
 
-    def until(
-        kind: str, condition: Callable[[dict[str, Any]], bool], *, ask: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        while not (found := [one for one in sent if one["kind"] == kind and condition(one)]):
+    def until(condition: Callable[[NodeNews], bool], *, ask: Callable[[], None] = lambda: None) -> NodeNews:
+        while not (matches := [decoded for one in sent if condition(decoded := as_received(one))]):
             assert time.monotonic() < limit
             ask()
             ranks.local.poll(0.02)
             telling.send()
-        return found[-1]
+        return matches[-1]
 
-    until("beats", lambda printed: all(view["beat"] is not None for view in printed["views"]))
-    views = [RankView.from_json(view) for view in sent[-1]["views"]]
-    assert [view.rank for view in views] == [0, 1]
+    beats = until(lambda one: isinstance(one, RankViews) and all(view.beat for view in one.views))
+    assert isinstance(beats, RankViews)
+    assert [view.rank for view in beats.views] == [0, 1]
     # A look ends after 1.5 s with what there is: one that found nothing is made again.
-    printed = until(
-        "looked",
-        lambda printed: bool(Look.from_json(printed["looks"][0]).stack),
-        ask=lambda: telling.look({"kind": "look", "ranks": [0, 5]}),
+    collected = until(
+        lambda one: isinstance(one, StacksCollected) and bool(one.looks[0].stack),
+        ask=lambda: telling.look(CollectStacks((0, 5))),
     )
-    assert Look.from_json(printed["looks"][0]).stack[0].endswith(" in sleep")
-    assert "most recent call first" in RawEvidence.from_json(printed["raw"]["0"]).stacks
+    assert isinstance(collected, StacksCollected)
+    assert collected.looks[0].stack[0].endswith(" in sleep")
+    assert "most recent call first" in collected.raw[0].stacks
     ranks.local.end("over")
     ranks.local.poll(0)
     before = len(sent)

@@ -50,6 +50,7 @@ from unisono.guard.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.supervise.evidence import keep_evidence
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
+from unisono.guard.supervise.node_messages import Diagnosed, DiagnosisRequested, Start, decode_news, encode
 
 PORT_TRIES = 3
 """Ports that a program gets one after the other, if a different process takes each before it
@@ -118,7 +119,7 @@ class HeadProgram:
         """
         host = meeting.server.address[0]
         with ReservedPort(host) as port:
-            meeting.broadcast({"kind": "start", "store": [host, port.number], "run_id": self.start.run_id})
+            meeting.broadcast(encode(Start((host, port.number), self.start.run_id)))
             notify(self.start.show, f"{len(nodes)} nodes agree; starting the program on each")
             with self.start.local_program((host, port.number)) as local:
                 supervisor = self._supervised(local, nodes, meeting, may_try_again=not is_last)
@@ -230,19 +231,16 @@ class HeadProgram:
         """The cause in the program's output, read on that node."""
         if node_rank == 0 or meeting is None:
             return self.start.diagnose_output()
-        meeting.server.send(node_rank, {"kind": "diagnose"})
+        meeting.server.send(node_rank, encode(DiagnosisRequested()))
         limit = time.monotonic() + _DIAGNOSIS_S
         while time.monotonic() < limit and node_rank in meeting.server.connected():
             for event in meeting.server.receive(0.2):
                 if isinstance(event, Left) and event.node_rank == node_rank:
                     return None
-                if (
-                    isinstance(event, NodeMessage)
-                    and event.node_rank == node_rank
-                    and event.message.get("kind") == "diagnosed"
-                ):
-                    value = event.message.get("verdict")
-                    return Verdict.from_json(value) if value else None
+                if isinstance(event, NodeMessage) and event.node_rank == node_rank:
+                    news = decode_news(event.message)
+                    if isinstance(news, Diagnosed):
+                        return news.verdict
         return None
 
 

@@ -9,12 +9,12 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from unisono.base.causes import Verdict, find_cause
-from unisono.base.events import Message
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_launchers, compare_rank_facts
 from unisono.guard.agree.reports import NodeReport, name_node
 from unisono.guard.integrations.border import LAUNCHER, Answer
 from unisono.guard.places.ranks import NodePlace, RankPlace
+from unisono.guard.supervise.node_messages import FactsAnswered, FactsReported
 
 Kind = Literal["torchrun", "accelerate", "llamafactory", "deepspeed", "python", "other"]
 
@@ -326,8 +326,8 @@ def comparable(command: Command) -> list[str]:
 
 _FIRST_LINE_S, _NEXT_LINES_S = 5.0, 10.0
 
-_Group = dict[int, tuple[int, Message, float]]
-"""By node of a launcher, or by rank: its node, its message, and the time of arrival."""
+_Group = dict[int, tuple[int, FactsReported, float]]
+"""By node of a launcher, or by rank: its node, its facts, and the time of arrival."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class Compared:
 
     name: str
     agreement: Agreement
-    answers: Sequence[tuple[int, Message]]
+    answers: Sequence[tuple[int, FactsAnswered]]
     complete_at: float
 
 
@@ -408,15 +408,15 @@ class LauncherFacts:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def take(self, node_rank: int, message: Message, *, now: float) -> Compared | None:
+    def take(self, node_rank: int, news: FactsReported, *, now: float) -> Compared | None:
         """Takes the facts of a launcher or rank; gives the result of the comparison if they were
         the last.
         """
-        name = str(message["name"])
-        who = node_rank if name == LAUNCHER else int(message["rank"])
+        name = news.reported.name
+        who = node_rank if name == LAUNCHER else news.reported.rank
         group = self._groups.setdefault(name, {})
-        group[who] = (node_rank, message, now)
-        if len(group) < (len(self.nodes) if name == LAUNCHER else int(message["world_size"])):
+        group[who] = (node_rank, news, now)
+        if len(group) < (len(self.nodes) if name == LAUNCHER else news.reported.world_size):
             return None
         del self._groups[name]
         agreement = self._compare(name, group)
@@ -447,35 +447,27 @@ class LauncherFacts:
 
     def _compare(self, name: str, group: _Group) -> Agreement:
         if name == LAUNCHER:
-            nproc = {node: int(message["facts"].get("nproc") or 0) for node, (_, message, _) in group.items()}
+            nproc = {node: int(news.reported.facts.get("nproc") or 0) for node, (_, news, _) in group.items()}
             started = {node: count for node, count in nproc.items() if count}
             return (
                 compare_launchers(self.reports, started, uneven=self.uneven) if self.reports else Agreement()
             )
         hosts = {node.node_rank: node.host for node in self.nodes}
-        facts = {
-            rank: (node, hosts[node], dict(message["facts"])) for rank, (node, message, _) in group.items()
-        }
+        facts = {rank: (node, hosts[node], news.reported.facts) for rank, (node, news, _) in group.items()}
         return compare_rank_facts(name, facts)
 
-    def _answers(self, name: str, group: _Group, agreement: Agreement) -> Iterator[tuple[int, Message]]:
+    def _answers(self, name: str, group: _Group, agreement: Agreement) -> Iterator[tuple[int, FactsAnswered]]:
         text = agreement.fatal[0].summary if agreement.fatal else ""
         facts = self._store(group) if name == LAUNCHER else {}
-        for node, message, _ in group.values():
+        for node, news, _ in group.values():
             answer = Answer(agreement.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
-            value = {
-                "agreed": answer.agreed,
-                "text": answer.text,
-                "exit_code": answer.exit_code,
-                "facts": answer.facts,
-            }
-            yield node, {"kind": "answer", "key": message["key"], "answer": value}
+            yield node, FactsAnswered(news.key, answer)
 
     def _store(self, group: _Group) -> dict[str, Any]:
         """The address of torch's store.
 
         Node 0's launcher has already bound its port, so no other program can take it.
         """
-        port = group[0][1]["own"].get("store_port")
+        port = group[0][1].reported.own.get("store_port")
         host = f"[{self.store_host}]" if ":" in self.store_host else self.store_host
         return {"nodes": len(self.nodes), "store": f"{host}:{port}"}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -30,6 +30,18 @@ from unisono.guard.integrations.border import VARIABLE
 from unisono.guard.programs.program_end import SignalQueue
 from unisono.guard.programs.program_ranks import ProgramRanks
 from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.node_messages import (
+    End,
+    FactsAnswered,
+    FactsReported,
+    HeadRequest,
+    NodeNews,
+    ProgramEnded,
+    RankSaid,
+    SignalReceived,
+    Stop,
+    TimelineLines,
+)
 from unisono.guard.supervise.timeline import Timeline
 
 _SUBREAPER = Path(__file__).with_name("subreaper.py")
@@ -307,36 +319,30 @@ class LocalProgram:
     _events: dict[int, IO[str]] = field(default_factory=dict)
     _timeline: Timeline | None = None
 
-    def new_messages(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[Message]:
+    def new_messages(self, timeout_s: float, *, also: Sequence[int] = ()) -> list[NodeNews]:
         """News of this node, after waiting for the first, or for one of `also` to become
         readable.
         """
         fds = [self.program.fileno()] if self.program is not None and self.program.returncode is None else []
         select.select([*fds, *self.ranks.fds(), self.signals.fileno(), *also], [], [], timeout_s)
-        messages = self._passed_on()
-        messages += self._orphaned()
+        messages: list[NodeNews] = [*self._passed_on(), *self._orphaned()]
         messages += self.ranks.new_messages()
         if self._timeline is None and self.run is not None and self.ranks.beats:
             self._start_timeline(self.run)
         for message in messages:
-            if message["kind"] == "rank_said":
-                self._keep(int(message["rank"]), message["message"])
-        messages += [self._as_message(one) for one in self._new_facts()]
+            if isinstance(message, RankSaid):
+                self._keep(message.rank, message.message)
+        messages += [FactsReported(_key_of(one), one) for one in self._new_facts()]
         messages += self._time_news()
         if self.program is not None and not self._end_reported and self.program.poll(0) is not None:
             messages += self.ranks.new_messages(at_once=True)
             if self._timeline is not None:
                 self._timeline.close()
             messages += self._time_news()
-            messages.append(
-                {
-                    "kind": "program_ended",
-                    "returncode": self.program.returncode,
-                    "left": self.program.left,
-                    "oom_killed": self.ranks.oom_killed,
-                    "keeper_lost": self.program.is_subreaper_lost,
-                }
-            )
+            returncode = self.program.returncode
+            assert returncode is not None
+            lost = self.program.is_subreaper_lost
+            messages.append(ProgramEnded(returncode, self.program.left, self.ranks.oom_killed, lost))
             self._end_reported = True
         return messages
 
@@ -345,34 +351,30 @@ class LocalProgram:
         self._timeline = Timeline(run, node_rank, lambda: self.ranks.beats, is_sent=self.sends_time)
         return self._timeline.start()
 
-    def _time_news(self) -> list[Message]:
+    def _time_news(self) -> list[TimelineLines]:
         news = self._timeline.take_news() if self._timeline is not None else None
         return [] if news is None else [news]
 
-    def keep_time(self, node_rank: int, message: Message, ranks: Collection[int]) -> None:
-        """Keeps where the time of another node's ranks went.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the message is not one of a timeline.
-        """
+    def keep_time(self, node_rank: int, news: TimelineLines, ranks: Collection[int]) -> None:
+        """Keeps where the time of another node's ranks went."""
         if self.run is not None:
-            (self._timeline or self._start_timeline(self.run)).take(node_rank, message, ranks)
+            (self._timeline or self._start_timeline(self.run)).take(node_rank, news, ranks)
 
     def mark_time(self, ranks: Sequence[int], text: str, cause: str) -> None:
         """Writes a suspicion to the timeline; an empty text ends it."""
         if self._timeline is not None:
             self._timeline.warn(ranks, text, cause)
 
-    def handle(self, message: Message) -> None:
+    def handle(self, request: HeadRequest) -> None:
         """Carries out a request of the head."""
-        match message["kind"]:
-            case "answer":
-                facts = self._facts.pop(str(message["key"]), None)
+        match request:
+            case FactsAnswered():
+                facts = self._facts.pop(request.key, None)
                 if facts is not None:
-                    border.answer_facts(self.folder, facts, border.Answer(**message["answer"]))
-            case "stop" if self.program is not None:
-                self.program.signal(signal.Signals[str(message["signal"])])
-            case "end" if self.program is not None:
+                    border.answer_facts(self.folder, facts, request.answer)
+            case Stop() if self.program is not None:
+                self.program.signal(signal.Signals[request.signal])
+            case End() if self.program is not None:
                 self.program.end()
             case _:
                 pass
@@ -393,7 +395,7 @@ class LocalProgram:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _orphaned(self) -> list[Message]:
+    def _orphaned(self) -> list[NodeNews]:
         """Ends of ranks before the program's own end.
 
         Later ones mean nothing: the subreaper ends remaining processes.
@@ -408,31 +410,22 @@ class LocalProgram:
         self.program.end_leftovers()
         return messages
 
-    def _passed_on(self) -> list[Message]:
+    def _passed_on(self) -> list[SignalReceived]:
         """Passes the front's signals on to the program."""
-        messages: list[Message] = []
+        messages = []
         for number in self.signals.take():
             if self.program is not None:
                 self.program.signal(number)
-            messages.append({"kind": "asked", "signal": number.name})
+            messages.append(SignalReceived(number.name))
         return messages
 
     def _new_facts(self) -> list[border.ReportedFacts]:
         facts = []
         for one in border.reported_facts(self.folder):
-            name = f"{one.pid}-{one.name}"
-            if self._facts.get(name) != one:
-                self._facts[name] = one
+            if self._facts.get(_key_of(one)) != one:
+                self._facts[_key_of(one)] = one
                 facts.append(one)
         return facts
-
-    @staticmethod
-    def _as_message(one: border.ReportedFacts) -> Message:
-        return {
-            "kind": "brought",
-            "key": f"{one.pid}-{one.name}",
-            **{k: v for k, v in asdict(one).items() if k != "pid"},
-        }
 
     def _keep(self, rank: int, message: Message) -> None:
         """Writes a line to the rank's file of events, if the disk allows."""
@@ -445,3 +438,7 @@ class LocalProgram:
                 self._events[rank] = path.open("a", encoding="utf-8")
             self._events[rank].write(json.dumps({"time": time.time(), **message}, ensure_ascii=False) + "\n")
             self._events[rank].flush()
+
+
+def _key_of(facts: border.ReportedFacts) -> str:
+    return f"{facts.pid}-{facts.name}"

@@ -20,6 +20,18 @@ from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir.lock import recorded_holder
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.lost_head import writing_for_head
+from unisono.guard.supervise.node_messages import (
+    CollectStacks,
+    Diagnosed,
+    DiagnosisRequested,
+    NodeNews,
+    RankEnded,
+    RanksRegistered,
+    Start,
+    VerdictReached,
+    decode_request,
+    encode,
+)
 from unisono.guard.supervise.postmortem import name_loss, verdicts_in
 from unisono.guard.supervise.rank_monitor import MonitorReports
 
@@ -27,32 +39,26 @@ _POLL_S = 0.1
 _ENDING_S = 30.0
 
 
-@dataclass(frozen=True)
-class NewStart:
-    """The head's message for one more start of the program."""
-
-    message: Message
-
-
 def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
     """Runs the program together with the head and the other nodes; gives the object of
     result.json.
     """
     with join_meeting(party, start.report, tries_collective=False) as member_side:
-        result, number = _one_start(start, member_side, member_side.wait_for("start")), 1
-        while isinstance(result, NewStart):
+        request = decode_request(member_side.wait_for("start"))
+        assert isinstance(request, Start)
+        result, number = _one_start(start, member_side, request), 1
+        while isinstance(result, Start):
             start.set_log_aside(number)
-            result, number = _one_start(start, member_side, result.message), number + 1
+            result, number = _one_start(start, member_side, result), number + 1
         return result
 
 
-def _one_start(start: ProgramStart, member_side: MemberSide, message: Message) -> dict[str, Any] | NewStart:
+def _one_start(start: ProgramStart, member_side: MemberSide, request: Start) -> dict[str, Any] | Start:
     """Runs the program as the head says: its result, or the head's next start."""
-    start.run_id = str(message["run_id"])
+    start.run_id = request.run_id
     shared = is_head_directory(start.run, start.run_id)
     heads = recorded_holder(start.run.lock) if shared else None
-    store = (str(message["store"][0]), int(message["store"][1]))
-    with start.local_program(store) as local:
+    with start.local_program(request.store) as local:
         local.sends_time = not shared
         node_rank = start.shape.topology.node_rank
         member = MemberProgram(member_side, local, node_rank, start.show, start.diagnose_output)
@@ -89,25 +95,25 @@ class MemberProgram:
     verdict: Verdict | None = None
     stopped: str = ""
     loss: NodeLoss | None = None
-    new_start: NewStart | None = None
+    new_start: Start | None = None
     _code: int | None = None
     _over: bool = False
     _shown: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Runs until the head has sent its final message, or is lost."""
-        reports = MonitorReports(self.local.ranks, self.node_rank, self.member_side.send)
+        reports = MonitorReports(self.local.ranks, self.node_rank, self._send)
         attempt = 0
         try:
             while not self._over:
                 for message in self.local.new_messages(_POLL_S, also=[self.member_side.fileno()]):
-                    if message["kind"] == "registered" and message["attempt"] != attempt:
-                        attempt = message["attempt"]
+                    if isinstance(message, RanksRegistered) and message.attempt != attempt:
+                        attempt = message.attempt
                         reports.close()  # views of the previous ranks do not apply to the new ones
-                        reports = MonitorReports(self.local.ranks, self.node_rank, self.member_side.send)
-                    if message["kind"] == "rank_ended":
+                        reports = MonitorReports(self.local.ranks, self.node_rank, self._send)
+                    if isinstance(message, RankEnded):
                         reports.send_views()
-                    self.member_side.send(message)
+                    self._send(message)
                 reports.send()
                 for event in self.member_side.receive(0):
                     self._take(event, reports)
@@ -133,31 +139,32 @@ class MemberProgram:
             self._take_loss(event)
             return
         message = event.message
-        match message.get("kind"):
-            case "note" | "warning":
-                self.show(
-                    {
-                        **message,
-                        "time": time.time(),
-                        "text": one_line(str(message.get("text", "")), limit=1_000),
-                    }
-                )
-            case "verdict":
-                self._show_verdict(Verdict.from_json(message["verdict"]))
-            case "look":
-                reports.look(message)
-            case "diagnose":
-                verdict = self.diagnose()
-                self.member_side.send(
-                    {"kind": "diagnosed", "verdict": verdict.to_json() if verdict else None}
-                )
-            case "start":
-                self._over, self.new_start = True, NewStart(message)
+        if message.get("kind") in ("note", "warning"):
+            text = one_line(str(message.get("text", "")), limit=1_000)
+            self.show({**message, "time": time.time(), "text": text})
+        elif message.get("kind") == "ended":
+            self._ended(message)
+        else:
+            self._take_request(message, reports)
+
+    def _take_request(self, message: Message, reports: MonitorReports) -> None:
+        match decode_request(message):
+            case VerdictReached(verdict):
+                self._show_verdict(verdict)
+            case CollectStacks() as request:
+                reports.look(request)
+            case DiagnosisRequested():
+                self._send(Diagnosed(self.diagnose()))
+            case Start() as request:
+                self._over, self.new_start = True, request
                 self._end_program()
-            case "ended":
-                self._ended(message)
-            case _:
-                self.local.handle(message)
+            case None:
+                pass  # a newer version sends more
+            case request:
+                self.local.handle(request)
+
+    def _send(self, news: NodeNews) -> None:
+        self.member_side.send(encode(news))
 
     def _ended(self, message: Message) -> None:
         self._over = True

@@ -20,6 +20,13 @@ from unisono.guard.integrations.worker_stacks import workers_below
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.local_ranks import FINAL_KINDS, RankEnd
+from unisono.guard.supervise.node_messages import (
+    LauncherUnwatched,
+    NodeNews,
+    RankEnded,
+    RankSaid,
+    RanksRegistered,
+)
 from unisono.guard.watch.views import BeatMemory, WorkerProcess
 
 _VARIABLES = (
@@ -239,42 +246,33 @@ class ProgramRanks:
             rank.close()
         self._ranks.clear()
 
-    def new_messages(self, *, at_once: bool = False) -> list[Message]:
-        """News for the head: `registered` (the current ranks), `rank_said`, `rank_ended`."""
+    def new_messages(self, *, at_once: bool = False) -> list[NodeNews]:
+        """News for the head: the current ranks, their messages and their ends."""
         now = time.monotonic()
-        ended = self._take_ends()
+        ended: list[NodeNews] = [*self._take_ends()]
         if not (at_once or ended) and now - self._looked < _LOOK_EVERY_S:
             return ended
         self._looked = now
-        messages, others = self._find(now)
-        found_messages = [
-            message for number in sorted(self._ranks) for message in self._read_messages(number)
-        ]
-        if messages:
-            places = [place.model_dump(mode="json") for place in self.places]
-            others.insert(
-                0,
-                {
-                    "kind": "registered",
-                    "places": places,
-                    "world_size": self.world_size,
-                    "attempt": self.newest,
-                    "unseen": self.unseen,
-                    "restarts": self._restarts,
-                },
+        changed, unwatched = self._find(now)
+        said = [message for number in sorted(self._ranks) for message in self._read_messages(number)]
+        news: list[NodeNews] = [*unwatched, *said, *ended]
+        if changed:
+            ranks = RanksRegistered(
+                tuple(self.places), self.world_size, self.newest, tuple(self.unseen), self._restarts
             )
-        return [*others, *found_messages, *ended]
+            news.insert(0, ranks)
+        return news
 
     # --- who is there
 
-    def _find(self, now: float) -> tuple[bool, list[Message]]:
+    def _find(self, now: float) -> tuple[bool, list[LauncherUnwatched]]:
         """Takes new ranks: whether there are any or one has changed, and messages about launchers
         that are not watched.
         """
         changed = False
         for one in border.registrations(self.folder):
             changed |= self._take(one)
-        others: list[Message] = []
+        others: list[LauncherUnwatched] = []
         if now - self._searched >= _SEARCH_EVERY_S:
             self._searched = now
             seen = search(self.root, self.host)
@@ -366,7 +364,7 @@ class ProgramRanks:
                 changed = True
         return changed
 
-    def _unwatched_launchers(self, candidate: FoundRank, seen: Search) -> list[Message]:
+    def _unwatched_launchers(self, candidate: FoundRank, seen: Search) -> list[LauncherUnwatched]:
         """Reports, once per launcher, that ranks of a further launcher are not watched."""
         watched = self._ranks.get(candidate.registration.rank)
         if watched is None or watched.end is not None or candidate.launcher in (self.root, *self._unwatched):
@@ -379,7 +377,7 @@ class ProgramRanks:
             f"process {candidate.launcher} starts ranks while those of process {launcher} run; only one launcher"
             " at a time is watched, so the ranks of this one are not: start each with its own `unisono run`"
         )
-        return [{"kind": "unwatched", "text": text}]
+        return [LauncherUnwatched(text)]
 
     def _update(self, rank: Rank, one: border.Registration, *, registered: bool) -> bool:
         """Updates a known rank by its newer registration; whether it changed."""
@@ -422,26 +420,26 @@ class ProgramRanks:
 
     # --- what they say, and how they end
 
-    def _read_messages(self, number: int) -> list[Message]:
+    def _read_messages(self, number: int) -> list[RankSaid]:
         rank = self._ranks[number]
-        found_messages = rank.events.new() if rank.events is not None else []
-        for message in found_messages:
+        messages = rank.events.new() if rank.events is not None else []
+        for message in messages:
             if message["kind"] in FINAL_KINDS:
                 rank.last = message
             elif message["kind"] == "phase":
                 rank.phase = str(message.get("phase"))
-        return [{"kind": "rank_said", "rank": number, "message": message} for message in found_messages]
+        return [RankSaid(number, message) for message in messages]
 
-    def _take_ends(self) -> list[Message]:
+    def _take_ends(self) -> list[RankSaid | RankEnded]:
         alive = {rank.pidfd: number for number, rank in self._ranks.items() if rank.end is None}
-        messages: list[Message] = []
+        messages: list[RankSaid | RankEnded] = []
         for pidfd in select.select(list(alive), [], [], 0)[0] if alive else []:
             number = alive[pidfd]
             messages += self._read_messages(number)
             rank = self._ranks[number]
             rank.end = self._end_of(number, rank)
             rank.ended_at = _ticks()
-            messages.append({"kind": "rank_ended", "end": rank.end.to_json(), "attempt": self.newest})
+            messages.append(RankEnded(rank.end, self.newest))
         return messages
 
     def _end_of(self, number: int, rank: Rank) -> RankEnd:
@@ -474,10 +472,10 @@ class ProgramRanks:
 
         Ray ends its workers like this, with status 1.
         """
-        found_messages = (
+        registrations = (
             one for one in border.registrations(self.folder) if _identity(one) == _identity(rank.registration)
         )
-        now = next(found_messages, rank.registration)
+        now = next(registrations, rank.registration)
         return code > 0 and rank.grouped and not now.grouped
 
 

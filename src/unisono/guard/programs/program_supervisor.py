@@ -29,6 +29,27 @@ from unisono.guard.programs.program_ranks import UNKNOWN_END
 from unisono.guard.supervise.decision import Failures, NodeLoss, ended_well
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.local_ranks import RankEnd
+from unisono.guard.supervise.node_messages import (
+    End,
+    FactsReported,
+    HeadRequest,
+    LauncherUnwatched,
+    NodeNews,
+    Note,
+    ProgramEnded,
+    RankEnded,
+    RankSaid,
+    RanksRegistered,
+    RankViews,
+    Refused,
+    SignalReceived,
+    StacksCollected,
+    Stop,
+    TimelineLines,
+    VerdictReached,
+    decode_news,
+    encode,
+)
 from unisono.guard.supervise.postmortem import name_death, name_failure, node_refused
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.guard.watch.views import Look
@@ -174,57 +195,56 @@ class ProgramSupervisor:
                 self._failures.node_lost(NodeLoss.at_head(event), now=time.monotonic())
         elif isinstance(event, NodeMessage):
             try:
-                self._take(event.node_rank, event.message)
+                if (news := decode_news(event.message)) is not None:
+                    self._take(event.node_rank, news)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 host = self.nodes[event.node_rank].host
                 why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
                 self._failures.node_lost(NodeLoss(event.node_rank, host, why), now=time.monotonic())
 
-    def _take(self, node_rank: int, message: Message) -> None:
-        match message["kind"]:
-            case "registered":
-                self._take_ranks(node_rank, message)
-            case "rank_said":
-                self._take_rank_message(int(message["rank"]), dict(message["message"]))
-            case "rank_ended" if int(message["attempt"]) == self._attempt:
-                self._take_end(RankEnd.from_json(message["end"]))
-            case "unwatched":
-                self._warn("unguarded", one_line(str(message["text"]), limit=1_000))
-            case "brought":
-                self._take_facts(node_rank, message)
-            case "program_ended":
-                self._take_program(node_rank, int(message["returncode"]), message)
-            case "asked":
-                self._take_signal(node_rank, signal.Signals[str(message["signal"])])
-            case "refused" if self.verdict is None:  # it could not start the program
-                self._name(node_refused(node_rank, self.nodes[node_rank].host, message), end_in_s=0.0)
-            case "beats" | "looked" | "timeline":
-                self._take_observation(node_rank, message)
+    def _take(self, node_rank: int, news: NodeNews) -> None:
+        match news:
+            case RanksRegistered():
+                self._take_ranks(node_rank, news)
+            case RankSaid():
+                self._take_rank_message(news.rank, news.message)
+            case RankEnded() if news.attempt == self._attempt:
+                self._take_end(news.end)
+            case LauncherUnwatched():
+                self._warn("unguarded", one_line(news.text, limit=1_000))
+            case FactsReported():
+                self._take_facts(node_rank, news)
+            case ProgramEnded():
+                self._take_program(node_rank, news)
+            case SignalReceived():
+                self._take_signal(node_rank, signal.Signals[news.signal])
+            case Refused() if self.verdict is None:  # it could not start the program
+                host = self.nodes[node_rank].host
+                self._name(node_refused(node_rank, host, news.error), end_in_s=0.0)
+            case RankViews() | StacksCollected() | TimelineLines():
+                self._take_observation(node_rank, news)
             case _:
-                pass  # a newer version sends more
+                pass
 
-    def _take_observation(self, node_rank: int, message: Message) -> None:
-        if message["kind"] == "timeline":
+    def _take_observation(self, node_rank: int, news: RankViews | StacksCollected | TimelineLines) -> None:
+        if isinstance(news, TimelineLines):
             ranks = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
-            self.local.keep_time(node_rank, message, ranks)
+            self.local.keep_time(node_rank, news, ranks)
         elif self._stall_monitor is not None:
-            self._stall_monitor.on_message(node_rank, message)
+            self._stall_monitor.on_message(node_rank, news)
 
-    def _take_ranks(self, node_rank: int, message: Message) -> None:
-        attempt = int(message["attempt"])
-        if attempt < self._attempt:
+    def _take_ranks(self, node_rank: int, news: RanksRegistered) -> None:
+        if news.attempt < self._attempt:
             return
-        if attempt > self._attempt:
-            self._restart_ranks(attempt)
-        self.restarts = max(
-            self.restarts, int(message.get("restarts", 0))
-        )  # a launcher that the program starts by itself has its own
-        self._world = max(self._world, min(int(message["world_size"]), 1 << 16))
-        for value in message["places"]:
-            place = RankPlace.model_validate(value)
+        if news.attempt > self._attempt:
+            self._restart_ranks(news.attempt)
+        # A launcher that the program starts by itself has its own number.
+        self.restarts = max(self.restarts, news.restarts)
+        self._world = max(self._world, min(news.world_size, 1 << 16))
+        for place in news.places:
             if place.node_rank == node_rank and 0 <= place.rank < self._world:
                 self._places[place.rank] = place
-        self._is_seen = self._is_seen or len(message["unseen"]) < len(message["places"])
+        self._is_seen = self._is_seen or len(news.unseen) < len(news.places)
         if len(self._places) == self._world and self._stall_monitor is None:
             self._monitor = self._monitor or RankMonitor(self.local.ranks, 0)
             self._stall_monitor = StallMonitor(
@@ -271,16 +291,15 @@ class ProgramSupervisor:
         if not self._ended_all:  # else we ended it
             self._failures.rank_ended(end, now=time.monotonic())
 
-    def _take_program(self, node_rank: int, returncode: int, message: Message) -> None:
-        self.programs[node_rank] = returncode
-        if is_failure(returncode) and self.failure is None:
-            oom_killed = message.get("oom_killed")
+    def _take_program(self, node_rank: int, news: ProgramEnded) -> None:
+        self.programs[node_rank] = news.returncode
+        if is_failure(news.returncode) and self.failure is None:
             self.failure = ProgramEnd(
                 node_rank,
                 self.nodes[node_rank].host,
-                returncode,
-                bool(oom_killed) if oom_killed is not None else None,
-                subreaper_lost=bool(message.get("keeper_lost")),
+                news.returncode,
+                news.oom_killed,
+                subreaper_lost=news.subreaper_lost,
             )
             self._failed_at = time.monotonic()
 
@@ -294,15 +313,15 @@ class ProgramSupervisor:
         if number in JOB_STOP_SIGNALS:
             for node in self.nodes:
                 if node.node_rank != node_rank:
-                    self._send(node.node_rank, {"kind": "stop", "signal": number.name})
+                    self._send(node.node_rank, Stop(number.name))
 
     # --- comparisons
 
-    def _take_facts(self, node_rank: int, message: Message) -> None:
+    def _take_facts(self, node_rank: int, news: FactsReported) -> None:
         # A launcher that the program starts has its own --max-restarts.
-        if message["name"] == LAUNCHER:
-            self.restarts = max(self.restarts, int(message["own"].get("max_restarts", 0)))
-        compared = self._facts.take(node_rank, message, now=time.monotonic())
+        if news.reported.name == LAUNCHER:
+            self.restarts = max(self.restarts, int(news.reported.own.get("max_restarts", 0)))
+        compared = self._facts.take(node_rank, news, now=time.monotonic())
         if compared is None:
             return
         agreement = compared.agreement
@@ -395,7 +414,7 @@ class ProgramSupervisor:
         if self._end_by is not None and now >= self._end_by and not self._ended_all:
             self._ended_all = True
             for node in self.nodes:
-                self._send(node.node_rank, {"kind": "end"})
+                self._send(node.node_rank, End())
 
     def _decide_at_the_end(self) -> None:
         """Gives the verdict on a rank that left while others needed it, if the program ended before
@@ -444,7 +463,7 @@ class ProgramSupervisor:
             self._shown = verdict
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
             if self.server is not None:
-                self.server.broadcast({"kind": "verdict", "verdict": verdict.to_json()})
+                self.server.broadcast(encode(VerdictReached(verdict)))
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
 
     def has_shown(self, verdict: Verdict) -> bool:
@@ -465,16 +484,16 @@ class ProgramSupervisor:
 
     # --- messages
 
-    def _send(self, node_rank: int, message: Message) -> None:
+    def _send(self, node_rank: int, request: HeadRequest) -> None:
         if node_rank == 0:
-            self.local.handle(message)
+            self.local.handle(request)
         elif self.server is not None:
-            self.server.send(node_rank, message)
+            self.server.send(node_rank, encode(request))
 
     def _notify(self, text: str) -> None:
         notify(self.show, text)
         if self.server is not None:
-            self.server.broadcast({"kind": "note", "text": text})
+            self.server.broadcast(encode(Note(text)))
 
     def _notify_once(self, text: str) -> None:
         if text not in self._shown_once:

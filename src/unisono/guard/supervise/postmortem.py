@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.causes.signatures import match_line
@@ -365,7 +366,7 @@ def verdicts_in(message: Message) -> list[Verdict]:
     return verdicts
 
 
-def node_refused(node_rank: int, host: str, error: Message) -> Verdict:
+def node_refused(node_rank: int, host: str, error: Mapping[str, Any]) -> Verdict:
     """The verdict on a node that refuses to start.
 
     `error`: the output of `UnisonoError.to_json` on that machine.

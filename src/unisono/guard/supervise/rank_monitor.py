@@ -26,6 +26,14 @@ from unisono.guard.facts.processes import (
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.supervise.evidence import RawEvidence, end_of_log
 from unisono.guard.supervise.local_ranks import Job, NodeRanks
+from unisono.guard.supervise.node_messages import (
+    CollectStacks,
+    NodeNews,
+    Note,
+    RankViews,
+    StacksCollected,
+    encode,
+)
 from unisono.guard.supervise.stack_collection import StackCollection
 from unisono.guard.watch import PHASES, phase_named
 from unisono.guard.watch.judge import judge
@@ -49,6 +57,7 @@ _QUIET_EVERY_S = 0.4  # if every rank has moved since the last look
 _SILENT_S = 3.0
 _REQUEST_AGAIN_S = 5.0
 _LATE_S = 2.0  # possible age of a view of a rank on a different node
+_MOST_LINKS = 16  # of a node
 _MOST_RAW = 64  # ranks; of each up to 1 MiB
 
 Show = Callable[[Message], None]
@@ -261,7 +270,7 @@ _LINKS_FOR_S = 15.0  # while the head suspects something, it repeats its request
 class MonitorReports:
     """Reports of a node other than the head's about its ranks. Nothing here waits."""
 
-    def __init__(self, local: NodeRanks, node_rank: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, local: NodeRanks, node_rank: int, send: Callable[[NodeNews], None]) -> None:
         """Starts without reports."""
         self._local = local
         self._send = send
@@ -269,10 +278,10 @@ class MonitorReports:
         self._next = 0.0
         self._links_until = 0.0
 
-    def look(self, message: Message) -> None:
+    def look(self, request: CollectStacks) -> None:
         """Starts a collection that the head requested; skips ranks of other nodes."""
         self._links_until = time.monotonic() + _LINKS_FOR_S
-        self._monitor.look([int(rank) for rank in message["ranks"]])
+        self._monitor.look(request.ranks)
 
     def send(self) -> None:
         """Sends what is due; may be called at any rate.
@@ -285,8 +294,7 @@ class MonitorReports:
         if now >= self._next:
             self.send_views()
         for look in self._monitor.looks():
-            raw = {str(look.rank): self._monitor.raw(look.rank).to_json()}
-            self._send({"kind": "looked", "looks": [look.to_json()], "raw": raw})
+            self._send(StacksCollected((look,), {look.rank: self._monitor.raw(look.rank)}))
 
     def send_views(self) -> None:
         """Sends all views at once.
@@ -297,8 +305,7 @@ class MonitorReports:
         now = time.monotonic()
         self._next = now + _EVERY_S
         links = self._monitor.links() if now < self._links_until else []
-        views = [view.to_json() for view in self._monitor.views(now)]
-        self._send({"kind": "beats", "views": views, "links": links})
+        self._send(RankViews(tuple(self._monitor.views(now)), tuple(links)))
 
     def close(self) -> None:
         """Ends running collections."""
@@ -384,32 +391,28 @@ class StallMonitor:
         self._found: Verdict | None = None
         self.run_view = RunView(self._places, {}, total_steps=plan.total_steps)
 
-    def on_message(self, node_rank: int, message: Message) -> None:
-        """Takes a node's report on its ranks: `beats`, or `looked` after a request.
+    def on_message(self, node_rank: int, message: RankViews | StacksCollected) -> None:
+        """Takes a node's report on its ranks.
 
         Raises:
-            KeyError, TypeError, ValueError: if it cannot be read, or is about ranks of a different
-                node.
+            ValueError: if it is about ranks of a different node.
         """
         node_ranks = {place.rank for place in self._plan.on_node(node_rank)}
-        if message["kind"] == "beats":
-            views = [RankView.from_json(value) for value in message["views"]]
-            if not node_ranks.issuperset(view.rank for view in views):
-                raise ValueError("reports ranks that are not its own")
-            self._views |= {view.rank: view for view in views}
-            self._links[node_rank] = tuple(str(link) for link in message.get("links", ())[:16])
-        else:
-            looks = [Look.from_json(value) for value in message["looks"]]
-            if not node_ranks.issuperset(look.rank for look in looks):
-                raise ValueError("reports ranks that are not its own")
-            raw = {int(name): RawEvidence.from_json(value) for name, value in message["raw"].items()}
-            if self._episode is not None:  # else the ranks move again, and the request is obsolete
-                self._looks |= {look.rank: look for look in looks}
-                self._raw |= {
-                    rank: raw[rank]
-                    for rank in node_ranks & raw.keys()
-                    if len(self._raw) < _MOST_RAW or rank in self._raw
-                }
+        reported: Sequence[RankView | Look] = (
+            message.views if isinstance(message, RankViews) else message.looks
+        )
+        if not node_ranks.issuperset(one.rank for one in reported):
+            raise ValueError("reports ranks that are not its own")
+        if isinstance(message, RankViews):
+            self._views |= {view.rank: view for view in message.views}
+            self._links[node_rank] = message.links[:_MOST_LINKS]
+        elif self._episode is not None:  # else the ranks move again, and the request is obsolete
+            self._looks |= {look.rank: look for look in message.looks}
+            self._raw |= {
+                rank: message.raw[rank]
+                for rank in node_ranks & message.raw.keys()
+                if len(self._raw) < _MOST_RAW or rank in self._raw
+            }
 
     def raw(self) -> dict[int, RawEvidence]:
         """Evidence for a verdict, by rank: of all ranks of this node, and of ranks collected on
@@ -517,7 +520,7 @@ class StallMonitor:
             if node_rank == 0:
                 self._monitor.look(of_node)
             elif self._server is not None:
-                self._server.send(node_rank, {"kind": "look", "ranks": of_node})
+                self._server.send(node_rank, encode(CollectStacks(tuple(of_node))))
 
     def _note_recovery(self, now: float) -> None:
         """Ends the episode if one of its ranks makes progress, which is reported, or has ended,
@@ -558,7 +561,7 @@ class StallMonitor:
             }
         )
         if self._server is not None:
-            self._server.broadcast({"kind": "note", "text": text})
+            self._server.broadcast(encode(Note(text)))
 
     def _report_silences(self, silences: Mapping[int, float]) -> None:
         for node in self._plan.nodes:  # a node that was left out may still be connected
@@ -574,7 +577,7 @@ class StallMonitor:
         message: dict[str, Any] = {"kind": "note", "time": time.time(), "text": text}
         self._show(message)
         if self._server is not None:
-            self._server.broadcast({"kind": "note", "text": text})
+            self._server.broadcast(encode(Note(text)))
 
 
 def with_deadline(summary: str, ends_in_s: float | None) -> str:

@@ -22,6 +22,23 @@ from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
 from unisono.guard.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate, TrainingJob
+from unisono.guard.supervise.node_messages import (
+    AllEnded,
+    End,
+    Go,
+    NodeNews,
+    Note,
+    RankEnded,
+    RankReported,
+    RankSaid,
+    RankViews,
+    Refused,
+    StacksCollected,
+    Stop,
+    TimelineLines,
+    decode_news,
+    encode,
+)
 from unisono.guard.supervise.postmortem import node_refused
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
 from unisono.guard.supervise.timeline import Timeline
@@ -347,7 +364,7 @@ class _RankSupervision:
             self._on_agreement(self.decider.reports, self.decider.agreement)
         if store is None:
             return
-        go = {"kind": "go", "store": list(store)}
+        go = encode(Go(store))
         self._local.send(go)
         if self._server is not None:
             self._server.broadcast(go)
@@ -364,45 +381,43 @@ class _RankSupervision:
             node.node_rank for node in self.job.nodes
         }:
             try:
-                self._take_node_message(event.node_rank, event.message)
+                if (news := decode_news(event.message)) is not None:
+                    self._take_news(event.node_rank, news)
             except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
                 why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
                 host = self.job.node(event.node_rank).host
                 self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
-    def _take_node_message(self, node_rank: int, message: Message) -> None:
+    def _take_news(self, node_rank: int, news: NodeNews) -> None:
         node_ranks = {place.rank for place in self.job.on_node(node_rank)}
-        match message["kind"]:
-            case "rank_report":
-                report = RankReport.model_validate(message["report"])
-                if report.rank in node_ranks:
-                    self._take_report(report)
-            case "rank_said" if int(message["rank"]) in node_ranks:
-                self._take_message(int(message["rank"]), dict(message["message"]))
-            case "rank_ended" if int(message["end"]["rank"]) in node_ranks:
-                self.decider.failures.rank_ended(RankEnd.from_json(message["end"]), now=time.monotonic())
-            case "beats" | "looked":
-                self.stall_monitor.on_message(node_rank, message)
-            case "timeline":
-                self._timeline.take(node_rank, message, node_ranks)
-            case "all_ended":
+        match news:
+            case RankReported(report) if report.rank in node_ranks:
+                self._take_report(report)
+            case RankSaid(rank, message) if rank in node_ranks:
+                self._take_message(rank, message)
+            case RankEnded(end) if end.rank in node_ranks:
+                self.decider.failures.rank_ended(end, now=time.monotonic())
+            case RankViews() | StacksCollected():
+                self.stall_monitor.on_message(node_rank, news)
+            case TimelineLines():
+                self._timeline.take(node_rank, news, node_ranks)
+            case AllEnded():
                 self._away.discard(node_rank)
-            case "refused":  # it has not started its ranks, so there is nothing to wait for
+            case Refused():  # it has not started its ranks, so there is nothing to wait for
                 self._away.discard(node_rank)
                 host = self.job.node(node_rank).host
-                self.decider.node_refused(node_refused(node_rank, host, message))
-            case "stop":
+                self.decider.node_refused(node_refused(node_rank, host, news.error))
+            case Stop():
                 node = self.job.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
-                number = signal.Signals[str(message["signal"])]
-                self._interrupts.request_stop(number, where=where, again=message.get("again") is True)
+                self._interrupts.request_stop(signal.Signals[news.signal], where=where, again=news.again)
             case _:
-                pass  # a newer version sends more
+                pass
 
     def _end_all(self, why: str) -> None:
         """Ends all ranks that live, on all nodes, and waits until they have ended."""
         if self._server is not None:
-            self._server.broadcast({"kind": "end", "why": why})
+            self._server.broadcast(encode(End(why)))
         self._local.end(why)
         limit = time.monotonic() + _GONE_S
         failures = self.decider.failures
@@ -425,7 +440,7 @@ class _RankSupervision:
             number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
             self._local.signal(number)
             if self._server is not None:
-                self._server.broadcast({"kind": "stop", "signal": number.name})
+                self._server.broadcast(encode(Stop(number.name)))
         elif action == "end":
             self._end_all("it did not stop within the grace period")
 
@@ -446,7 +461,7 @@ class _RankSupervision:
         """Shows a message here and on the other nodes."""
         self._show(message)
         if self._server is not None:
-            self._server.broadcast({"kind": "note", "text": message["text"]})
+            self._server.broadcast(encode(Note(message["text"])))
 
 
 def _names(places: Sequence[Any]) -> str:

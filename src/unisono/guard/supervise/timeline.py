@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from unisono.base.events import Message
 from unisono.base.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.guard.facts.storage import responds
 from unisono.guard.rundir import RunDir
+from unisono.guard.supervise.node_messages import TimelineLines
 from unisono.guard.watch import PHASES
 from unisono.guard.watch.views import BeatMemory, Glance
 
@@ -203,7 +203,7 @@ class Timeline:
         self._copied.append((self._node_rank, [_line(entry)], 0))
         self._written_at = 0.0  # it is written with the next sample
 
-    def take_news(self) -> Message | None:
+    def take_news(self) -> TimelineLines | None:
         """A message to the head with the latest lines, at most every 3 s and after `close`; None if
         there is nothing to send.
         """
@@ -215,20 +215,17 @@ class Timeline:
         with contextlib.suppress(IndexError):  # the thread adds to the other end
             while len(lines) < _MOST_NEWS:
                 lines.append(self._news.popleft().decode())
-        return {"kind": "timeline", "lines": lines}
+        return TimelineLines(tuple(lines))
 
-    def take(self, node_rank: int, message: Message, ranks: Collection[int]) -> None:
+    def take(self, node_rank: int, news: TimelineLines, ranks: Collection[int]) -> None:
         """Keeps a copy of lines from another node.
 
         Args:
             node_rank: of that node.
-            message: from its `take_news`.
+            news: from its `take_news`.
             ranks: of that node; lines of others are dropped.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the message is not such a one.
         """
-        entries = (read_entry(str(line)[:_LINE_CHARS].encode()) for line in message["lines"][:_MOST_NEWS])
+        entries = (read_entry(line[:_LINE_CHARS].encode()) for line in news.lines[:_MOST_NEWS])
         lines = [_line(one) for one in entries if one and one["rank"] in ranks]
         self._copied.append((node_rank, lines, len(ranks)))
 

@@ -23,6 +23,7 @@ from unisono.guard.rendezvous.party import NONCE_FILE, Party
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.interrupts import Interrupts
+from unisono.guard.supervise.node_messages import VerdictReached, encode
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
@@ -180,7 +181,7 @@ class HeadNodes:
 
     def send_verdict(self, verdict: Verdict) -> None:
         """Reports on all nodes what ended the ranks; whether the run restarts is reported later."""
-        self.meeting.broadcast({"kind": "verdict", **verdict.to_json()})
+        self.meeting.broadcast(encode(VerdictReached(verdict)))
 
     def end(self, result: dict[str, Any], ending: Ending) -> None:
         """Sends the last message, how the run ended, once."""

@@ -16,6 +16,7 @@ from unisono.base.errors import Disagreed
 from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
 from unisono.base.text import plain
+from unisono.guard.agree.reports import RankReport
 from unisono.guard.control.connection import Left
 from unisono.guard.control.file_transfer import FileSender, TransferOutcome
 from unisono.guard.facts.storage import RunsDisk
@@ -26,10 +27,27 @@ from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
 from unisono.guard.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
 from unisono.guard.supervise.lost_head import writing_for_head
+from unisono.guard.supervise.node_messages import (
+    AllEnded,
+    CollectStacks,
+    End,
+    Go,
+    HeadRequest,
+    NodeNews,
+    Note,
+    RankEnded,
+    RankReported,
+    RankSaid,
+    RanksStarted,
+    Stop,
+    VerdictReached,
+    decode_request,
+    encode,
+)
 from unisono.guard.supervise.postmortem import name_loss
 from unisono.guard.supervise.rank_monitor import MonitorReports
 from unisono.guard.supervise.timeline import Timeline
-from unisono.jobs.remote_checkpoint.rescue import MemorySender
+from unisono.jobs.remote_checkpoint.rescue import WANTED, MemorySender
 from unisono.jobs.remote_checkpoint.transfers import ShardSender
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.trainer.plan import RunPlan
@@ -115,7 +133,7 @@ class Serving:
                 self.disk.is_lost = True  # nothing is written at the path from here on
 
     def _serve(self) -> LastWord | LostHead:
-        self._monitor_reports = MonitorReports(self.local, self._node_rank, self.link.send)
+        self._monitor_reports = MonitorReports(self.local, self._node_rank, self._send)
         self._timeline = timeline = Timeline(
             self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self.lock is not None
         )
@@ -123,7 +141,7 @@ class Serving:
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
-            self.link.send({"kind": "ranks_started"})
+            self._send(RanksStarted())
             while True:
                 for update in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
                     self._pass_on(update)
@@ -178,9 +196,9 @@ class Serving:
             self._monitor_reports.send_views()
             if update.returncode == 0:  # the news of a failure does not wait for a disk
                 self._end_timeline()
-            self.link.send({"kind": "rank_ended", "end": update.to_json()})
+            self._send(RankEnded(update))
         elif update.message["kind"] == "rank_report":
-            self.link.send(update.message)
+            self._send(RankReported(RankReport.model_validate(update.message["report"])))
         elif update.message["kind"] == "shard_written" and self._shards is not None:
             self._shards.written(update.rank, update.message)
         elif update.message["kind"] in _PASSED_ON:
@@ -189,43 +207,46 @@ class Serving:
 
     def _forward(self, rank: int, message: Message) -> None:
         """Passes a rank's message to the head."""
-        self.link.send({"kind": "rank_said", "rank": rank, "message": message})
+        self._send(RankSaid(rank, message))
+
+    def _send(self, news: NodeNews) -> None:
+        self.link.send(encode(news))
 
     def _obey(self, message: Message) -> LastWord | None:
-        match message["kind"]:
-            case "go":
-                self.local.send(message)
-            case "stop":
-                number = signal.Signals[str(message["signal"])]
+        if message["kind"] in ("ended", "again"):
+            self.local.end("the run is over")
+            return LastWord(message)
+        if message["kind"] == WANTED and self._kept is not None:
+            self._kept.send_all()
+        try:
+            request = decode_request(message)
+        except ValueError:  # a verdict of a newer head; its last word follows
+            return None
+        self._carry_out(request)
+        return None
+
+    def _carry_out(self, request: HeadRequest | None) -> None:
+        match request:
+            case Go():
+                self.local.send(encode(request))
+            case Stop():
+                number = signal.Signals[request.signal]
                 self.interrupts.request_stop(number, where=f"node 0 ({self._head})")
                 self._stop_forwarded = True
                 self.local.signal(number)
-            case "end":
-                self.local.end(str(message.get("why", "")))
+            case End(why):
+                self.local.end(why)
                 for update in self.local.poll(0):
                     self._pass_on(update)  # the last of them reports, once, that all have ended
                 self._report_ended()
-            case "look":
-                self._monitor_reports.look(message)
-            case "kept_wanted" if self._kept is not None:
-                self._kept.send_all()
-            case "verdict":
-                self._show_verdict(message)
-            case "note":
-                self.show({"kind": "note", "time": time.time(), "text": str(message.get("text", ""))})
-            case "ended" | "again":
-                self.local.end("the run is over")
-                return LastWord(message)
+            case CollectStacks():
+                self._monitor_reports.look(request)
+            case VerdictReached(verdict):
+                self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            case Note(text):
+                self.show({"kind": "note", "time": time.time(), "text": text})
             case _:
-                pass  # a newer head or node may send more kinds of messages
-        return None
-
-    def _show_verdict(self, message: Message) -> None:
-        try:
-            verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
-        except ValueError:  # of a newer head; its last word follows
-            return
-        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+                pass
 
     def _report_ended(self) -> None:
         """Once: a second message would reach the head during the next start of the ranks and count
@@ -234,7 +255,7 @@ class Serving:
         if self.local.all_ended and not self._ended_reported:
             self._ended_reported = True
             self._end_timeline()
-            self.link.send({"kind": "all_ended"})
+            self._send(AllEnded())
 
     def _end_timeline(self) -> None:
         """Sends the last lines before the head counts this node as ended."""
@@ -246,7 +267,7 @@ class Serving:
         """Sends where the time of the ranks went to a head that does not see this node's file."""
         news = self._timeline.take_news()
         if news is not None:
-            self.link.send(news)
+            self._send(news)
 
     def _forward_stop(self) -> None:
         """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the
@@ -257,10 +278,10 @@ class Serving:
             return
         if not self._stop_forwarded:
             self._stop_forwarded = True
-            self.link.send({"kind": "stop", "signal": first.name})
+            self._send(Stop(first.name))
         if self.interrupts.twice and self._second_stop_at is None:
             self._second_stop_at = time.monotonic()
-            self.link.send({"kind": "stop", "signal": first.name, "again": True})
+            self._send(Stop(first.name, again=True))
 
     def _head_is_late(self) -> bool:
         """Whether a second signal was passed on without effect."""

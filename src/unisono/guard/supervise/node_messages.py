@@ -1,0 +1,341 @@
+"""What the fronts of a job send each other while its program or its ranks run.
+
+Messages are frozen dataclasses. On the wire each is a JSON object with its `kind`; a front ignores
+kinds that only a newer version has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, ClassVar
+
+from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import core_schema
+
+from unisono.base.causes import Verdict
+from unisono.base.events import Message
+from unisono.guard.agree.reports import RankReport
+from unisono.guard.integrations.border import Answer, ReportedFacts
+from unisono.guard.places.ranks import RankPlace
+from unisono.guard.supervise.evidence import RawEvidence
+from unisono.guard.supervise.local_ranks import RankEnd
+from unisono.guard.watch.views import Look, RankView
+
+
+class _AsJson:
+    """Marks types that convert themselves, with `to_json` and `from_json`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, source) else source.from_json(value),
+            serialization=core_schema.plain_serializer_function_ser_schema(source.to_json),
+        )
+
+
+# ---- from a node to the head
+
+
+@dataclass(frozen=True, slots=True)
+class RanksRegistered:
+    """The ranks of a program on a node, as far as they are known.
+
+    Attributes:
+        attempt: number of their start, from 0.
+        unseen: ranks without heartbeats.
+        restarts: how often their launcher restarts them.
+    """
+
+    kind: ClassVar = "registered"
+    places: tuple[RankPlace, ...]
+    world_size: int
+    attempt: int
+    unseen: tuple[int, ...] = ()
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A message of a rank, as in base.events."""
+
+    kind: ClassVar = "rank_said"
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """The end of a rank; `attempt` numbers the starts of a program's ranks, from 0."""
+
+    kind: ClassVar = "rank_ended"
+    end: Annotated[RankEnd, _AsJson()]
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """The facts of a rank that waits for `Go`."""
+
+    kind: ClassVar = "rank_report"
+    report: RankReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankViews:
+    """The ranks of a node as its front sees them.
+
+    Attributes:
+        links: their connections with unacknowledged data.
+    """
+
+    kind: ClassVar = "beats"
+    views: tuple[Annotated[RankView, _AsJson()], ...]
+    links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StacksCollected:
+    """The result of `CollectStacks`, with the unparsed evidence by rank."""
+
+    kind: ClassVar = "looked"
+    looks: tuple[Annotated[Look, _AsJson()], ...]
+    raw: dict[int, Annotated[RawEvidence, _AsJson()]]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineLines:
+    """Lines of a node's timeline, for a head that does not see its file."""
+
+    kind: ClassVar = "timeline"
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FactsReported:
+    """Facts of a process for an agreement, which waits for `FactsAnswered` with the same key."""
+
+    kind: ClassVar = "brought"
+    key: str
+    reported: ReportedFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherUnwatched:
+    """A launcher whose ranks are not watched; `text` says why."""
+
+    kind: ClassVar = "unwatched"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReceived:
+    """The name of a signal that a front received and passed on to its program."""
+
+    kind: ClassVar = "asked"
+    signal: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """The end of the program on a node.
+
+    Attributes:
+        returncode: negative: the signal that ended it.
+        left: how many of its processes outlived it, and were ended.
+        oom_killed: whether the kernel counted an OOM kill meanwhile; None: unknown.
+        subreaper_lost: whether its subreaper was killed, and the program with it.
+    """
+
+    kind: ClassVar = "program_ended"
+    returncode: int
+    left: int = 0
+    oom_killed: bool | None = None
+    subreaper_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """The cause in the program's output on a node; None: nothing is known."""
+
+    kind: ClassVar = "diagnosed"
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A node that did not start its part, from `UnisonoError.to_json`."""
+
+    kind: ClassVar = "refused"
+    problems: tuple[dict[str, object], ...] = ()
+    verdict: dict[str, object] | None = None
+
+    @property
+    def error(self) -> dict[str, object]:
+        """The output of `UnisonoError.to_json`."""
+        return {"problems": self.problems, "verdict": self.verdict}
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStarted:
+    """A node has started its ranks."""
+
+    kind: ClassVar = "ranks_started"
+
+
+@dataclass(frozen=True, slots=True)
+class AllEnded:
+    """All ranks of a node have ended."""
+
+    kind: ClassVar = "all_ended"
+
+
+# ---- in both directions
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The name of a signal that stops the job.
+
+    Attributes:
+        again: whether it is a second one, which does not wait for a checkpoint.
+    """
+
+    kind: ClassVar = "stop"
+    signal: str
+    again: bool = False
+
+
+# ---- from the head to the nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The program is to be started.
+
+    Attributes:
+        store: address of the program's MASTER_ADDR and MASTER_PORT.
+    """
+
+    kind: ClassVar = "start"
+    store: tuple[str, int]
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All ranks agree; they meet at the store."""
+
+    kind: ClassVar = "go"
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The program or the ranks are to be ended at once."""
+
+    kind: ClassVar = "end"
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectStacks:
+    """Stacks and flight recorders of some ranks are wanted."""
+
+    kind: ClassVar = "look"
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FactsAnswered:
+    """The result of an agreement, for the process whose facts had this key."""
+
+    kind: ClassVar = "answer"
+    key: str
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class DiagnosisRequested:
+    """The cause in the program's output is wanted."""
+
+    kind: ClassVar = "diagnose"
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictReached:
+    """A verdict that every node shows."""
+
+    kind: ClassVar = "verdict"
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line that every node shows."""
+
+    kind: ClassVar = "note"
+    text: str
+
+
+NodeNews = (
+    RanksRegistered
+    | RankSaid
+    | RankEnded
+    | RankReported
+    | RankViews
+    | StacksCollected
+    | TimelineLines
+    | FactsReported
+    | LauncherUnwatched
+    | SignalReceived
+    | ProgramEnded
+    | Diagnosed
+    | Refused
+    | RanksStarted
+    | AllEnded
+    | Stop
+)
+HeadRequest = (
+    Start | Go | End | CollectStacks | FactsAnswered | DiagnosisRequested | VerdictReached | Note | Stop
+)
+
+
+def encode(message: NodeNews | HeadRequest) -> Message:
+    """The message as a JSON object."""
+    kind: Any = type(message)
+    return {"kind": message.kind, **_adapter(kind).dump_python(message, mode="json")}
+
+
+def decode_news(value: Mapping[str, object]) -> NodeNews | None:
+    """Reads a message of a node; None for a kind that is not one of these.
+
+    Raises:
+        KeyError, TypeError, ValueError: if its fields cannot be read.
+    """
+    return _decode(value, NodeNews)
+
+
+def decode_request(value: Mapping[str, object]) -> HeadRequest | None:
+    """Reads a message of the head; None for a kind that is not one of these.
+
+    Raises:
+        KeyError, TypeError, ValueError: if its fields cannot be read.
+    """
+    return _decode(value, HeadRequest)
+
+
+def _decode(value: Mapping[str, object], union: Any) -> Any:
+    kind = _kinds(union).get(str(value.get("kind")))
+    if kind is None:
+        return None
+    names = {field.name for field in fields(kind)}
+    return _adapter(kind).validate_python({name: value[name] for name in names & value.keys()})
+
+
+@cache
+def _kinds(union: Any) -> dict[str, Any]:
+    return {one.kind: one for one in union.__args__}
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    return TypeAdapter(kind)
