@@ -38,7 +38,6 @@ _NEWS: list[NodeNews] = [
     messages.Diagnosed(_VERDICT),
     messages.Diagnosed(None),
     messages.Refused(({"what": "the disk is full"},)),
-    messages.RanksStarted(),
     messages.AllEnded(),
     messages.Stop("SIGTERM", again=True),
 ]

@@ -175,13 +175,6 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class RanksStarted:
-    """A node has started its ranks."""
-
-    kind: ClassVar = "ranks_started"
-
-
-@dataclass(frozen=True, slots=True)
 class AllEnded:
     """All ranks of a node have ended."""
 
@@ -290,7 +283,6 @@ NodeNews = (
     | ProgramEnded
     | Diagnosed
     | Refused
-    | RanksStarted
     | AllEnded
     | Stop
 )

@@ -38,7 +38,6 @@ from unisono.guard.supervise.node_messages import (
     RankEnded,
     RankReported,
     RankSaid,
-    RanksStarted,
     Stop,
     VerdictReached,
     decode_request,
@@ -141,7 +140,6 @@ class Serving:
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
-            self._send(RanksStarted())
             while True:
                 for update in self.local.poll(_POLL_S, also=[self.link.fileno(), transfers.fileno()]):
                     self._pass_on(update)
