@@ -82,7 +82,7 @@ def test_a_flat_folder_has_only_its_own_pictures(folders: Path, pipeline_dir: Pa
         for flat in (True, False)
     )
     assert {Path(picture.path).parent.name for picture in flat.train} == {"aki"}
-    assert [lost.why for lost in flat.found.lost if lost.name.endswith(".png")] == [
+    assert [lost.why for lost in flat.scan.lost if lost.name.endswith(".png")] == [
         "it is in a folder inside, and `flat` takes none of them"
     ]
     assert len(deep.sequences) == len(flat.sequences) + 9
@@ -174,7 +174,7 @@ def test_captions_of_a_source(folders: Path, pipeline_dir: Path, tmp_path: Path)
     assert captions["aki"] == "hoge girl"
     assert captions["other"].startswith("a green tile")
     assert captions["reg"] == ""
-    why = [lost.why for lost in rows.found.lost if lost.name.endswith(".txt") and lost.is_picture]
+    why = [lost.why for lost in rows.scan.lost if lost.name.endswith(".txt") and lost.is_picture]
     assert (
         why
         == ["captions are read from .none files (caption_extensions)"] * 4

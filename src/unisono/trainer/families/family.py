@@ -181,12 +181,12 @@ def make_ledger(request: dict[str, Any]) -> Path | None:
 
 def labelled_sources(config: RunConfig) -> list[tuple[str, str, str]]:
     """Label, key and name of every source of rows."""
-    found = []
+    labelled = []
     for key, section in sources_of(config.data):
         _, role, *number = key.split(".")
         label = f"{role}[{number[0]}]" if number else {"train": "train[0]"}.get(role, role)
-        found.append((label, key, section.path))
-    return found
+        labelled.append((label, key, section.path))
+    return labelled
 
 
 def present(directory: Path, names: "tuple[str, ...]") -> list[tuple[str, Path]]:

@@ -61,8 +61,8 @@ def read_prompts(file: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):
-        found = _prompt_of(row)
-        prompts.append(found) if isinstance(found, Prompt) else problems.append(found)
+        parsed = _prompt_of(row)
+        prompts.append(parsed) if isinstance(parsed, Prompt) else problems.append(parsed)
     if problems:
         raise DataError(*problems[:_SHOWN])
     if not prompts:

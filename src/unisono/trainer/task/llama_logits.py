@@ -48,12 +48,12 @@ def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBa
     try:
         # A process of its own: llama.cpp aborts it where it has no answer.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(last_logits, str(file), wanted.rows, KEPT).result()
+            outputs = pool.submit(last_logits, str(file), wanted.rows, KEPT).result()
     except BrokenProcessPool as error:
         raise _refused(file, "llama.cpp cannot load it: it ended its process") from error
     except Exception as error:  # llama-cpp-python raises ValueError, RuntimeError and AssertionError
         raise _refused(file, f"llama.cpp cannot load it: {library_words(error)}") from error
-    logits = replace(wanted, outputs=[torch.tensor(one) for one in found])
+    logits = replace(wanted, outputs=[torch.tensor(one) for one in outputs])
     difference, tolerance = wanted.difference(logits), _TOLERANCE[dtype]
     if not difference <= tolerance:
         why = (

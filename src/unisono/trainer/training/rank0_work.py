@@ -257,9 +257,9 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
         write_problem = write_failure(failure, directory, directory)
-        found = write_problem or (failure if isinstance(failure, StorageFailed) else None)
-        error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
-        verdict = found.verdict.to_json() if found and found.verdict else None
+        cause = write_problem or (failure if isinstance(failure, StorageFailed) else None)
+        error = "; ".join(str(problem.what) for problem in cause.problems) if cause else str(failure)
+        verdict = cause.verdict.to_json() if cause and cause.verdict else None
     written = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send(
         "shard_written",
@@ -362,7 +362,7 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
     """
     missing = set(range(1, job.shards))
     save.waits_for_others = bool(missing)
-    found: dict[str, FileEntry] = {}
+    entries: dict[str, FileEntry] = {}
     while missing:
         save.activity = "waiting for the part of " + ", ".join(
             run.plan.ranks[rank].label for rank in sorted(missing)
@@ -382,6 +382,6 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
             error.verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
             raise error
         missing.discard(rank)
-        found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
+        entries |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
     save.waits_for_others = False
-    return found
+    return entries

@@ -97,22 +97,22 @@ class GeneratorWatch:
     def moved(self) -> list[str]:
         """The generators that have moved since the last call; each is given once per run."""
         now = self._fingerprints()
-        found = [
+        names = [
             name for name, value in now.items() if value != self._seen[name] and name not in self._reported
         ]
         self._seen = now
-        self._reported.update(found)
-        return found
+        self._reported.update(names)
+        return names
 
     def _fingerprints(self) -> dict[str, int]:
         state: Any = np.random.get_state()
-        found = {
+        fingerprints = {
             "python's random": hash(random.getstate()),
             "numpy.random": hash((state[1].tobytes(), state[2])),
         }
         if not self._torch_is_used:
-            found[_TORCH] = _torch_state()
-        return found
+            fingerprints[_TORCH] = _torch_state()
+        return fingerprints
 
 
 def _torch_state() -> int:
@@ -314,17 +314,17 @@ def base_of(run: Run) -> dict[str, Any]:
 
 
 def _parts(run: Run, tensors: Tensors) -> list[Part]:
-    found = []
+    parts = []
     for name, tensor in tensors.items():
         value = tensor.detach()
         if isinstance(value, DTensor):
             shape, offsets = _place(run, name, value)
             local = value.to_local()
             if local.numel():  # a rank may have no part of a small tensor
-                found.append(Part(name, local, shape, offsets))
+                parts.append(Part(name, local, shape, offsets))
         elif run.group.is_main or run.sharded is None:
-            found.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
-    return found
+            parts.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
+    return parts
 
 
 def _place(run: Run, name: str, tensor: DTensor) -> Place:

@@ -156,8 +156,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _flat(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def _as_file_part(part: Part, read: Callable[[], memoryview]) -> TensorPart:

@@ -304,9 +304,9 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         def write(directory: Path) -> Mapping[str, FileEntry]:
             parts_are_needed.set()
             own = write_own_files(run, job, save, files, directory, {STATE: text})
-            found = own | shards_of_others(run, job, save)
+            entries = own | shards_of_others(run, job, save)
             refuse_abandoned(save, directory)
-            return found
+            return entries
 
         path = run.store.save(
             job.step,
@@ -353,9 +353,9 @@ def _best_saved(run: Run) -> set[int]:
     if metric is None or run.store is None:
         return set()
     saved = {step_of(path.name) for path in run.store.list()}
-    found = best_evaluated(run.files.metrics, saved, metric=metric)
+    best = best_evaluated(run.files.metrics, saved, metric=metric)
     known = {run.state.best_step} if run.state.best_step is not None else set()  # its line may be damaged
-    return (known & saved) | ({found[0]} if found else set())
+    return (known & saved) | ({best[0]} if best else set())
 
 
 def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:

@@ -76,7 +76,7 @@ def open_pipeline(
     more = {} if pipeline.is_xl else {"safety_checker": None, "requires_safety_checker": False}
     try:
         with quiet():
-            found = kind.from_pretrained(
+            loaded = kind.from_pretrained(
                 str(pipeline.root),
                 torch_dtype=dtype,
                 local_files_only=True,
@@ -85,8 +85,8 @@ def open_pipeline(
                 **parts,
             )
             if lora is not None:
-                found.load_lora_weights(str(lora))
-            found.to(device)
+                loaded.load_lora_weights(str(lora))
+            loaded.to(device)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelError.of(
             "the pipeline cannot be loaded"
@@ -98,8 +98,8 @@ def open_pipeline(
             if lora
             else "copy the directory of the pipeline again",
         ) from error
-    found.set_progress_bar_config(disable=True)
-    return found
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
 
 
 def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lambda _step: False) -> Any:
