@@ -102,7 +102,7 @@ class Written(Protocol):
         """
 
     def bytes_in_memory(self, dtype: str) -> int:
-        """Of all weights in a dtype."""
+        """The size of all weights in a dtype."""
 
     def load(self, *, dtype: str, device: "torch.device") -> Any:
         """The model as its users load it, in evaluation mode."""

@@ -146,7 +146,7 @@ class PlanInputs:
 
     @property
     def devices(self) -> list[DeviceChoice]:
-        """Of all ranks."""
+        """The device of each rank."""
         return [place.device for place in self.ranks] or [self.device]
 
 

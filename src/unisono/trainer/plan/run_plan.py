@@ -40,7 +40,7 @@ class ModelFacts(Part):
     """
     weight_bytes: int
     digest: str
-    """Of config.json and of the weights' names, shapes, sizes and contents."""
+    """Digest of config.json and of the weights' names, shapes, sizes and contents."""
     quantized: str = ""
     """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized
     files (gptq, awq); empty: not quantized.
@@ -100,16 +100,16 @@ class DataSummary(Part):
     unless it is given in steps.
     """
     digest: str
-    """Of the rows as the model sees them, their order, and the tokenizer."""
+    """Digest of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
-    """Of the rows as the model sees them and their order only."""
+    """Digest of the rows as the model sees them and their order only."""
     files_digest: str = ""
-    """Of the contents of the data files and of the template, regardless of their names."""
+    """Digest of the contents of the data files and the template, regardless of their names."""
     tokenizer_digest: str = ""
-    """Of the tokenizer's files."""
+    """Digest of the tokenizer's files."""
     tokenizer_traits: str = ""
-    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on
-    the model's type, too.
+    """Digest of what decides the ids of a text in the tokenizer as transformers loads it, which
+    depends on the model's type, too.
     """
     warnings: list[str] = []
 
@@ -152,7 +152,7 @@ class RunPlan(Part):
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     run_id: str
-    """The same over all starts of a run."""
+    """Identifies the run; it stays the same over all its starts."""
     config: RunConfig
     config_digest: str
     output_dir: str
@@ -171,12 +171,12 @@ class RunPlan(Part):
     store_host: str = "127.0.0.1"
     """The address of torch's store on rank 0: the one on which the nodes reached the head."""
     device: DeviceChoice
-    """Of rank 0; `of_rank` gives the plan of a different rank."""
+    """The device of rank 0; `of_rank` gives the plan of a different rank."""
     host: str
     threads: int
-    """Of every rank, the same on all, so that replicas round alike."""
+    """CPU threads of each rank, the same on all, so that replicas round alike."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Of frozen weights and of the computation. Trained weights are kept in float32."""
+    """The dtype of frozen weights and of the computation. Trained weights are kept in float32."""
     model: ModelFacts
     data: DataSummary
     global_batch: int
@@ -336,8 +336,8 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
-    """The same sequences in an order whose steps are each of one group as far as it goes, as
-    sd-scripts deals pictures by size.
+    """Reorders sequences so that each step is of one group as far as possible, as sd-scripts deals
+    pictures by size.
 
     What is left of each group makes mixed steps, in which each group is contiguous. It is a
     function of its arguments alone, so that all ranks have the same order.

@@ -181,7 +181,7 @@ class _Writing:
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
+        """The model's name, as people read it."""
         return one_line(Path(self.target.name).name, limit=100)
 
     @cached_property

@@ -22,8 +22,8 @@ from unisono.trainer.task.read_back import ReadBack
 
 _ROOM = 1.3  # times the file: buffers of loading, and of three rows
 _TOLERANCE = {"f32": 1e-2, "bf16": 3e-2, "f16": 3e-2}
-"""As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it
-multiplies with 16-bit weights.
+"""Largest difference per dtype, like model.result_outputs.TOLERANCE: llama.cpp has GELU as a table
+of f16, and rounds what it multiplies with 16-bit weights.
 """
 
 

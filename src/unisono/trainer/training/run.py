@@ -208,7 +208,7 @@ class Run:
     sampler: Sampler | None = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
     hooks: Sequence[RunHook] = ()
-    """Of drills and tests; empty in production."""
+    """Set by drills and tests; empty in production."""
     directory_check: DirectoryCheck | None = None
     """Set on rank 0, and on the ranks of a node with a directory of its own."""
     front_messages: FrontMessages | None = None

@@ -179,8 +179,8 @@ Write = Callable[["Save", Files], Path | None]
 STUCK_S = 10.0
 """After so many seconds without progress a save is no longer waited for by the next one."""
 OTHERS_S = 60.0
-"""The same while it waits for other ranks and none makes progress: a rank whose own storage hangs
-reports it itself.
+"""The limit while a save waits for other ranks and none makes progress: a rank whose own storage
+hangs reports it itself.
 """
 _LOOK_S = 0.2
 MOVES_EVERY_S = 2.0

@@ -356,8 +356,8 @@ def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
 
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
-"""Of torch on a CPU; of CUDA, where not torch but the driver needs memory, e.g. for a kernel's
-stack; of cuBLAS and cuDNN.
+"""Messages of torch on a CPU, of the CUDA driver, which needs memory e.g. for a kernel's stack, and
+of cuBLAS and cuDNN.
 """
 
 

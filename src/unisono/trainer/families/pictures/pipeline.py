@@ -45,7 +45,7 @@ class TextStates:
     pooled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "TextStates":
-        """The same on a device."""
+        """The states on a device."""
         return TextStates(self.states.to(device), None if self.pooled is None else self.pooled.to(device))
 
 

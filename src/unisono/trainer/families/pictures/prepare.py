@@ -70,7 +70,7 @@ class Rows:
     train: list[Picture]
     eval: list[Picture]
     sequences: list[int]
-    """Of an epoch: a picture of the training split for each use."""
+    """The index of a training picture for each of its uses in an epoch."""
     scan: FolderScan
     sections: list[DiffusionSection]
     """`diffusion` as it is for each folder."""
@@ -219,7 +219,7 @@ def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> FolderScan:
 
 
 def _uses(own: list[Picture], prior: list[Picture], resolutions: list[tuple[int, int]]) -> list[int]:
-    """Of an epoch: the number of a picture in `own + prior` for each use.
+    """The index in `own + prior` of each use of a picture in an epoch.
 
     The regularization pictures of a resolution fill up to as many uses as its other pictures have.
     """
