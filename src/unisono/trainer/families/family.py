@@ -1,5 +1,5 @@
 """What a family of models provides: its module `input_files` has the functions of `Files`, `rows`
-those of `Rows`, `trained_model` those of `Training`.
+those of `Preparation`, `trained_model` those of `Training`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from unisono.guard.rundir import RunDir
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.plan import DataSummary, ModelFacts, RunPlan
 
-if TYPE_CHECKING:  # tasks without torch use `Files` and `Rows`
+if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
 
     from unisono.trainer.checkpoint.manifest import FileEntry
@@ -59,7 +59,7 @@ class Files(Protocol):
         """
 
 
-class Rows(Protocol):
+class Preparation(Protocol):
     """Prepares rows."""
 
     def prepare(

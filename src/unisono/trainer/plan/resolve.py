@@ -23,11 +23,11 @@ from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.mesh import Mesh, meshes_of, needs_several_ranks
 from unisono.trainer.plan.run_plan import (
     DataSummary,
+    EnvironmentSetting,
     MemoryEstimate,
     ModelFacts,
     ResumePoint,
     RunPlan,
-    Setting,
     expects_fast_layers,
     has_one_backward,
 )
@@ -206,7 +206,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         resume=given.resume,
         resume_reason=given.resume_reason,
         settings=[
-            Setting(name=name, value=value, reason=config.reasons.get(name, ""))
+            EnvironmentSetting(name=name, value=value, reason=config.reasons.get(name, ""))
             for name, value in sorted(given.settings.items())
         ],
         ignored_variables=given.ignored_variables,

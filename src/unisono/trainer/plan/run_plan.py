@@ -13,14 +13,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from unisono.base.user_code import MODEL_CODE
-from unisono.guard.places.ranks import DeviceChoice, NodePlace, Part, RankPlace
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, PlanPart, RankPlace
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.plan.mesh import Mesh, Strategy
 
 
-class ModelFacts(Part):
+class ModelFacts(PlanPart):
     """Facts from a model's files, read without torch."""
 
     directory: str
@@ -65,7 +65,7 @@ class ModelFacts(Part):
     """Whether embedding and head share one matrix."""
 
 
-class SplitSummary(Part):
+class SplitSummary(PlanPart):
     """The training or evaluation rows as the model sees them. Counts are for one epoch."""
 
     rows: int
@@ -78,7 +78,7 @@ class SplitSummary(Part):
     """Tokens."""
 
 
-class DataSummary(Part):
+class DataSummary(PlanPart):
     """The result of preparing the data; the rows themselves are in the cache."""
 
     cache_dir: str
@@ -114,7 +114,7 @@ class DataSummary(Part):
     warnings: list[str] = []
 
 
-class MemoryEstimate(Part):
+class MemoryEstimate(PlanPart):
     """Estimated memory of one rank in bytes, by part."""
 
     weights: int
@@ -127,7 +127,7 @@ class MemoryEstimate(Part):
     total: int
 
 
-class Setting(Part):
+class EnvironmentSetting(PlanPart):
     """An environment variable of the head, or a line of its nccl.conf, that affects how ranks
     compute or communicate.
     """
@@ -138,7 +138,7 @@ class Setting(Part):
     """Why it was set, from `--reason` or `reasons` in the config; empty: unknown."""
 
 
-class ResumePoint(Part):
+class ResumePoint(PlanPart):
     """The checkpoint that the run resumes from."""
 
     step: int
@@ -147,7 +147,7 @@ class ResumePoint(Part):
     """Whether it is accepted with `--trust` although this user has not signed it."""
 
 
-class RunPlan(Part):
+class RunPlan(PlanPart):
     """All decisions of a run. The worker follows it and decides nothing again."""
 
     schema_: Literal[1] = Field(default=1, alias="schema")
@@ -218,7 +218,7 @@ class RunPlan(Part):
     """Allowed changes of the run's meaning, of all starts, in order: key, before, after,
     from_step.
     """
-    settings: list[Setting] = []
+    settings: list[EnvironmentSetting] = []
     """Variables set by hand on the head, by name; those of other nodes are in agreement.json."""
     ignored_variables: list[str] = []
     origins: dict[str, str] = {}
@@ -371,7 +371,7 @@ def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, d
 
 
 @dataclass
-class Stream:
+class SequenceStream:
     """The endless stream of sequences: epoch after epoch, each with its own permutation.
 
     Attributes:
@@ -421,7 +421,7 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
     whole_epochs = max(0, target // per_epoch - 1)
     position = whole_epochs * len(lengths)
     seen = whole_epochs * per_epoch
-    stream = Stream(len(lengths), seed)
+    stream = SequenceStream(len(lengths), seed)
     while seen < target:
         seen += lengths[stream.at(position)]
         position += 1

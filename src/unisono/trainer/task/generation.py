@@ -313,7 +313,7 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     template, note = opened.chat_template()
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
-    conversation = Conversation(opened, template, request, report, interrupt)
+    conversation = ModelChat(opened, template, request, report, interrupt)
     report.send("ready", facts={"description": opened.target.description, "note": note})
     for line in sys.stdin:
         message = json.loads(line)
@@ -334,7 +334,7 @@ class _Interrupt:
         self.pressed = True
 
 
-class Conversation:
+class ModelChat:
     """The messages of a chat, and the model that answers.
 
     Attributes:

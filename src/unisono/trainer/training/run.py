@@ -32,7 +32,7 @@ from unisono.trainer.training.gradient_sync import GradientSync
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
-from unisono.trainer.training.saver import Part, Saver
+from unisono.trainer.training.saver import RankTensor, Saver
 from unisono.trainer.training.sharding import ShardedRoot
 
 # ---- Random streams
@@ -269,7 +269,7 @@ class Contents:
             source's, if it has any), and of an adapter `base` (what it was trained on).
     """
 
-    groups: dict[str, list[Part]]
+    groups: dict[str, list[RankTensor]]
     values: dict[str, Any]
 
 
@@ -313,7 +313,7 @@ def base_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _parts(run: Run, tensors: Tensors) -> list[Part]:
+def _parts(run: Run, tensors: Tensors) -> list[RankTensor]:
     parts = []
     for name, tensor in tensors.items():
         value = tensor.detach()
@@ -321,9 +321,9 @@ def _parts(run: Run, tensors: Tensors) -> list[Part]:
             shape, offsets = _place(run, name, value)
             local = value.to_local()
             if local.numel():  # a rank may have no part of a small tensor
-                parts.append(Part(name, local, shape, offsets))
+                parts.append(RankTensor(name, local, shape, offsets))
         elif run.group.is_main or run.sharded is None:
-            parts.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
+            parts.append(RankTensor(name, value, tuple(value.shape), (0,) * value.ndim))
     return parts
 
 

@@ -176,7 +176,7 @@ def save_strip(folder: Path) -> None:
         image_module.fromarray(whole).save(stream, format="PNG")
 
 
-class Sampler:
+class PictureSampler:
     """Draws with the model that is being trained; the other parts of its pipeline are loaded when
     they are first needed, and kept.
     """
@@ -265,7 +265,7 @@ class Sampler:
 
 def open_pictures(
     plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
-) -> tuple[PictureLoader, Sampler | None]:
+) -> tuple[PictureLoader, PictureSampler | None]:
     """Loads the pictures of the run's table, and with `draws` draws samples."""
     assert isinstance(forward, PictureForward)
     directory = Path(plan.model.directory)
@@ -279,7 +279,7 @@ def open_pictures(
     )
     if not draws:
         return loader, None
-    return loader, Sampler(
+    return loader, PictureSampler(
         read_pipeline(directory),
         forward.denoiser,
         loader,

@@ -64,7 +64,7 @@ _MOST_DECODED = 200_000
 
 
 @dataclass
-class Rows:
+class PictureRows:
     """The pictures of a run, those of the training split first."""
 
     train: list[Picture]
@@ -157,7 +157,7 @@ def _resolution(
     return width, height
 
 
-def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> Rows:
+def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> PictureRows:
     """All pictures with their captions and buckets, the split, and the order of uses before it is
     shuffled.
 
@@ -190,7 +190,7 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
             ),
         )
     resolutions = [folder.resolution for folder in folders]
-    return Rows(
+    return PictureRows(
         own + prior, held_out, _uses(own, prior, resolutions), every, [folder.section for folder in folders]
     )
 
@@ -319,7 +319,12 @@ def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests)
 
 
 def fill_caches(
-    config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
+    config: RunConfig,
+    rows: PictureRows,
+    pipeline: Pipeline,
+    places: Places,
+    report: Reporter,
+    device: torch.device,
 ) -> tuple[dict[Path, int], int, int]:
     """Computes the latents and embeddings that are missing; gives the digest of each file of
     latents, how many were computed, and bytes on disk.
@@ -455,7 +460,7 @@ def prepare_pictures(
     )
 
 
-def _accounted(rows: Rows) -> list[Any]:
+def _accounted(rows: PictureRows) -> list[Any]:
     """What only the ledger has: the files that are not used, and the lines of captions that are not
     read.
     """
@@ -490,7 +495,7 @@ def caption_cuts(captions: Sequence[str], pipeline: Pipeline, max_tokens: int) -
     return cuts
 
 
-def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
+def _caption_warnings(rows: PictureRows, cuts: dict[str, Cut]) -> list[str]:
     pictures = rows.train + rows.eval
     cut = [picture for picture in pictures if rows.longest_caption(picture) in cuts]
     long = [picture for picture in pictures if picture.unread_lines]
@@ -521,7 +526,7 @@ def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
     return warnings
 
 
-def _has_lines_without_affixes(picture: Picture, rows: Rows) -> bool:
+def _has_lines_without_affixes(picture: Picture, rows: PictureRows) -> bool:
     """Whether a line that is drawn lacks a prefix or suffix that another line of it has."""
     section = rows.sections[picture.source]
     return (
@@ -531,7 +536,7 @@ def _has_lines_without_affixes(picture: Picture, rows: Rows) -> bool:
     )
 
 
-def _warnings(rows: Rows) -> list[str]:
+def _warnings(rows: PictureRows) -> list[str]:
     seen = [one for one in rows.scan.lost if one.is_picture]
     lost = {what: [one for one in seen if one.what == what] for what in ("bad", "dropped")}
     return [
@@ -589,7 +594,7 @@ def _write_table(
     directory: Path,
     config: RunConfig,
     pipeline: Pipeline,
-    rows: Rows,
+    rows: PictureRows,
     entries: list[dict[str, Any]],
     places: Places,
     cuts: dict[str, Cut],
@@ -653,7 +658,7 @@ def _write_rows(
 
 
 def _write_ledger(
-    directory: Path, config: RunConfig, rows: Rows, lengths: list[int], cuts: dict[str, Cut]
+    directory: Path, config: RunConfig, rows: PictureRows, lengths: list[int], cuts: dict[str, Cut]
 ) -> None:
     sources = sources_of(config.data)
     paths = {
