@@ -36,7 +36,7 @@ from unisono.trainer.checkpoint.writer import (
     write_files,
     write_tensor_file,
 )
-from unisono.trainer.training.saver import Files, Part, Save, Saver, Staging, in_place
+from unisono.trainer.training.saver import Files, RankTensor, Save, Saver, Staging, in_place
 
 ROWS, LENGTH = 2, 128
 PAIRS = 9  # of writes; a disk that others use, too, is seldom as quick twice
@@ -74,7 +74,7 @@ def ours(training: Training, saver: Saver, root: Path) -> tuple[float, float]:
     shutil.rmtree(store.root, ignore_errors=True)
     began = time.perf_counter()
     groups = {
-        group: [Part(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
+        group: [RankTensor(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
         for group, members in training.tensors().items()
     }
     text = state_text(sorted(groups), {"step": 1})
@@ -159,7 +159,7 @@ def costs(training: Training, root: Path, rounds: int) -> dict[str, Any]:
     other left to be written.
     """
     parts = in_place({
-        group: [Part(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
+        group: [RankTensor(name, t, tuple(t.shape), (0,) * t.ndim) for name, t in members.items()]
         for group, members in training.tensors().items()
     })  # fmt: skip
     pairs: list[dict[str, float]] = []

@@ -24,7 +24,7 @@ import numpy as np
 
 from unisono.base.causes.signatures import match_line
 from unisono.guard.diagnosis.hypotheses import DENIED_SHARE, NO_FAILURE, Table, make_table
-from unisono.guard.diagnosis.judge import CERTAIN, Diagnosis
+from unisono.guard.diagnosis.judge import CERTAIN, DiagnosisResult
 from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
 
 FOLDS = 5
@@ -42,7 +42,7 @@ class Case:
     cause: str
     accepted: tuple[str, ...]
     language: str
-    found: Diagnosis
+    found: DiagnosisResult
     text: str = ""
 
     @property

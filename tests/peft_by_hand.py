@@ -11,7 +11,7 @@ from unisono.trainer.batches.table import TableRows
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.model.load import LoadedModel, load_for_training
-from unisono.trainer.plan import Stream
+from unisono.trainer.plan import SequenceStream
 
 
 def loaded_again(run: Any) -> LoadedModel:
@@ -43,7 +43,7 @@ def losses_by_hand(run: Any, model: Any, *, targets: str | list[str]) -> list[fl
             trained[name].copy_(begun)
     optimizer = torch.optim.AdamW(trained.values(), lr=run.plan.config.optim.lr, weight_decay=0.0)
     table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-    stream, losses = Stream(table.sequences, run.plan.config.seed), []
+    stream, losses = SequenceStream(table.sequences, run.plan.config.seed), []
     for step in range(1, run.plan.total_steps + 1):
         sequences = stream.step(step, global_batch=4, total_sequences=run.plan.total_sequences)
         rows = TableRows(table, torch.device("cpu")).load(sequences).rows

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.trainer.training.saver import Files, Part, Save, Saver, Staging
+from unisono.trainer.training.saver import Files, RankTensor, Save, Saver, Staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def test_what_is_saved_is_the_state_at_the_beginning_while_the_device_computes_o
             found.update({part.name: bytes(part.read()) for part in files["trainable"]})
             return Path(f"step-{save.step}")
 
-        groups = {"trainable": [Part(n, t, tuple(t.shape), (0,)) for n, t in weights.items()]}
+        groups = {"trainable": [RankTensor(n, t, tuple(t.shape), (0,)) for n, t in weights.items()]}
         save = saver.begin(step, groups, write)
         saver.before_update()
         for weight in weights.values():

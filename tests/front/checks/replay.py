@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from unisono.guard.facts.machine import DevicesDetails, Holder, numa_node_of, pci_address
+from unisono.guard.facts.machine import DeviceHolder, DevicesDetails, numa_node_of, pci_address
 from unisono.guard.facts.nvidia import (
     KernelLine,
     OtherSources,
@@ -161,7 +161,7 @@ def beside_of(body: dict[str, Any]) -> OtherSources:
         numa_node=beside["numa_node"].get,
         on_bus=lambda: tuple(beside["on_bus"]),
         kernel_log=lambda: None if log is None else [KernelLine(text, age) for text, age in log],
-        holder=lambda pid, size: Holder(pid, size, *processes.get(str(pid), ())),
+        holder=lambda pid, size: DeviceHolder(pid, size, *processes.get(str(pid), ())),
         redirecting=lambda _addresses: beside.get("redirecting"),
     )
 

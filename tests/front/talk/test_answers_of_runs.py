@@ -214,7 +214,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     template, note = opened.chat_template()
     assert note == ""
     settings = {**ASKED, "system": None}
-    talk = generation.Conversation(opened, template, settings, listening, generation._Interrupt())
+    talk = generation.ModelChat(opened, template, settings, listening, generation._Interrupt())
     talk.answer("what day is it")
     talk.answer("call me")
     first, second = (message["text"] for message in listening.of_kind("answer"))
@@ -233,7 +233,7 @@ def test_a_conversation_that_outgrows_the_model_is_reported_and_continues_after_
     model_dir: Path, listening: Any
 ) -> None:
     opened = open_for_inference(str(model_dir), report=listening)
-    talk = generation.Conversation(
+    talk = generation.ModelChat(
         opened, opened.chat_template()[0], {**ASKED, "system": None}, listening, generation._Interrupt()
     )
     talk.answer("a " * 400)

@@ -26,14 +26,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.front.cli.app import main
-from unisono.guard.diagnosis.judge import Diagnosis
+from unisono.guard.diagnosis.judge import DiagnosisResult
 from unisono.guard.diagnosis.reading import diagnose_logs, find_sources, read_all
 from unisono.guard.diagnosis.report_text import MOST_BYTES, language_of, read_report
 
 REPORTS = Path(__file__).parent / "reports"
 
 
-def diagnosed(folder: Path, files: dict[str, str | bytes]) -> Diagnosis:
+def diagnosed(folder: Path, files: dict[str, str | bytes]) -> DiagnosisResult:
     """What is said of some files."""
     paths = [folder / name for name in sorted(files)]
     for path in paths:
@@ -49,7 +49,7 @@ def cases(name: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in text.splitlines())
 
 
-def order_of(found: Diagnosis) -> list[str]:
+def order_of(found: DiagnosisResult) -> list[str]:
     """The verdict, where lines prove it, and the hypotheses."""
     ranked = [one.cause for one in found.ranking.hypotheses]
     return list(dict.fromkeys([*([found.verdict.cause] if found.is_proved else []), *ranked]))
@@ -219,7 +219,7 @@ def test_a_setting_that_helped_counts_for_its_cause_and_one_that_did_not_against
     helped = diagnosed(tmp_path, {"a.md": base + "With NCCL_P2P_DISABLE=1 it works."})
     useless = diagnosed(tmp_path, {"a.md": base + "NCCL_P2P_DISABLE=1 did not help."})
 
-    def score(found: Diagnosis) -> float:
+    def score(found: DiagnosisResult) -> float:
         return next((one.score for one in found.ranking.hypotheses if one.cause == "p2p_blocked"), 0.0)
 
     assert score(helped) > 0.5 > score(useless)

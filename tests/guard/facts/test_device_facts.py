@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from unisono.guard.facts.machine import Gpu, Holder, Xid, no_gpus, probe_nvidia, read_machine, triton_trouble
+from unisono.guard.facts.machine import (
+    DeviceHolder,
+    Gpu,
+    Xid,
+    no_gpus,
+    probe_nvidia,
+    read_machine,
+    triton_trouble,
+)
 from unisono.guard.facts.nvidia import (
     KernelLine,
     nvidia_devices,
@@ -33,8 +41,8 @@ def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_
         child.stdout.readline()  # by then it is the program, and no copy of this process
         found = holder_of(child.pid, 5)
         child.communicate()
-    assert found == Holder(child.pid, 5, pwd.getpwuid(os.getuid()).pw_name, Path(sys.executable).name)
-    assert holder_of(child.pid, 5) == Holder(child.pid, 5)
+    assert found == DeviceHolder(child.pid, 5, pwd.getpwuid(os.getuid()).pw_name, Path(sys.executable).name)
+    assert holder_of(child.pid, 5) == DeviceHolder(child.pid, 5)
 
 
 @pytest.mark.parametrize(

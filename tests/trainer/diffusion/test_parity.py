@@ -24,7 +24,7 @@ from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families.pictures.latents import PictureLoader, PictureUse
 from unisono.trainer.families.pictures.pipeline import fast_attention
 from unisono.trainer.model.kernels import Kernels, load_kernels
-from unisono.trainer.plan import RunPlan, Stream
+from unisono.trainer.plan import RunPlan, SequenceStream
 
 needs.package("diffusers")
 Image = needs.package("PIL.Image")
@@ -47,7 +47,7 @@ def _uses(plan: RunPlan) -> list[list[PictureUse]]:
     """The uses of pictures in each step, by the loader of the run."""
     loader = _loader(plan)
     table = TokenTable.open(Path(plan.data.cache_dir), "train")
-    stream, size = Stream(plan.data.train.sequences, plan.config.seed), plan.global_batch
+    stream, size = SequenceStream(plan.data.train.sequences, plan.config.seed), plan.global_batch
     found = []
     for step in range(plan.total_steps):
         places = list(range(step * size, (step + 1) * size))

@@ -19,7 +19,7 @@ from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
 from unisono.trainer.families.pictures.latents import PictureLoader
 from unisono.trainer.families.pictures.pipeline_files import read_pipeline
-from unisono.trainer.families.pictures.prepare import Rows, gather
+from unisono.trainer.families.pictures.prepare import PictureRows, gather
 
 needs.package("diffusers")
 needs.package("PIL")
@@ -46,11 +46,11 @@ def _config(folders: Path, sources: list[dict[str, Any]], **more: Any) -> RunCon
     return RunConfig.model_validate(raw)
 
 
-def _gather(config: RunConfig, pipeline_dir: Path, folder: Path) -> Rows:
+def _gather(config: RunConfig, pipeline_dir: Path, folder: Path) -> PictureRows:
     return gather(config, read_pipeline(pipeline_dir), folder / "cache", Reporter(None))
 
 
-def _uses(rows: Rows) -> Counter[tuple[str, bool, tuple[int, int]]]:
+def _uses(rows: PictureRows) -> Counter[tuple[str, bool, tuple[int, int]]]:
     """How often the pictures of a folder are used in an epoch, by their size."""
     pictures = [rows.train[i] for i in rows.sequences]
     return Counter((Path(p.path).parent.name, p.is_prior, p.size) for p in pictures)
@@ -82,7 +82,7 @@ def test_a_flat_folder_has_only_its_own_pictures(folders: Path, pipeline_dir: Pa
         for flat in (True, False)
     )
     assert {Path(picture.path).parent.name for picture in flat.train} == {"aki"}
-    assert [lost.why for lost in flat.found.lost if lost.name.endswith(".png")] == [
+    assert [lost.why for lost in flat.scan.lost if lost.name.endswith(".png")] == [
         "it is in a folder inside, and `flat` takes none of them"
     ]
     assert len(deep.sequences) == len(flat.sequences) + 9
@@ -174,7 +174,7 @@ def test_captions_of_a_source(folders: Path, pipeline_dir: Path, tmp_path: Path)
     assert captions["aki"] == "hoge girl"
     assert captions["other"].startswith("a green tile")
     assert captions["reg"] == ""
-    why = [lost.why for lost in rows.found.lost if lost.name.endswith(".txt") and lost.is_picture]
+    why = [lost.why for lost in rows.scan.lost if lost.name.endswith(".txt") and lost.is_picture]
     assert (
         why
         == ["captions are read from .none files (caption_extensions)"] * 4

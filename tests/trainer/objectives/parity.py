@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from tests import front_server
 from tests.trainer.objectives.families import POSITIONS, Family
 from unisono.guard.supervise.child_process import child_environment
-from unisono.trainer.plan import Stream
+from unisono.trainer.plan import SequenceStream
 
 Train = Callable[..., Any]
 Row = dict[str, Any]
@@ -130,7 +130,9 @@ def train_both(
         order = [
             i
             for step in range(1, steps + 1)
-            for i in Stream(len(rows), seed=0).step(step, global_batch=case.batch, total_sequences=10**6)
+            for i in SequenceStream(len(rows), seed=0).step(
+                step, global_batch=case.batch, total_sequences=10**6
+            )
         ]
         ordered = rows if case.objective == "kto" else [_without_messages(rows[i]) for i in order]
         given = _for_trl(ordered, case, start)

@@ -26,7 +26,7 @@ from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.data.build import pack
 from unisono.trainer.data.token_table import TokenBlock, TokenTable, collate
 from unisono.trainer.objectives import Kto
-from unisono.trainer.plan import Stream
+from unisono.trainer.plan import SequenceStream
 from unisono.trainer.training import rank_run
 
 Train = Callable[..., Any]
@@ -73,7 +73,7 @@ def test_ranks_and_micro_batches_get_whole_pairs_each_once(
     rows = TableRows(table, torch.device("cpu"))
     total = 2 * table.sequences + 1
     ranks = [
-        TableSource(rows, Stream(table.sequences, seed), micro * rounds, micro, total, rank, world)
+        TableSource(rows, SequenceStream(table.sequences, seed), micro * rounds, micro, total, rank, world)
         for rank in range(world)
     ]
     seen = []
@@ -105,7 +105,7 @@ def test_ranks_and_micro_batches_get_whole_pairs_each_once(
 def test_the_longest_micro_batch_is_that_of_the_sides_in_the_loss() -> None:
     """Of a rated answer the mismatched one, which is in no loss, may be longer than any other."""
     rows = TableRows(_table([(3, 30), (20, 4), (10, 5)], packing=False), torch.device("cpu"))
-    data = TableSource(rows, Stream(3, 0), 2, 1, 3)
+    data = TableSource(rows, SequenceStream(3, 0), 2, 1, 3)
     assert [data.longest(sides).sequences for sides in ((0,), (1,), (0, 1))] == [[1], [0], [0]]
 
 
@@ -121,7 +121,7 @@ def test_the_longest_micro_batch_of_padded_rows_is_that_with_most_places(
     table = _table([(n, 1) for rows in lengths for n in rows], packing=False)
     table = replace(table, sequence_rows=np.arange(ends[-1]), sequence_ends=ends)
     rows = TableRows(table, torch.device("cpu"))
-    data = TableSource(rows, Stream(len(lengths), 0), micro, micro, len(lengths))
+    data = TableSource(rows, SequenceStream(len(lengths), 0), micro, micro, len(lengths))
 
     def places(group: Sequence[int]) -> int:
         return sum(len(lengths[i]) for i in group) * max(max(lengths[i]) for i in group)

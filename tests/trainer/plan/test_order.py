@@ -12,7 +12,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.trainer.plan import Stream, order_by_group, permutation, steps_for_tokens
+from unisono.trainer.plan import SequenceStream, order_by_group, permutation, steps_for_tokens
 
 FOREVER = [1, 4, 2, 0, 8, 7, 6, 5, 9, 3]
 sizes = st.integers(1, 200)
@@ -51,14 +51,14 @@ def test_the_order_is_the_same_in_a_different_process_and_for_ever() -> None:
 
 @given(sizes, seeds, st.integers(1, 40), st.integers(1, 300))
 def test_steps_cut_the_stream_without_gap_or_overlap(n: int, seed: int, batch: int, total: int) -> None:
-    stream = Stream(n, seed)
+    stream = SequenceStream(n, seed)
     steps = -(-total // batch)
     dealt = [
         s
         for step in range(1, steps + 1)
         for s in stream.step(step, global_batch=batch, total_sequences=total)
     ]
-    assert dealt == [Stream(n, seed).at(position) for position in range(total)]
+    assert dealt == [SequenceStream(n, seed).at(position) for position in range(total)]
     for epoch in range(total // n):
         assert sorted(dealt[epoch * n : (epoch + 1) * n]) == list(range(n))
 
@@ -66,9 +66,9 @@ def test_steps_cut_the_stream_without_gap_or_overlap(n: int, seed: int, batch: i
 @given(sizes, seeds, st.lists(st.integers(0, 2000), max_size=20))
 def test_a_stream_may_be_entered_anywhere(n: int, seed: int, positions: list[int]) -> None:
     """Resuming asks for a late position first; what was looked at before does not matter."""
-    stream = Stream(n, seed)
+    stream = SequenceStream(n, seed)
     assert [stream.at(position) for position in positions] == [
-        Stream(n, seed).at(position) for position in positions
+        SequenceStream(n, seed).at(position) for position in positions
     ]
 
 
@@ -89,7 +89,7 @@ def test_steps_are_of_one_group_as_far_as_it_goes(
     for step in full:  # within a mixed step each group is contiguous, except for whole steps that did not fit
         changes = sum(groups[a] != groups[b] for a, b in itertools.pairwise(step))
         assert changes < 2 * len(set(groups))
-    stream = Stream(n, seed, groups, batch)
+    stream = SequenceStream(n, seed, groups, batch)
     assert [stream.at(epoch * n + place) for place in range(n)] == order
 
 
@@ -98,7 +98,7 @@ def test_steps_are_of_one_group_as_far_as_it_goes(
 def test_steps_for_tokens_is_what_counting_one_by_one_gives(
     lengths: list[int], target: int, batch: int, seed: int
 ) -> None:
-    stream, seen, steps = Stream(len(lengths), seed), 0, 0
+    stream, seen, steps = SequenceStream(len(lengths), seed), 0, 0
     while seen < target:
         steps += 1
         seen += sum(lengths[stream.at(position)] for position in range((steps - 1) * batch, steps * batch))

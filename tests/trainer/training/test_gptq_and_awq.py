@@ -30,7 +30,7 @@ from unisono.trainer.model.directory import inspect_model
 from unisono.trainer.model.forward import choose_forward
 from unisono.trainer.model.kernels import load_kernels
 from unisono.trainer.model.quantization import Groups, dequantized, quantized_layers, state_of, weight_bytes
-from unisono.trainer.plan import Stream
+from unisono.trainer.plan import SequenceStream
 from unisono.trainer.training.join import make_rank_report
 
 Train = Callable[..., Any]
@@ -181,7 +181,7 @@ def test_a_flipped_bit_in_weights_scales_or_zero_points_changes_the_digest_that_
     def digest() -> str:
         table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
         plan = run.plan
-        rows, stream = TableRows(table, _CPU), Stream(table.sequences, 0)
+        rows, stream = TableRows(table, _CPU), SequenceStream(table.sequences, 0)
         data = TableSource(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
         return make_rank_report(
             plan, plan.ranks[0], device=_CPU, loaded=loaded, data=data, store_port=None

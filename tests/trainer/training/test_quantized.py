@@ -32,7 +32,7 @@ from unisono.trainer.model.quantization import (
     times_transposed,
     weight_bytes,
 )
-from unisono.trainer.plan import Stream
+from unisono.trainer.plan import SequenceStream
 from unisono.trainer.plan.memory import packed_bytes
 from unisono.trainer.training.join import make_rank_report
 
@@ -171,7 +171,11 @@ def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks
 
     def digest() -> str:
         table = TokenTable.open(Path(run.plan.data.cache_dir), "train")
-        rows, stream, plan = TableRows(table, torch.device("cpu")), Stream(table.sequences, 0), run.plan
+        rows, stream, plan = (
+            TableRows(table, torch.device("cpu")),
+            SequenceStream(table.sequences, 0),
+            run.plan,
+        )
         data = TableSource(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences)
         return make_rank_report(
             run.plan, run.plan.ranks[0], device=torch.device("cpu"), loaded=loaded, data=data, store_port=None

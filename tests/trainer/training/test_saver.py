@@ -16,13 +16,13 @@ import torch
 
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.training import saver as saving
-from unisono.trainer.training.saver import Files, Groups, Part, Save, Saver, Staging
+from unisono.trainer.training.saver import Files, Groups, RankTensor, Save, Saver, Staging
 
 LIMIT_S = 30.0
 
 
 def _groups(tensors: dict[str, torch.Tensor]) -> Groups:
-    return {"trainable": [Part(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items()]}
+    return {"trainable": [RankTensor(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items()]}
 
 
 def _keep(found: dict[str, bytes]) -> Callable[[Save, Files], Path]:

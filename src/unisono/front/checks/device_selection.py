@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Literal
 
 from unisono.base.text import one_line, show_bytes
-from unisono.guard.facts.machine import DeviceDetails, DevicesDetails, Holder, Level
+from unisono.guard.facts.machine import DeviceDetails, DeviceHolder, DevicesDetails, Level
 
 TransportKind = Literal["nvlink", "p2p", "shm", "net", "broken"]
 
@@ -312,7 +312,7 @@ def holders_of(device: DeviceDetails) -> str:
     return f"{used} of {show_bytes(device.memory_bytes)} are in use: {who}"
 
 
-def _holder(holder: Holder) -> str:
+def _holder(holder: DeviceHolder) -> str:
     who = f"pid {holder.pid}" + (f" of {one_line(holder.user)}" if holder.user else "")
     what = f" ({one_line(holder.command, limit=60)})" if holder.command else ""
     size = f" {show_bytes(holder.memory_bytes)}" if holder.memory_bytes else ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from unisono.base.causes.variables import Variable
     from unisono.base.causes.verdict import Cause
     from unisono.guard.diagnosis.hypotheses import Ranking
-    from unisono.guard.diagnosis.judge import Diagnosis
+    from unisono.guard.diagnosis.judge import DiagnosisResult
 
 _WIDTH = 100  # of the timeline without a terminal
 
@@ -48,7 +48,7 @@ def diagnose(
         _ask(diagnosis)
 
 
-def _show(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
+def _show(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
     if output().json:
         _emit(diagnosis, every=every, timeline=timeline)
         return
@@ -64,7 +64,7 @@ def _show(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
     printer.notify(f"More on it: unisono explain {diagnosis.verdict.cause}")
 
 
-def _lines(diagnosis: "Diagnosis", *, every: bool) -> Iterator[str]:
+def _lines(diagnosis: "DiagnosisResult", *, every: bool) -> Iterator[str]:
     if diagnosis.verdict.cause == "undetermined" and diagnosis.ranking.hypotheses:
         yield f"WHAT      no log line proves the cause; these fit, most likely first  [{diagnosis.verdict.cause}]"
         yield from ranking_lines(diagnosis.ranking, language=diagnosis.language)
@@ -116,7 +116,7 @@ def ranking_lines(ranking: "Ranking", *, language: str = "") -> Iterator[str]:
         yield f"{'ASK' if not number else '':<10}{question.zh if language == 'zh' else question.en}"
 
 
-def _ask(diagnosis: "Diagnosis") -> None:
+def _ask(diagnosis: "DiagnosisResult") -> None:
     """Asks one question at a time, and ranks the causes again after each answer."""
     from unisono.base.errors import UsageError
     from unisono.guard.diagnosis.judge import with_answer
@@ -168,7 +168,7 @@ def _answer(question: str) -> str:
     return _ANSWERS.get(text.strip().lower(), "")
 
 
-def _emit(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
+def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
     from unisono.guard.diagnosis.lines import redacted_json
 
     body = diagnosis.to_json(every=every)
@@ -177,7 +177,7 @@ def _emit(diagnosis: "Diagnosis", *, every: bool, timeline: bool) -> None:
     output().emit(body)
 
 
-def _drawn(diagnosis: "Diagnosis") -> list[str]:
+def _drawn(diagnosis: "DiagnosisResult") -> list[str]:
     """The timeline in the width and colours of the terminal; plain without a terminal."""
     from unisono.guard.diagnosis.timeline import draw
     from unisono.guard.facts import read_environment

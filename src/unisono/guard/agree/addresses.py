@@ -9,7 +9,7 @@ from unisono.base.text import nearest, one_line
 from unisono.guard.agree.agreement import (
     NODES,
     Agreement,
-    Group,
+    ValueGroup,
     Wording,
     evidence_of,
     judge_keys,
@@ -285,7 +285,7 @@ def judge_interfaces(members: Members) -> Agreement:
     return agreement
 
 
-def _found_problem(group: Group[InterfaceProblem], members: Members) -> Agreement:
+def _found_problem(group: ValueGroup[InterfaceProblem], members: Members) -> Agreement:
     problem = group.value
     cause = "nccl_socket_iface" if problem.variable in PATTERNS else "address_unreachable"
     rule = replace(NODE_RULES["interfaces"], cause=cause, violated="fail" if problem.fatal else "warn")

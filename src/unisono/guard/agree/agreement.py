@@ -26,26 +26,26 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Group(Generic[Value]):
+class ValueGroup(Generic[Value]):
     """The members that reported the same value, in order."""
 
     value: Value
     members: tuple[Member, ...]
 
 
-def partition(reported: Iterable[tuple[Member, Value]]) -> list[Group[Value]]:
+def partition(reported: Iterable[tuple[Member, Value]]) -> list[ValueGroup[Value]]:
     """Groups of equal values, the largest first; among equally large ones, the one with the first
     member.
     """
     by_value: dict[Value, list[Member]] = {}
     for who, value in reported:
         by_value.setdefault(value, []).append(who)
-    groups = [Group(value, tuple(sorted(members))) for value, members in by_value.items()]
+    groups = [ValueGroup(value, tuple(sorted(members))) for value, members in by_value.items()]
     return sorted(groups, key=lambda group: (-len(group.members), group.members))
 
 
 def odd_out(
-    groups: Sequence[Group[Value]], *, suspect: Callable[[Member], bool] | None = None
+    groups: Sequence[ValueGroup[Value]], *, suspect: Callable[[Member], bool] | None = None
 ) -> tuple[Member, ...]:
     """The members that differ, given `groups` from `partition`; empty if that cannot be decided.
 
@@ -68,13 +68,13 @@ def odd_out(
     return suspects if len(suspects) < total else ()
 
 
-def majority(groups: Sequence[Group[Value]]) -> Group[Value] | None:
+def majority(groups: Sequence[ValueGroup[Value]]) -> ValueGroup[Value] | None:
     """The group with more than half of all members, or None."""
     total = sum(len(group.members) for group in groups)
     return groups[0] if groups and 2 * len(groups[0].members) > total else None
 
 
-def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Group[Value]]:
+def odd_first(groups: Sequence[ValueGroup[Value]], odd: Iterable[Member]) -> list[ValueGroup[Value]]:
     """The groups in the order of a message: those that differ first; if none does, by node."""
     blamed = set(odd)
     return sorted(
@@ -87,7 +87,9 @@ def odd_first(groups: Sequence[Group[Value]], odd: Iterable[Member]) -> list[Gro
     )
 
 
-def differing(reported: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict[str, list[Group[Hashable]]]:
+def differing(
+    reported: Sequence[tuple[Member, Mapping[str, Hashable]]],
+) -> dict[str, list[ValueGroup[Hashable]]]:
     """For each key that is not equal everywhere, its groups; a missing key has the value None.
 
     Equal mappings are grouped first, so that a thousand equal ones cost little more than one.
@@ -100,7 +102,7 @@ def differing(reported: Sequence[tuple[Member, Mapping[str, Hashable]]]) -> dict
         examples.setdefault(content, mapping)
     if len(members) < 2:
         return {}
-    groups: dict[str, list[Group[Hashable]]] = {}
+    groups: dict[str, list[ValueGroup[Hashable]]] = {}
     for key in sorted({key for mapping in examples.values() for key in mapping}):
         values = {content: mapping.get(key) for content, mapping in examples.items()}
         if len(set(values.values())) > 1:
@@ -245,7 +247,7 @@ def violation(
     return Agreement.found(rule.id, verdict, where=stage.name(about) if about else "")
 
 
-def describe_groups(groups: Sequence[Group[Value]], stage: Stage, shown: Callable[[Value], str]) -> str:
+def describe_groups(groups: Sequence[ValueGroup[Value]], stage: Stage, shown: Callable[[Value], str]) -> str:
     """`1e-4 on node 0 (a), 1e-5 on node 1 (b)`."""
     parts = [f"{shown(group.value)} on {stage.name(group.members)}" for group in groups[:_GROUPS_IN_SUMMARY]]
     left = sum(len(group.members) for group in groups[_GROUPS_IN_SUMMARY:])
@@ -254,7 +256,9 @@ def describe_groups(groups: Sequence[Group[Value]], stage: Stage, shown: Callabl
     return ("; " if any(", " in part for part in parts) else ", ").join(parts)
 
 
-def evidence_of(groups: Sequence[Group[Value]], stage: Stage, text: Callable[[Value], str]) -> list[Evidence]:
+def evidence_of(
+    groups: Sequence[ValueGroup[Value]], stage: Stage, text: Callable[[Value], str]
+) -> list[Evidence]:
     """One observation for each group, up to a limit."""
     evidence = [
         Evidence(where=stage.name(group.members), text=text(group.value))
@@ -342,7 +346,7 @@ def judge_keys(rule: Rule, reported: Keyed, wording: Wording, *, stage: Stage = 
 
 
 def _evidence(
-    differences: Mapping[str, Sequence[Group[Hashable]]],
+    differences: Mapping[str, Sequence[ValueGroup[Hashable]]],
     keys: Sequence[str],
     odd: Mapping[str, Sequence[Member]],
     wording: Wording,
@@ -365,7 +369,7 @@ def _remedy(
     rule: Rule,
     wording: Wording,
     key: str,
-    groups: Sequence[Group[Hashable]],
+    groups: Sequence[ValueGroup[Hashable]],
     odd: Sequence[Member],
     stage: Stage,
 ) -> list[str]:
@@ -390,7 +394,7 @@ def _remedy(
     return [line.removeprefix("or ") if index == 0 else line for index, line in enumerate(filled)]
 
 
-def _choices(wording: Wording, key: str, groups: Sequence[Group[Hashable]]) -> str:
+def _choices(wording: Wording, key: str, groups: Sequence[ValueGroup[Hashable]]) -> str:
     """`lr=1e-4` or `lr=1e-5`: the values to choose from, if they are few."""
     values = sorted({wording.typed(key, group.value) for group in groups if group.value is not None})
     return " or ".join(f"`{one_line(key)}={value}`" for value in values) if 0 < len(values) < 4 else ""

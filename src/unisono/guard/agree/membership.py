@@ -10,7 +10,7 @@ from unisono.base.text import one_line
 from unisono.guard.agree.agreement import (
     NODES,
     Agreement,
-    Group,
+    ValueGroup,
     Wording,
     describe_groups,
     evidence_of,
@@ -117,7 +117,7 @@ def judge_nproc(members: Members, *, may_differ: bool = True) -> Agreement:
     )
 
 
-def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, total: int) -> tuple[Member, ...]:
+def _blamed(groups: Sequence[ValueGroup[int]], inferring: set[Member], *, total: int) -> tuple[Member, ...]:
     """Explicit beats inferred: if there are both, only nodes that inferred a number different from
     the majority's are blamed.
     """
@@ -129,7 +129,7 @@ def _blamed(groups: Sequence[Group[int]], inferring: set[Member], *, total: int)
     )
 
 
-def _would_start(groups: Sequence[Group[int]]) -> str:
+def _would_start(groups: Sequence[ValueGroup[int]]) -> str:
     """`node 1 (b) would start 1 rank, nodes 0 (a) and 2 (c) would start 2`."""
     parts = [
         f"{name_all(group.members)} would start {count(group.value, 'rank') if first else group.value}"
@@ -163,7 +163,7 @@ def _source(report: NodeReport) -> str:
 
 
 def _remedies(
-    members: Members, groups: Sequence[Group[int]], odd: Sequence[Member], inferring: set[Member]
+    members: Members, groups: Sequence[ValueGroup[int]], odd: Sequence[Member], inferring: set[Member]
 ) -> list[str]:
     most = majority(groups)
     nproc = most.value if most else None

@@ -136,7 +136,7 @@ RankMembers = Sequence[tuple[Member, RankReport]]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedValues:
     """The values that one rule compares, by label. An empty digest was not computed."""
 
     rule: str
@@ -157,27 +157,27 @@ def _split(report: RankReport) -> dict[str, Hashable]:
     }
 
 
-COMPARED: tuple[Compared, ...] = (
-    Compared("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
-    Compared("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
-    Compared(
+COMPARED: tuple[ComparedValues, ...] = (
+    ComparedValues("ranks.device_kind", lambda r: {"device": r.device_kind}, "one kind"),
+    ComparedValues("ranks.torch", lambda r: {"torch": r.torch_version.partition("+")[0]}, "one version"),
+    ComparedValues(
         "ranks.plan",
         lambda r: {"strategy": r.strategy, "dtype": r.dtype, "seed": r.seed, "backend": r.collective_backend},
         "strategy, dtype, seed and backend are the same",
     ),
-    Compared("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
-    Compared(
+    ComparedValues("ranks.resume", lambda r: {"resumed step": r.resume_step}, "one step"),
+    ComparedValues(
         "ranks.tokenizer", lambda r: {"tokenizer": r.tokenizer_digest}, "the same text gives the same tokens"
     ),
-    Compared("ranks.split", _split, "the same rows, in the same order, in the same number of steps"),
-    Compared(
+    ComparedValues("ranks.split", _split, "the same rows, in the same order, in the same number of steps"),
+    ComparedValues(
         "ranks.trained",
         lambda r: {"trained parameters": r.trainable_parameters, "names and shapes": r.parameters_digest},
         "the same names and shapes",
     ),
-    Compared("ranks.frozen", lambda r: {"frozen weights": r.frozen_values_digest}, "the same values"),
-    Compared("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
-    Compared("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
+    ComparedValues("ranks.frozen", lambda r: {"frozen weights": r.frozen_values_digest}, "the same values"),
+    ComparedValues("ranks.initial", lambda r: {"initial values": r.trained_values_digest}, "the same values"),
+    ComparedValues("ranks.threads", lambda r: {"threads": r.threads}, "the same number"),
 )
 """In order: a different tokenizer gives different rows, a different plan a different order."""
 
@@ -318,7 +318,7 @@ def _judge_devices(members: RankMembers, stage: Stage) -> Agreement:
     return Agreement.noted(rule.id, "pass", f"{count(len(bound), 'rank')}, each on its own device")
 
 
-def _judge(compared: Compared, members: RankMembers, stage: Stage) -> Agreement:
+def _judge(compared: ComparedValues, members: RankMembers, stage: Stage) -> Agreement:
     rule = RANK_RULES[compared.rule]
     values = [(who, compared.read(report)) for who, report in members]
     missing_labels = sorted(

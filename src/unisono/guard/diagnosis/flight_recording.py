@@ -14,7 +14,7 @@ from typing import Any, Final
 from unisono.base.text import one_line
 from unisono.guard.diagnosis.line_prefixes import who_is_file
 from unisono.guard.diagnosis.lines import shown
-from unisono.guard.watch.rank_dumps import Group
+from unisono.guard.watch.rank_dumps import GroupProgress
 
 MOST_BYTES = 256 << 20
 """A longer file is not the recording of one rank."""
@@ -29,7 +29,7 @@ _NOT_USERS = ("site-packages/", "dist-packages/", "/torch/", "lib/python3", "<fr
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FlightEntry:
     """One collective of one rank.
 
     Attributes:
@@ -72,11 +72,11 @@ class Recording:
 
     name: str
     rank: int | None
-    groups: Mapping[str, Group]
+    groups: Mapping[str, GroupProgress]
     members: Mapping[str, tuple[int, ...]]
-    entries: Mapping[tuple[str, int], Entry]
+    entries: Mapping[tuple[str, int], FlightEntry]
 
-    def entry(self, group: str, seq: int) -> Entry | None:
+    def entry(self, group: str, seq: int) -> FlightEntry | None:
         """That collective, where the recorder still has it."""
         return self.entries.get((group, seq))
 
@@ -137,7 +137,7 @@ def rank_of_name(name: str) -> int | None:
 
 def _recording(name: str, value: dict[str, Any]) -> Recording:
     raw = [entry for entry in value.get("entries") or () if not entry.get("is_p2p")]
-    entries: dict[tuple[str, int], Entry] = {}
+    entries: dict[tuple[str, int], FlightEntry] = {}
     labels: dict[str, str] = {}
     for one in raw:
         entry = _entry(one)
@@ -146,23 +146,23 @@ def _recording(name: str, value: dict[str, Any]) -> Recording:
     groups = dict(_groups(value.get("pg_status") or {}, labels))
     # Before torch 2.4 there is no status.
     for (label, seq), entry in entries.items() if not groups else ():
-        old = groups.get(label, Group(label, 0, None))
+        old = groups.get(label, GroupProgress(label, 0, None))
         done = seq if entry.state == "completed" else 0
-        groups[label] = Group(label, max(old.enqueued, seq), max(old.completed or 0, done) or None)
+        groups[label] = GroupProgress(label, max(old.enqueued, seq), max(old.completed or 0, done) or None)
     return Recording(
         name, rank_of_name(name), groups, _members(value.get("pg_config") or {}, groups), entries
     )
 
 
-def _groups(status: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[tuple[str, Group]]:
+def _groups(status: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[tuple[str, GroupProgress]]:
     for number, one in status.items():
-        group = Group.of(str(number), one)
+        group = GroupProgress.of(str(number), one)
         label = labels.get(str(number)) or ("0:default_pg" if str(number) == "0" else f"{number}:")
         if group.enqueued > 0:
             yield one_line(label, limit=_NAME_CHARS), group
 
 
-def _members(config: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, tuple[int, ...]]:
+def _members(config: Mapping[str, Any], groups: Mapping[str, GroupProgress]) -> dict[str, tuple[int, ...]]:
     members = {}
     for label in groups:
         name = label.partition(":")[0]
@@ -173,11 +173,11 @@ def _members(config: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str
     return members
 
 
-def _entry(one: Mapping[str, Any]) -> Entry:
+def _entry(one: Mapping[str, Any]) -> FlightEntry:
     backend, _, kind = str(one["profiling_name"])[:_NAME_CHARS].rpartition(":")
     inputs, outputs = _sizes(one.get("input_sizes")), _sizes(one.get("output_sizes"))
     created = one.get("time_created_ns")
-    return Entry(
+    return FlightEntry(
         group=one_line(
             ":".join(str(part)[:_NAME_CHARS] for part in one["process_group"][:2]), limit=_NAME_CHARS
         ),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from unisono.guard.diagnosis.flight_recording import Entry, Recording
+from unisono.guard.diagnosis.flight_recording import FlightEntry, Recording
 from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Origin
 
 # fmt: off
@@ -170,7 +170,7 @@ class _Run:
             "undetermined", why, self._evidence(ranks, place), confidence=0.3, missing=tuple(missing)
         )
 
-    def entry(self, rank: int, group: str, seq: int) -> Entry | None:
+    def entry(self, rank: int, group: str, seq: int) -> FlightEntry | None:
         """The rank's entry at that number."""
         recording = self.of_rank.get(rank)
         return recording.entry(group, seq) if recording else None
@@ -198,7 +198,7 @@ class _Run:
                 absent.append(rank)
         return absent
 
-    def _mismatch(self, entries: dict[int, Entry], odd: list[int]) -> Hypothesis:
+    def _mismatch(self, entries: dict[int, FlightEntry], odd: list[int]) -> Hypothesis:
         one = next(iter(entries.values()))
         listed = ", ".join(f"rank {rank}: {entry}" for rank, entry in _shown(entries, odd))
         nobody = "" if odd else "; equally many ranks have each, so none can be blamed"
@@ -314,7 +314,7 @@ class _Run:
         )
 
 
-def _odd(entries: dict[int, Entry]) -> list[int] | None:
+def _odd(entries: dict[int, FlightEntry]) -> list[int] | None:
     """The ranks that differ from the majority; empty if there is none; None if all are equal."""
     kinds = {rank: entry.kind for rank, entry in entries.items()}
     by_size = all(entry.kind in SIZES_MATCH for entry in entries.values())
@@ -327,11 +327,11 @@ def _odd(entries: dict[int, Entry]) -> list[int] | None:
     return sorted(rank for rank, what in arguments.items() if what != groups[0][0])
 
 
-def _size(entry: Entry) -> int:
+def _size(entry: FlightEntry) -> int:
     return entry.outputs if "reduce_scatter" in entry.kind.lower() else entry.inputs
 
 
-def _shown(entries: dict[int, Entry], odd: list[int]) -> list[tuple[int, Entry]]:
+def _shown(entries: dict[int, FlightEntry], odd: list[int]) -> list[tuple[int, FlightEntry]]:
     return sorted(entries.items(), key=lambda item: (item[0] not in odd, item[0]))[:_MOST_SHOWN]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from unisono.guard.diagnosis.attribution import Attribution, with_ranks
 from unisono.guard.diagnosis.process_ends import find_exits
-from unisono.guard.diagnosis.run_facts import Collective, Ending, Event, Exit, RankFacts, RunFacts, Traceback
+from unisono.guard.diagnosis.run_facts import Ending, Event, Exit, RankFacts, RunFacts, Timeout, Traceback
 from unisono.guard.diagnosis.scan import Scanned
 
 # fmt: off
@@ -212,9 +212,9 @@ def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
     return "finished" if finished else "unknown"
 
 
-def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
+def _collectives(events: Iterable[Event]) -> Iterable[Timeout]:
     """One for each rank and group: the first that it waited for."""
-    collectives: dict[tuple[int | None, str], Collective] = {}
+    collectives: dict[tuple[int | None, str], Timeout] = {}
     for event in events:
         if event.signature not in ("watchdog", "watchdog_status"):
             continue
@@ -229,7 +229,7 @@ def _collectives(events: Iterable[Event]) -> Iterable[Collective]:
         )
         one = collectives.get(near) if near else None
         if one is None:
-            one = Collective(event, event.rank, group)
+            one = Timeout(event, event.rank, group)
         fresh = {
             "seq": event.number("seq") or event.number("at"),
             "op": event.fields.get("op"),

@@ -127,7 +127,7 @@ MOST_LINKS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class DiagnosisResult:
     """The result of a diagnosis.
 
     Attributes:
@@ -179,7 +179,7 @@ def make_diagnosis(
     *,
     language: str = "",
     excerpts: Container[str] = (),
-) -> Diagnosis:
+) -> DiagnosisResult:
     """The diagnosis: the first hypothesis as the verdict, the others as alternatives.
 
     Args:
@@ -202,7 +202,7 @@ def make_diagnosis(
     if language and first.cause == "undetermined":
         verdict = _of_a_report(verdict, ranking)
     uncertain = first.cause == "undetermined" or (first.cause != "healthy" and first.confidence < 1.0)
-    return Diagnosis(
+    return DiagnosisResult(
         verdict=verdict,
         chain=_chain(first, facts),
         alternatives=tuple(verdict_of(finding, facts) for finding in findings[1:]),
@@ -251,7 +251,7 @@ def _of_a_report(verdict: Verdict, ranking: Ranking) -> Verdict:
     return verdict.model_copy(update={"summary": summary, "evidence": (), "fix": (), "confidence": 0.3})
 
 
-def with_answer(diagnosis: Diagnosis, feature: Feature) -> Diagnosis:
+def with_answer(diagnosis: DiagnosisResult, feature: Feature) -> DiagnosisResult:
     """The diagnosis after a question was answered."""
     features = (*diagnosis.features, feature)
     return replace(

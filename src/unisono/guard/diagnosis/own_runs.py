@@ -16,7 +16,7 @@ from unisono.base.events import Message, own_frame, read_message
 from unisono.base.files import iterate_lines, objects_of, parse_json, read_object, read_text
 from unisono.base.text import one_line
 from unisono.base.user_code import MODEL_CODE, own_code
-from unisono.guard.diagnosis.judge import Diagnosis
+from unisono.guard.diagnosis.judge import DiagnosisResult
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.own_verdicts import suspected
 from unisono.guard.diagnosis.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
@@ -237,7 +237,7 @@ def log_files(root: Path) -> list[str]:
     return [str(path) for path in sorted(RunDir(root).log("HOST", 0).parent.glob("*.log"))]
 
 
-def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -> Diagnosis:
+def diagnose_run(root: Path, read_logs: Callable[[], DiagnosisResult] | None = None) -> DiagnosisResult:
     """The verdict on one of our runs, with the command that resumes it.
 
     Args:
@@ -262,7 +262,7 @@ def diagnose_run(root: Path, read_logs: Callable[[], Diagnosis] | None = None) -
         else _program_resume_fix(verdict, facts.framework)
     )
     verdict = verdict.model_copy(update={"fix": (*verdict.fix, *onward)})
-    return Diagnosis(verdict, (), (), (), facts)
+    return DiagnosisResult(verdict, (), (), (), facts)
 
 
 def _running(run: RunDir, facts: RunFacts) -> Verdict | None:
@@ -430,7 +430,7 @@ def _own_code(config: Any) -> dict[str, str]:
 
 
 def _logs(
-    read_logs: Callable[[], Diagnosis] | None, reports: Sequence[RankEvents], facts: RunFacts
+    read_logs: Callable[[], DiagnosisResult] | None, reports: Sequence[RankEvents], facts: RunFacts
 ) -> Verdict | None:
     """The verdict of the logs, if they state the cause."""
     logs = read_logs() if read_logs else None

@@ -27,11 +27,11 @@ from unisono.guard.diagnosis.flight_recording import (
 from unisono.guard.diagnosis.flight_rules import judge_recordings, with_recordings
 from unisono.guard.diagnosis.gather import gather
 from unisono.guard.diagnosis.hypotheses import is_about_a_failure
-from unisono.guard.diagnosis.judge import Diagnosis, judge, make_diagnosis
+from unisono.guard.diagnosis.judge import DiagnosisResult, judge, make_diagnosis
 from unisono.guard.diagnosis.own_runs import diagnose_run, is_run, log_files
 from unisono.guard.diagnosis.report_terms import find_features
 from unisono.guard.diagnosis.report_text import MOST_BYTES as MOST_REPORT_BYTES
-from unisono.guard.diagnosis.report_text import Report, read_report
+from unisono.guard.diagnosis.report_text import ReportText, read_report
 from unisono.guard.diagnosis.scan import Scanned, scan
 from unisono.guard.rundir import or_nearest_run
 
@@ -75,7 +75,7 @@ def diagnose_paths(
     *,
     on_refused: Callable[[str], None],
     reading: Callable[[int], ReadingProgress] = _Unseen,
-) -> Diagnosis:
+) -> DiagnosisResult:
     """The cause of a failed run, from logs of any tool, or from one directory of our own runs.
 
     Args:
@@ -94,7 +94,7 @@ def diagnose_paths(
 
 def _of_logs(
     paths: list[str], on_refused: Callable[[str], None], reading: Callable[[int], ReadingProgress]
-) -> Diagnosis:
+) -> DiagnosisResult:
     try:
         sources = find_sources(paths)
     except FileNotFoundError as error:
@@ -311,7 +311,7 @@ class LogContents:
 
     scanned: list[Scanned] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[ReportText] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     bytes: int = 0
 
@@ -353,8 +353,8 @@ def _counted_from(before: int, on_read: Callable[[int], None]) -> Callable[[int,
 
 
 def diagnose_logs(
-    scanned: Sequence[Scanned], recordings: Sequence[Recording] = (), reports: Sequence[Report] = ()
-) -> Diagnosis:
+    scanned: Sequence[Scanned], recordings: Sequence[Recording] = (), reports: Sequence[ReportText] = ()
+) -> DiagnosisResult:
     """The diagnosis of logs, flight recordings and reports."""
     names = frozenset(report.name for report in reports)
     only_reports = bool(reports) and not recordings and names.issuperset(one.name for one in scanned)

@@ -40,7 +40,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportText:
     """A text, split.
 
     Attributes:
@@ -74,7 +74,7 @@ def _is_quoted_log(text: str) -> bool:
 _EXCEPTION = re.compile(r"(?:[\w.]{0,120}(?:Error|Exception)|AssertionError):\s")
 
 
-def read_report(name: str, data: bytes) -> Report | None:
+def read_report(name: str, data: bytes) -> ReportText | None:
     """The report in a file, or None if the file is a log, or too long for a report.
 
     Args:
@@ -92,7 +92,7 @@ def read_report(name: str, data: bytes) -> Report | None:
         return None
     prose = " ".join(passage.text for passage in passages if passage.kind == "prose")
     language = language_of(prose)
-    return Report(name, tuple(_with_bare_logs(passages, language)), language, text.count("\n") + 1)
+    return ReportText(name, tuple(_with_bare_logs(passages, language)), language, text.count("\n") + 1)
 
 
 def _with_bare_logs(passages: list[Passage], language: Language) -> Iterator[Passage]:

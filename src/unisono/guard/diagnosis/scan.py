@@ -119,7 +119,7 @@ class Scanned:
 
 def scan(name: str, stream: BinaryIO) -> Scanned:
     """Reads a log to its end."""
-    reader = _Reader(name)
+    reader = _LogScanner(name)
     for chunk in read_chunks(stream):
         reader.take(chunk)
     return reader.done()
@@ -137,7 +137,7 @@ class _Kept:
         (self.first if len(self.first) < FIRST_KEPT else self.last).append(event)
 
 
-class _Reader:
+class _LogScanner:
     """Takes the chunks of one log."""
 
     def __init__(self, name: str) -> None:

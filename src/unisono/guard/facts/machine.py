@@ -355,7 +355,7 @@ class NvLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class DeviceHolder:
     """A process that holds memory of a device.
 
     Attributes:
@@ -424,7 +424,7 @@ class DeviceDetails:
     capability: tuple[int, int] = (0, 0)
     nvlinks: tuple[NvLink, ...] = ()
     nvlinks_down: int = 0
-    holders: tuple[Holder, ...] | None = None
+    holders: tuple[DeviceHolder, ...] | None = None
     health: Health = field(default_factory=Health)
     mig: tuple[str, ...] | None = None
     compute_mode: str = "default"

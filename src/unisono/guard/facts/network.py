@@ -428,7 +428,7 @@ _LISTEN_STATE = "0A"
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ListeningProcess:
     """A process that listens: its id, and how it was started."""
 
     pid: int
@@ -438,7 +438,7 @@ class Listener:
 _BACKLOG = 1024  # connections that wait to be accepted
 
 
-def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
+def find_listener(port: int, proc: Path = Path("/proc")) -> ListeningProcess | None:
     """The process that listens on a TCP port; None if there is none or it is not visible (a
     different user's).
     """
@@ -448,7 +448,7 @@ def find_listener(port: int, proc: Path = Path("/proc")) -> Listener | None:
     targets = {f"socket:[{inode}]" for inode in inodes}
     for folder in proc.iterdir():
         if folder.name.isdigit() and _holds(folder / "fd", targets):
-            return Listener(int(folder.name), _command(folder))
+            return ListeningProcess(int(folder.name), _command(folder))
     return None
 
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from unisono.guard.facts.machine import (
     DeviceDetails,
+    DeviceHolder,
     DevicesDetails,
     Health,
-    Holder,
     Level,
     NvLink,
     Pair,
@@ -235,7 +235,7 @@ class OtherSources:
     numa_node: Callable[[str], int | None] = numa_node_of
     on_bus: Callable[[], tuple[str, ...]] = nvidia_devices
     kernel_log: Callable[[], Sequence[KernelLine] | None] = read_kernel_log
-    holder: Callable[[int, int | None], Holder] = holder_of_driver
+    holder: Callable[[int, int | None], DeviceHolder] = holder_of_driver
     redirecting: Callable[[Sequence[str]], Mapping[str, tuple[str, ...]] | None] = redirecting_bridges
 
 
@@ -272,7 +272,7 @@ def read_nvml(nvml: Any, beside: OtherSources) -> DevicesDetails:
         note = f"the NVIDIA driver cannot be used: {error}" if on_bus else ""
         return DevicesDetails(on_bus=on_bus, note=note)
     try:
-        return _Reader(nvml, beside).read(on_bus)
+        return _NvmlReader(nvml, beside).read(on_bus)
     finally:
         nvml.nvmlShutdown()
 
@@ -293,7 +293,7 @@ def _full_address(text: str) -> str:
     return address if "." in address else f"{address}.0"
 
 
-class _Reader:
+class _NvmlReader:
     """Queries to NVML. A query that a device does not support returns None."""
 
     def __init__(self, nvml: Any, beside: OtherSources) -> None:
@@ -375,7 +375,7 @@ class _Reader:
                 _PEERS.get(kind, "other"), "" if pci is None else pci_address(driver_text(pci.busId))
             )
 
-    def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
+    def _holders(self, handle: Any) -> tuple[DeviceHolder, ...] | None:
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
         if processes is None:
             return None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from unisono.base.files import parse_json, read_text
 from unisono.guard.facts.limits import CGROUP_ROOT, cgroup_folders
-from unisono.guard.facts.machine import Holder
+from unisono.guard.facts.machine import DeviceHolder
 
 # They count the fields of stat after the name and its bracket; the state is number 0.
 _UTIME, _STIME = 11, 12
@@ -306,18 +306,18 @@ stand a secret.
 """
 
 
-def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/proc")) -> Holder:
+def holder_of(pid: int, memory_bytes: int | None = None, *, proc: Path = Path("/proc")) -> DeviceHolder:
     """User and program of a process, as far as visible; processes outside a container are not."""
     folder = proc / str(pid)
     try:
         user = _user(folder.stat().st_uid)
         words = (folder / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     except OSError:
-        return Holder(pid, memory_bytes)
-    return Holder(pid, memory_bytes, user, _program(words))
+        return DeviceHolder(pid, memory_bytes)
+    return DeviceHolder(pid, memory_bytes, user, _program(words))
 
 
-def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
+def holder_of_driver(pid: int, memory_bytes: int | None = None) -> DeviceHolder:
     """The holder with a pid from the NVIDIA driver, which is the host's and means a different
     process inside a container.
     """
@@ -326,7 +326,7 @@ def holder_of_driver(pid: int, memory_bytes: int | None = None) -> Holder:
         is_the_hosts = os.readlink("/proc/self/ns/pid") == _HOST_PID_NAMESPACE  # noqa: PTH115
     except OSError:
         is_the_hosts = False
-    return holder_of(pid, memory_bytes) if is_the_hosts else Holder(pid, memory_bytes)
+    return holder_of(pid, memory_bytes) if is_the_hosts else DeviceHolder(pid, memory_bytes)
 
 
 def _user(uid: int) -> str:

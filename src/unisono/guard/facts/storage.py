@@ -207,7 +207,7 @@ def unless_stuck(work: Callable[[], Result], *, thread: BackgroundThread | None 
     Raises:
         Hung: if the thread does not move.
     """
-    thread, job = thread or BackgroundThread("files"), _Job(work)
+    thread, job = thread or BackgroundThread("files"), _StorageJob(work)
     thread.do(job)
     moves, since = None, time.monotonic()
     while not job.done.wait(_POLL_S):
@@ -270,7 +270,7 @@ class RunsDisk:
             if not self.is_lost and responds(self.root, limit_s=STUCK_S):
                 work()
 
-        self._thread.do(_Job(if_storage_answers))
+        self._thread.do(_StorageJob(if_storage_answers))
 
     def write(self, what: str, work: Callable[[], Result]) -> Result | None:
         """The result of `work`; None, with a warning, if the storage fails or does not answer: how
@@ -328,7 +328,7 @@ def leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-class _Job(Generic[Result]):
+class _StorageJob(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self.done = threading.Event()
         self._work = work

@@ -5,13 +5,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Part(BaseModel):
+class PlanPart(BaseModel):
     """A frozen value that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class DeviceChoice(Part):
+class DeviceChoice(PlanPart):
     """The device of one rank."""
 
     kind: Literal["cpu", "cuda"]
@@ -25,7 +25,7 @@ class DeviceChoice(Part):
     """Whether Triton can be expected to compile for it."""
 
 
-class NodePlace(Part):
+class NodePlace(PlanPart):
     """One node of the job."""
 
     node_rank: int
@@ -40,7 +40,7 @@ class NodePlace(Part):
     """Whether its output_dir is the head's."""
 
 
-class RankPlace(Part):
+class RankPlace(PlanPart):
     """The place of one rank."""
 
     rank: int

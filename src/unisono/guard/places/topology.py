@@ -380,7 +380,7 @@ def read_topology(
         UsageError: if something is missing, contradicts, or cannot be read; with the command line
             to type.
     """
-    reader = _Reader(request, variables, placed)
+    reader = _TopologyReader(request, variables, placed)
     hosts = _others(request, is_local)
     nodes = reader.nodes(len(hosts) + 1 if request.hosts else None)
     node_rank, host, port = reader.place(nodes, started_locally=bool(request.hosts))
@@ -401,7 +401,7 @@ def read_topology(
 
 
 @dataclass
-class _Reader:
+class _TopologyReader:
     """Reads one value after the other, and notes where each came from."""
 
     request: TopologyRequest

@@ -66,7 +66,7 @@ Share = Literal["data", "compute", "comm", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class RankPhase:
     """An activity of a rank.
 
     Attributes:
@@ -85,28 +85,28 @@ class Phase:
     waits: bool = False
 
 
-PHASES: tuple[Phase, ...] = (
-    Phase("start", "starting"),
-    Phase("objective", "executing the file of the objective"),
-    Phase("load_model", "loading the model"),
-    Phase("load_data", "opening the data"),
-    Phase("agree.ranks", "waiting until all ranks agree", waits=True),
-    Phase("join", "joining the other ranks", waits=True),
-    Phase("resume", "reading the checkpoint"),
-    Phase("reference", "computing the reference's log-probabilities"),
-    Phase("rehearse", "trying the longest batch"),
-    Phase("data", "reading its batch", share="data", in_step=True),
-    Phase("compute", "in forward and backward", share="compute", in_step=True),
-    Phase("comm", "in a collective", share="comm", in_step=True, waits=True),
-    Phase("update", "updating the weights", share="compute", in_step=True),
-    Phase("log", "writing metrics", in_step=True),
-    Phase("evaluate", "evaluating"),
-    Phase("sample", "writing sample answers"),
-    Phase("save", "saving a checkpoint"),
-    Phase("finish", "writing the result"),
-    Phase("close", "leaving"),
+PHASES: tuple[RankPhase, ...] = (
+    RankPhase("start", "starting"),
+    RankPhase("objective", "executing the file of the objective"),
+    RankPhase("load_model", "loading the model"),
+    RankPhase("load_data", "opening the data"),
+    RankPhase("agree.ranks", "waiting until all ranks agree", waits=True),
+    RankPhase("join", "joining the other ranks", waits=True),
+    RankPhase("resume", "reading the checkpoint"),
+    RankPhase("reference", "computing the reference's log-probabilities"),
+    RankPhase("rehearse", "trying the longest batch"),
+    RankPhase("data", "reading its batch", share="data", in_step=True),
+    RankPhase("compute", "in forward and backward", share="compute", in_step=True),
+    RankPhase("comm", "in a collective", share="comm", in_step=True, waits=True),
+    RankPhase("update", "updating the weights", share="compute", in_step=True),
+    RankPhase("log", "writing metrics", in_step=True),
+    RankPhase("evaluate", "evaluating"),
+    RankPhase("sample", "writing sample answers"),
+    RankPhase("save", "saving a checkpoint"),
+    RankPhase("finish", "writing the result"),
+    RankPhase("close", "leaving"),
     # Of a foreign program only is known that it is not in a collective that was called from Python.
-    Phase("program", "in the program's own code", in_step=True),
+    RankPhase("program", "in the program's own code", in_step=True),
 )
 
 _NUMBERS = {phase.name: number for number, phase in enumerate(PHASES)}

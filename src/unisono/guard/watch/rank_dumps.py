@@ -51,7 +51,7 @@ def read_flight(text: str) -> Flight:
         dump: Any = json.loads(text)
         entries = [entry for entry in dump.get("entries") or () if not entry.get("is_p2p")]
         groups = [
-            Group.of(str(number), status).with_entries(entries)
+            GroupProgress.of(str(number), status).with_entries(entries)
             for number, status in dump["pg_status"].items()
         ]
         entered = [(group, group.entry(entries)) for group in groups if group.enqueued > 0]
@@ -89,7 +89,7 @@ def shortened(text: str, *, limit: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupProgress:
     """Progress of a rank in one process group.
 
     Attributes:
@@ -103,12 +103,12 @@ class Group:
     completed: int | None
 
     @classmethod
-    def of(cls, number: str, status: Mapping[str, Any]) -> "Group":
+    def of(cls, number: str, status: Mapping[str, Any]) -> "GroupProgress":
         """From the group's entry in `pg_status`."""
         completed = int(status["last_completed_collective"])
         return cls(number, int(status["last_enqueued_collective"]), completed if completed >= 0 else None)
 
-    def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "Group":
+    def with_entries(self, entries: Sequence[Mapping[str, Any]]) -> "GroupProgress":
         """A copy with completion read from its entries: all before the first incomplete one."""
         members = [entry for entry in entries if str(entry["pg_id"]) == self.number and "retired" in entry]
         if not members:
@@ -153,7 +153,7 @@ def _is_default(entry: Mapping[str, Any] | None) -> bool:
     return entry is not None and _DEFAULT in entry["process_group"]
 
 
-def _collective(entry: Mapping[str, Any], group: Group) -> Collective:
+def _collective(entry: Mapping[str, Any], group: GroupProgress) -> Collective:
     name = str(entry["profiling_name"]).partition(":")
     return Collective(
         group=one_line(":".join(map(str, entry["process_group"])), limit=_TEXT_LIMIT),

@@ -15,7 +15,7 @@ from unisono.trainer.batches.source import BatchSource, Counts, Micro, MicroBatc
 from unisono.trainer.data.token_table import Split, TokenTable, collate_units
 from unisono.trainer.model.attention import to_device
 from unisono.trainer.model.forward import Rows
-from unisono.trainer.plan import RunPlan, Stream, deal
+from unisono.trainer.plan import RunPlan, SequenceStream, deal
 
 if TYPE_CHECKING:  # training of text never loads the room of image models
     from unisono.trainer.batches.pictures import TablePictures
@@ -120,7 +120,7 @@ class TableSource(BatchSource):
     """
 
     rows: TableRows
-    stream: Stream
+    stream: SequenceStream
     global_batch: int
     micro_batch: int
     total_sequences: int
@@ -134,7 +134,7 @@ class TableSource(BatchSource):
         groups = table.columns.get("group")
         firsts = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
         of_sequences = groups[firsts].tolist() if groups is not None else []
-        stream = Stream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
+        stream = SequenceStream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
         share = {"dp_rank": plan.mesh.dp_rank(place.rank), "dp_size": plan.mesh.dp_size}
         return cls(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, **share)
 

@@ -6,7 +6,7 @@ never loads those of image models. What plan and fronts know of a family is in `
 """
 
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.families.family import Files, Rows, Training
+from unisono.trainer.families.family import Files, Preparation, Training
 from unisono.trainer.plan.families import PICTURES, family_for
 
 
@@ -21,7 +21,7 @@ def files_of(config: RunConfig) -> Files:
     return input_files
 
 
-def rows_of(config: RunConfig) -> Rows:
+def rows_of(config: RunConfig) -> Preparation:
     """How the family of a config prepares rows; that of text without torch."""
     if family_for(config.objective) is PICTURES:
         from unisono.trainer.families.pictures import rows as pictures

@@ -1,5 +1,5 @@
 """What a family of models provides: its module `input_files` has the functions of `Files`, `rows`
-those of `Rows`, `trained_model` those of `Training`.
+those of `Preparation`, `trained_model` those of `Training`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from unisono.guard.rundir import RunDir
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.plan import DataSummary, ModelFacts, RunPlan
 
-if TYPE_CHECKING:  # tasks without torch use `Files` and `Rows`
+if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
 
     from unisono.trainer.checkpoint.manifest import FileEntry
@@ -59,7 +59,7 @@ class Files(Protocol):
         """
 
 
-class Rows(Protocol):
+class Preparation(Protocol):
     """Prepares rows."""
 
     def prepare(
@@ -102,7 +102,7 @@ class Written(Protocol):
         """
 
     def bytes_in_memory(self, dtype: str) -> int:
-        """Of all weights in a dtype."""
+        """The size of all weights in a dtype."""
 
     def load(self, *, dtype: str, device: "torch.device") -> Any:
         """The model as its users load it, in evaluation mode."""
@@ -181,12 +181,12 @@ def make_ledger(request: dict[str, Any]) -> Path | None:
 
 def labelled_sources(config: RunConfig) -> list[tuple[str, str, str]]:
     """Label, key and name of every source of rows."""
-    found = []
+    labelled = []
     for key, section in sources_of(config.data):
         _, role, *number = key.split(".")
         label = f"{role}[{number[0]}]" if number else {"train": "train[0]"}.get(role, role)
-        found.append((label, key, section.path))
-    return found
+        labelled.append((label, key, section.path))
+    return labelled
 
 
 def present(directory: Path, names: "tuple[str, ...]") -> list[tuple[str, Path]]:

@@ -88,7 +88,7 @@ def short_run(
     """
     if steps >= FEW_STEPS:
         return []
-    found = ways_to_more_steps(config, data, ranks=ranks, of_ranks=of_ranks)
+    ways = ways_to_more_steps(config, data, ranks=ranks, of_ranks=of_ranks)
     is_rough = Duration.parse(config.duration).unit == "tokens"
     first, *others = (
         (
@@ -96,7 +96,7 @@ def short_run(
             if is_rough
             else f"{way} for {way.steps:,} optimizer steps"
         )
-        for way in found
+        for way in ways
     )
     options = f"{first}, or {others[0]}" if others else first
     return [

@@ -84,7 +84,7 @@ def estimate_memory(
         one_backward: see `has_one_backward`.
         optimizer_bytes: bytes of the optimizer's state for a trained value.
     """
-    rank = _Rank(
+    rank = _EstimatedRank(
         model=model,
         dtype=dtype,
         adapter_rank=adapter_rank,
@@ -106,7 +106,7 @@ def estimate_memory(
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _EstimatedRank:
     """The settings of an estimate (see `estimate_memory`), and the figures that several terms
     need.
     """
@@ -278,8 +278,8 @@ class _Term(NamedTuple):
 
     part: Literal["weights", "trainable", "activations", "loss_head", "dequantized"]
     name: str
-    bytes: Callable[[_Rank], int]
-    applies: Callable[[_Rank], bool] = lambda _rank: True
+    bytes: Callable[[_EstimatedRank], int]
+    applies: Callable[[_EstimatedRank], bool] = lambda _rank: True
 
 
 _TERMS = (

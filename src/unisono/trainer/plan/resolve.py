@@ -23,11 +23,11 @@ from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.mesh import Mesh, meshes_of, needs_several_ranks
 from unisono.trainer.plan.run_plan import (
     DataSummary,
+    EnvironmentSetting,
     MemoryEstimate,
     ModelFacts,
     ResumePoint,
     RunPlan,
-    Setting,
     expects_fast_layers,
     has_one_backward,
 )
@@ -97,18 +97,18 @@ class NeededPackages:
 
 def needed_packages(config: RunConfig) -> list[NeededPackages]:
     """The packages that a config needs beside unisono's own dependencies."""
-    found = [NeededPackages("track", f"track: [{name}]", (name,)) for name in config.track]
+    needed = [NeededPackages("track", f"track: [{name}]", (name,)) for name in config.track]
     if quantize := config.model.quantize:
         words = f"model.quantize: {quantize}"
-        found.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
+        needed.append(NeededPackages("model.quantize", words, ("bitsandbytes", "accelerate")))
     if packages := family_for(config.objective).packages:
-        found.append(NeededPackages("objective", f"objective: {config.objective}", packages))
+        needed.append(NeededPackages("objective", f"objective: {config.objective}", packages))
     urls = [(key, section.path) for key, section in sources_of(config.data)]
     for key, url in [*urls, ("checkpoint.storage", config.checkpoint.storage or "")]:
         scheme, is_url, _ = url.partition("://")
         if is_url and scheme.lower() in STORAGE_PACKAGES:
-            found.append(NeededPackages(key, f"{scheme}://", (STORAGE_PACKAGES[scheme.lower()],)))
-    return found
+            needed.append(NeededPackages(key, f"{scheme}://", (STORAGE_PACKAGES[scheme.lower()],)))
+    return needed
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class PlanInputs:
 
     @property
     def devices(self) -> list[DeviceChoice]:
-        """Of all ranks."""
+        """The device of each rank."""
         return [place.device for place in self.ranks] or [self.device]
 
 
@@ -206,7 +206,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         resume=given.resume,
         resume_reason=given.resume_reason,
         settings=[
-            Setting(name=name, value=value, reason=config.reasons.get(name, ""))
+            EnvironmentSetting(name=name, value=value, reason=config.reasons.get(name, ""))
             for name, value in sorted(given.settings.items())
         ],
         ignored_variables=given.ignored_variables,
@@ -315,24 +315,24 @@ def _fit(given: PlanInputs, dtype: str, origins: dict[str, str]) -> tuple[Mesh, 
     meshes = _meshes(given)
     room = int(min(device.memory_bytes for device in given.devices) * _SHARE_OF_MEMORY)
     for mesh in meshes:
-        found = _micro_batch(given, mesh, dtype, room, origins)
-        if found is not None:
+        fitting = _micro_batch(given, mesh, dtype, room, origins)
+        if fitting is not None:
             break
     else:
-        found = _smallest(given, meshes[-1], dtype)
+        fitting = _smallest(given, meshes[-1], dtype)
         origins["memory"] = (
-            f"the estimate of {show_bytes(found.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the"
+            f"the estimate of {show_bytes(fitting.memory.total)} is more than {_SHARE_OF_MEMORY:.0%} of the"
             f" {show_bytes(int(room / _SHARE_OF_MEMORY))} that are free; the trial of the longest batch will"
             " show it"
         )
     if len(meshes) > 1:
         why = (
             "the model fits on one device"
-            if found.mesh.has_replicas
+            if fitting.mesh.has_replicas
             else "the model does not fit on one device"
         )
         origins["strategy"] = f"auto: {why}"
-    return found.mesh, found.micro, found.checkpointing, found.memory
+    return fitting.mesh, fitting.micro, fitting.checkpointing, fitting.memory
 
 
 def _meshes(given: PlanInputs) -> list[Mesh]:
@@ -486,55 +486,55 @@ def _gathered_whole(given: PlanInputs, mesh: Mesh) -> list[str]:
 
 def _without_effect(config: RunConfig, data: DataSummary, mesh: Mesh, model: ModelFacts) -> list[str]:
     """A warning for each setting without effect in this run."""
-    found = []
+    warnings = []
     if mesh.world_size == 1 and needs_several_ranks(config.parallel.strategy):
-        found.append(
+        warnings.append(
             f"parallel.strategy: {config.parallel.strategy} has no effect: there is one rank; pass --nproc"
         )
     if data.eval is None and not config.diffusion.prompts:
-        found += [
+        warnings += [
             f"eval.{key} has no effect: there are no evaluation rows; set data.eval"
             for key in _changed(config.eval)
         ]
     if config.deterministic and config.device == "cpu":
-        found.append("deterministic has no effect: runs on CPU are always bit-exact")
+        warnings.append("deterministic has no effect: runs on CPU are always bit-exact")
     optimizer = optimizer_named(config.optim.kind)
-    found += [
+    warnings += [
         f"optim.{key} has no effect: optim.kind is {config.optim.kind}"
         for key in optimizers.OWN_KEYS
         if key not in optimizer.keys and key in _changed(config.optim)
     ]
-    found += _quantization_without_effect(config, model)
+    warnings += _quantization_without_effect(config, model)
     if (
         config.adapter is not None
         and config.adapter.init != "pissa"
         and config.adapter.init_steps is not None
     ):
-        found.append("adapter.init_steps has no effect: adapter.init is default")
+        warnings.append("adapter.init_steps has no effect: adapter.init is default")
     rope, positions = config.model.rope, model.positions
     if rope is not None and rope.factor == "auto" and 0 < config.data.max_length <= positions:
-        found.append(
+        warnings.append(
             f"model.rope has no effect: data.max_length is {config.data.max_length}, and the model has"
             f" {positions} positions"
         )
     schedule = schedule_named(config.optim.schedule)
-    found += [
+    warnings += [
         f"optim.{key} has no effect: optim.schedule is {config.optim.schedule}"
         for key in schedules.OWN_KEYS
         if key not in schedule.keys and key in _changed(config.optim)
     ]
-    return found
+    return warnings
 
 
 def _quantization_without_effect(config: RunConfig, model: ModelFacts) -> list[str]:
     """A warning for each setting of quantized weights that has no effect with this model."""
-    found, changed = [], _changed(config.model)
+    warnings, changed = [], _changed(config.model)
     if not model.quantized and "quantize_compute" in changed:
-        found.append("model.quantize_compute has no effect: the weights are not quantized")
+        warnings.append("model.quantize_compute has no effect: the weights are not quantized")
     if config.model.quantize not in ("nf4", "fp4") and "quantize_double" in changed:
         what = model.quantized or "not quantized"
-        found.append(f"model.quantize_double has no effect: the weights are {what}")
-    return found
+        warnings.append(f"model.quantize_double has no effect: the weights are {what}")
+    return warnings
 
 
 def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
@@ -556,18 +556,18 @@ def _parted_head(config: RunConfig, model: ModelFacts) -> list[str]:
     adapter = config.adapter
     if adapter is None or not model.ties_head or config.model.resize_vocabulary:
         return []
-    found = [
+    keys = [
         f"adapter.modules_to_save: {name}"
         for name in adapter.modules_to_save
         if name.rpartition(".")[2] in _EMBEDDINGS
     ]
     patterns = adapter.targets if isinstance(adapter.targets, list) else []
-    found += [f"adapter.targets: {pattern}" for pattern in patterns if re.search(pattern, _HEAD)]
-    if not found:
+    keys += [f"adapter.targets: {pattern}" for pattern in patterns if re.search(pattern, _HEAD)]
+    if not keys:
         return []
     no_gguf = "; llama.cpp has no such Gemma, so it cannot be exported as GGUF"
     return [
-        f"{found[0]}: embedding and head share one matrix in this model, and are two after training. `unisono"
+        f"{keys[0]}: embedding and head share one matrix in this model, and are two after training. `unisono"
         " export` writes the adapter as it is, and `export --merge` a model with tie_word_embeddings:"
         f" false{no_gguf * (model.model_type in _TIED_IN_GGUF)}"
     ]

@@ -13,14 +13,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from unisono.base.user_code import MODEL_CODE
-from unisono.guard.places.ranks import DeviceChoice, NodePlace, Part, RankPlace
+from unisono.guard.places.ranks import DeviceChoice, NodePlace, PlanPart, RankPlace
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.plan.mesh import Mesh, Strategy
 
 
-class ModelFacts(Part):
+class ModelFacts(PlanPart):
     """Facts from a model's files, read without torch."""
 
     directory: str
@@ -40,7 +40,7 @@ class ModelFacts(Part):
     """
     weight_bytes: int
     digest: str
-    """Of config.json and of the weights' names, shapes, sizes and contents."""
+    """Digest of config.json and of the weights' names, shapes, sizes and contents."""
     quantized: str = ""
     """The data type of the linear layers in memory (nf4, fp4, int8), or the method of quantized
     files (gptq, awq); empty: not quantized.
@@ -65,7 +65,7 @@ class ModelFacts(Part):
     """Whether embedding and head share one matrix."""
 
 
-class SplitSummary(Part):
+class SplitSummary(PlanPart):
     """The training or evaluation rows as the model sees them. Counts are for one epoch."""
 
     rows: int
@@ -78,7 +78,7 @@ class SplitSummary(Part):
     """Tokens."""
 
 
-class DataSummary(Part):
+class DataSummary(PlanPart):
     """The result of preparing the data; the rows themselves are in the cache."""
 
     cache_dir: str
@@ -100,21 +100,21 @@ class DataSummary(Part):
     unless it is given in steps.
     """
     digest: str
-    """Of the rows as the model sees them, their order, and the tokenizer."""
+    """Digest of the rows as the model sees them, their order, and the tokenizer."""
     rows_digest: str = ""
-    """Of the rows as the model sees them and their order only."""
+    """Digest of the rows as the model sees them and their order only."""
     files_digest: str = ""
-    """Of the contents of the data files and of the template, regardless of their names."""
+    """Digest of the contents of the data files and the template, regardless of their names."""
     tokenizer_digest: str = ""
-    """Of the tokenizer's files."""
+    """Digest of the tokenizer's files."""
     tokenizer_traits: str = ""
-    """Of what decides the ids of a text in the tokenizer as transformers loads it, which depends on
-    the model's type, too.
+    """Digest of what decides the ids of a text in the tokenizer as transformers loads it, which
+    depends on the model's type, too.
     """
     warnings: list[str] = []
 
 
-class MemoryEstimate(Part):
+class MemoryEstimate(PlanPart):
     """Estimated memory of one rank in bytes, by part."""
 
     weights: int
@@ -127,7 +127,7 @@ class MemoryEstimate(Part):
     total: int
 
 
-class Setting(Part):
+class EnvironmentSetting(PlanPart):
     """An environment variable of the head, or a line of its nccl.conf, that affects how ranks
     compute or communicate.
     """
@@ -138,7 +138,7 @@ class Setting(Part):
     """Why it was set, from `--reason` or `reasons` in the config; empty: unknown."""
 
 
-class ResumePoint(Part):
+class ResumePoint(PlanPart):
     """The checkpoint that the run resumes from."""
 
     step: int
@@ -147,12 +147,12 @@ class ResumePoint(Part):
     """Whether it is accepted with `--trust` although this user has not signed it."""
 
 
-class RunPlan(Part):
+class RunPlan(PlanPart):
     """All decisions of a run. The worker follows it and decides nothing again."""
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     run_id: str
-    """The same over all starts of a run."""
+    """Identifies the run; it stays the same over all its starts."""
     config: RunConfig
     config_digest: str
     output_dir: str
@@ -171,12 +171,12 @@ class RunPlan(Part):
     store_host: str = "127.0.0.1"
     """The address of torch's store on rank 0: the one on which the nodes reached the head."""
     device: DeviceChoice
-    """Of rank 0; `of_rank` gives the plan of a different rank."""
+    """The device of rank 0; `of_rank` gives the plan of a different rank."""
     host: str
     threads: int
-    """Of every rank, the same on all, so that replicas round alike."""
+    """CPU threads of each rank, the same on all, so that replicas round alike."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Of frozen weights and of the computation. Trained weights are kept in float32."""
+    """The dtype of frozen weights and of the computation. Trained weights are kept in float32."""
     model: ModelFacts
     data: DataSummary
     global_batch: int
@@ -218,7 +218,7 @@ class RunPlan(Part):
     """Allowed changes of the run's meaning, of all starts, in order: key, before, after,
     from_step.
     """
-    settings: list[Setting] = []
+    settings: list[EnvironmentSetting] = []
     """Variables set by hand on the head, by name; those of other nodes are in agreement.json."""
     ignored_variables: list[str] = []
     origins: dict[str, str] = {}
@@ -336,8 +336,8 @@ def permutation(n: int, *, seed: int, epoch: int) -> list[int]:
 
 
 def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, done: int = 0) -> list[int]:
-    """The same sequences in an order whose steps are each of one group as far as it goes, as
-    sd-scripts deals pictures by size.
+    """Reorders sequences so that each step is of one group as far as possible, as sd-scripts deals
+    pictures by size.
 
     What is left of each group makes mixed steps, in which each group is contiguous. It is a
     function of its arguments alone, so that all ranks have the same order.
@@ -371,7 +371,7 @@ def order_by_group(order: Sequence[int], groups: Sequence[int], *, batch: int, d
 
 
 @dataclass
-class Stream:
+class SequenceStream:
     """The endless stream of sequences: epoch after epoch, each with its own permutation.
 
     Attributes:
@@ -421,7 +421,7 @@ def steps_for_tokens(lengths: Sequence[int], *, target: int, global_batch: int, 
     whole_epochs = max(0, target // per_epoch - 1)
     position = whole_epochs * len(lengths)
     seen = whole_epochs * per_epoch
-    stream = Stream(len(lengths), seed)
+    stream = SequenceStream(len(lengths), seed)
     while seen < target:
         seen += lengths[stream.at(position)]
         position += 1

@@ -31,8 +31,8 @@ def usual_rates(config: RunConfig) -> dict[str, tuple[float, str]]:
     usual, what = (2e-4, "an adapter") if config.adapter is not None else (2e-5, "all weights")
     if config.objective in PREFERENCE:
         usual, what = usual / 10, f"{what} with objective {config.objective}"
-    found = {"optim.lr": (usual, what)}
-    return found | (
+    rates = {"optim.lr": (usual, what)}
+    return rates | (
         {"optim.muon_lr": (0.02, "Muon")} if "muon_lr" in optimizer_named(config.optim.kind).keys else {}
     )
 

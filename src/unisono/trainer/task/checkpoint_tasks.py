@@ -179,17 +179,17 @@ class Storage:
         self._write(place, words)
         self.operation = "read"
         self._fs.invalidate_cache()
-        found = self._fs.cat_file(place)
+        content = self._fs.cat_file(place)
         self.operation = "deleted"
         self._fs.rm_file(place)
         for directory in made:
             with contextlib.suppress(OSError):  # another program has written to it meanwhile
                 self._fs.rmdir(directory)
-        if found != words:
+        if content != words:
             raise UnfitError.of(
                 f"{self._url} returns different bytes than were written to it",
                 where="checkpoint.storage",
-                why=f"{len(words)} bytes were written to {place}, and {len(found)} different bytes were read",
+                why=f"{len(words)} bytes were written to {place}, and {len(content)} different bytes were read",
                 fix="use a different storage",
             )
         return {"seconds": time.monotonic() - began}
@@ -253,11 +253,11 @@ class Storage:
         for name, entry in manifest.files.items():
             place = f"{self._place(run_id, step)}/{name}"
             with self._fs.open(place, "rb") as source, (to / name).open("xb") as target:
-                found = self._pour(source, target)
+                copied = self._pour(source, target)
                 target.flush()
                 os.fsync(target.fileno())
-            if found != (entry.bytes, entry.xxh3_128):
-                raise _damaged(place, found, (entry.bytes, entry.xxh3_128))
+            if copied != (entry.bytes, entry.xxh3_128):
+                raise _damaged(place, copied, (entry.bytes, entry.xxh3_128))
         for name in BESIDE:
             with contextlib.suppress(FileNotFoundError):  # a run of one rank has fewer of them
                 (beside / name).write_bytes(self._fs.cat_file(f"{self._root}/{run_id}/{name}"))
@@ -288,10 +288,10 @@ class Storage:
         self._of = manifest.total_bytes
         with Path(os.devnull).open("wb") as nowhere:
             for name, entry in manifest.files.items():
-                found = self._read_from_storage(f"{place}/{name}", nowhere)
-                if found != (entry.bytes, entry.xxh3_128):
+                stored = self._read_from_storage(f"{place}/{name}", nowhere)
+                if stored != (entry.bytes, entry.xxh3_128):
                     self._remove_marker(place)
-                    raise _damaged(f"{place}/{name}", found, (entry.bytes, entry.xxh3_128))
+                    raise _damaged(f"{place}/{name}", stored, (entry.bytes, entry.xxh3_128))
         steps = [step for step in sorted(self._steps(run_id)) if self._manifest(run_id, step) is not None]
         seconds = time.monotonic() - began
         return {
@@ -333,9 +333,9 @@ class Storage:
         for name, source in files.items():
             entry = manifest.files[name]
             with self._fs.open(f"{place}/{name}", "wb") as target:
-                found = self._pour(source, target)
-            if found != (entry.bytes, entry.xxh3_128):
-                raise _damaged(str(path / name), found, (entry.bytes, entry.xxh3_128))
+                copied = self._pour(source, target)
+            if copied != (entry.bytes, entry.xxh3_128):
+                raise _damaged(str(path / name), copied, (entry.bytes, entry.xxh3_128))
 
     def _pour(self, source: IO[bytes], target: IO[bytes]) -> tuple[int, str]:
         """Copies a stream; gives its size and digest."""
@@ -359,7 +359,7 @@ class Storage:
         ones.
         """
         steps = sorted(self._steps(run_id))
-        local_steps = {int(found[1]) for path in local.iterdir() if (found := _STEP.fullmatch(path.name))}
+        local_steps = {int(match[1]) for path in local.iterdir() if (match := _STEP.fullmatch(path.name))}
         old = steps[: max(0, len(steps) - rules.keep)]
         removed = [step for step in old if step not in local_steps and not rules.protects(step)]
         for step in removed:
@@ -374,10 +374,10 @@ class Storage:
         A run that was resumed on a different machine has that checkpoint only in the storage.
         """
         steps = set(self._steps(run_id))
-        while (found := best_evaluated(metrics, steps, metric=metric)) is not None:
-            if self._manifest(run_id, found[0]) is not None:
-                return {found[0]}
-            steps.discard(found[0])
+        while (best := best_evaluated(metrics, steps, metric=metric)) is not None:
+            if self._manifest(run_id, best[0]) is not None:
+                return {best[0]}
+            steps.discard(best[0])
         return set()
 
     def _make_directories(self, place: str) -> list[str]:
@@ -429,8 +429,8 @@ class Storage:
 
     def _steps(self, run_id: str) -> Iterator[int]:
         for name in self._names(f"{self._root}/{run_id}"):
-            if found := _STEP.fullmatch(name):
-                yield int(found[1])
+            if match := _STEP.fullmatch(name):
+                yield int(match[1])
 
     def _manifest(self, run_id: str, step: int) -> Manifest | None:
         """The manifest of a copy; None if there is none, or it is invalid."""
@@ -455,12 +455,12 @@ class Storage:
         self._fs.pipe_file(place, data)
 
 
-def _damaged(place: str, found: tuple[int, str], wanted: tuple[int, str]) -> IntegrityError:
+def _damaged(place: str, actual: tuple[int, str], wanted: tuple[int, str]) -> IntegrityError:
     return IntegrityError.of(
         f"{place} does not match its manifest",
         where=place,
         why=(
-            f"it has {found[0]} bytes with digest {found[1]}; the manifest has {wanted[0]} bytes with digest"
+            f"it has {actual[0]} bytes with digest {actual[1]}; the manifest has {wanted[0]} bytes with digest"
             f" {wanted[1]}"
         ),
     )
@@ -515,11 +515,11 @@ def _misfits(reader: "CheckpointReader") -> list[str]:
     """
     optimizers = reader.values["optimizer"]
     named = {name for state in optimizers.values() for group in state["groups"] for name in group["names"]}
-    found = [
+    misfits = [
         f"{name} is in state.json, but has no tensor"
         for name in sorted(named - set(reader.groups["trainable"]))
     ]
-    found += [
+    misfits += [
         f"{name} is a tensor, but not in state.json"
         for name in sorted(set(reader.groups["trainable"]) - named)
     ]
@@ -527,8 +527,8 @@ def _misfits(reader: "CheckpointReader") -> list[str]:
         for label, outline in reader.groups[f"optimizer-{optimizer}"].items():
             parameter = reader.groups["trainable"].get(label.rpartition("::")[0])
             if parameter is None or outline.shape not in ((), parameter.shape):
-                found.append(f"{label} does not match its parameter")
-    return found[:8]
+                misfits.append(f"{label} does not match its parameter")
+    return misfits[:8]
 
 
 def forget_cached(file: Path, *, flush: bool = False) -> None:

@@ -84,7 +84,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         report: receives the phases, and from rank 0 the store's port.
     """
     options = _Options.read(request)
-    found: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None, "small_s": None}
+    result: dict[str, Any] = {"ok": False, "missing": [], "bytes_per_second": None, "small_s": None}
     began = time.monotonic()
     try:
         listening = _listen(options, report)
@@ -92,27 +92,27 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         host, port = _read_store()
         began = time.monotonic()
         limit = began + options.deadline_s
-        with _given_up(options, report, found):
-            found |= _try(options, report, _store(host, port, listening, limit), limit, found)
+        with _given_up(options, report, result):
+            result |= _try(options, report, _store(host, port, listening, limit), limit, result)
     except (RuntimeError, OSError, EOFError) as error:  # torch.distributed raises RuntimeErrors
-        found["text"] = f"{options.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
+        result["text"] = f"{options.backend}: {one_line(str(error), limit=400) or type(error).__name__}"
     seconds = time.monotonic() - began
     _end_after(_GRACE_S)  # also if torch hangs while it closes the group
-    if found["ok"]:  # after a failure the group is not closed: that could wait for its peers
+    if result["ok"]:  # after a failure the group is not closed: that could wait for its peers
         let_gloo_finish(_GRACE_S / 2)
         dist.destroy_process_group()
-    return {**found, "seconds": seconds}
+    return {**result, "seconds": seconds}
 
 
 @contextlib.contextmanager
-def _given_up(options: _Options, report: Reporter, found: dict[str, Any]) -> Iterator[None]:
+def _given_up(options: _Options, report: Reporter, result: dict[str, Any]) -> Iterator[None]:
     """A context that reports a failure and exits the process if it takes longer than the
     deadline.
     """
 
     def give_up() -> None:
         text = f"{options.backend}: no result within {options.deadline_s:g} s, and torch's own timeout did not end it"
-        report.send("result", **{**found, "ok": False, "text": text, "seconds": options.deadline_s})
+        report.send("result", **{**result, "ok": False, "text": text, "seconds": options.deadline_s})
         os._exit(0)
 
     timer = threading.Timer(options.deadline_s + _GRACE_S / 2, give_up)
@@ -166,7 +166,7 @@ def _store(host: str, port: int, listening: socket.socket | None, limit: float) 
 
 
 def _try(
-    options: _Options, report: Reporter, store: "dist.TCPStore", limit: float, found: dict[str, Any]
+    options: _Options, report: Reporter, store: "dist.TCPStore", limit: float, result: dict[str, Any]
 ) -> dict[str, Any]:
     missing = _roll_call(store, options, limit)
     if missing:
@@ -188,7 +188,7 @@ def _try(
         device_id=options.device if on_gpu else None,
     )
     report.phase("collective.sum", "summing over all ranks")
-    return _small(options, limit, found) or _large(options, limit)
+    return _small(options, limit, result) or _large(options, limit)
 
 
 def _read_store() -> tuple[str, int]:
@@ -231,7 +231,7 @@ def _wait_until_all_know(store: "dist.TCPStore", options: _Options, missing: lis
         time.sleep(_POLL_S if waiting else 0)
 
 
-def _small(options: _Options, limit: float, found: dict[str, Any]) -> dict[str, Any]:
+def _small(options: _Options, limit: float, result: dict[str, Any]) -> dict[str, Any]:
     """Sums the ranks' numbers, which must give W(W-1)/2; gives the failure, or an empty dict.
 
     All ranks must call it.
@@ -241,7 +241,7 @@ def _small(options: _Options, limit: float, found: dict[str, Any]) -> dict[str, 
     began = time.monotonic()
     _all_reduce(total, limit)
     value = total.item()
-    found["small_s"] = time.monotonic() - began
+    result["small_s"] = time.monotonic() - began
     wanted = options.world_size * (options.world_size - 1) / 2
     if value != wanted:
         return {"text": f"the sum over all ranks is {value:g} and must be {wanted:g}"}

@@ -171,7 +171,7 @@ def shown_row(
     """The parts of a row for the preview; `weights` are those of its targets."""
     counts = np.zeros(len(ids), np.float32)
     counts[targets] = weights
-    found: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "tokens": len(ids),
         "loss_tokens": int(np.count_nonzero(targets)),
         "runs": [
@@ -185,9 +185,9 @@ def shown_row(
         ],
     }
     if with_ids:
-        found["ids"] = [None if i == NO_TOKEN else i for i in ids.tolist()]
-        found["loss"] = targets.tolist()
-    return found
+        shown["ids"] = [None if i == NO_TOKEN else i for i in ids.tolist()]
+        shown["loss"] = targets.tolist()
+    return shown
 
 
 def runs(weights: npt.NDArray[Any]) -> list[tuple[int, int]]:

@@ -51,7 +51,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     config = evaluation_config(opened, file)
     prepared, table = _prepared(config, request["cache_dir"], report)
     sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
-    found = {
+    header = {
         "description": opened.target.description,
         "ledger": prepared["ledger"],
         "formats": prepared["formats"],
@@ -60,9 +60,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         figures, each = preference_figures(
             opened, config, table, sequences, report, each=bool(request.get("each"))
         )
-        return {**found, "figures": figures, "rows": each}
+        return {**header, "figures": figures, "rows": each}
     figures, each = answer_figures(opened, table, sequences, report)
-    return {**found, "figures": figures, "rows": each}
+    return {**header, "figures": figures, "rows": each}
 
 
 def _prepared(config: RunConfig, cache_dir: str, report: Reporter) -> tuple[dict[str, Any], TokenTable]:
@@ -82,9 +82,9 @@ def answer_figures(
     """Loss and scores of answers, and the answers."""
     figures = losses(opened, table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
-    found = _questions(table, rows)
-    answers = answer_all(opened, [question for _, question in found], report)
-    references = [text_of(opened, question.answer) for _, question in found]
+    questions = _questions(table, rows)
+    answers = answer_all(opened, [question for _, question in questions], report)
+    references = [text_of(opened, question.answer) for _, question in questions]
     pairs = list(zip(answers, references, strict=True))
     figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
     if pairs:
@@ -97,7 +97,7 @@ def answer_figures(
             "reference": reference,
             "exact_match": answer == reference,
         }
-        for (row, question), (answer, reference) in zip(found, pairs, strict=True)
+        for (row, question), (answer, reference) in zip(questions, pairs, strict=True)
     ]
 
 
@@ -106,8 +106,8 @@ def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, Prompt
 
     A row that counts in the loss as a whole, e.g. plain text, has none.
     """
-    found = ((row, question_of(table, row)) for row in rows)
-    return [(row, question) for row, question in found if question is not None and len(question.prompt) > 1]
+    pairs = ((row, question_of(table, row)) for row in rows)
+    return [(row, question) for row, question in pairs if question is not None and len(question.prompt) > 1]
 
 
 def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
@@ -198,12 +198,12 @@ def preference_figures(
             micro = rows.load(group, objective.sides)
             part = objective.loss(opened.forward, micro, counts=counts, known=known)
             total += float(part.loss)
-            found = part.sums.tolist()
-            sums = [one + other for one, other in zip(sums, found, strict=True)]
+            terms = part.sums.tolist()
+            sums = [one + other for one, other in zip(sums, terms, strict=True)]
             if each:
                 row = table.row_id(int(table.rows_of(group[0])[0]))
                 loss = float(part.loss) * counts.units
-                figures_of_rows.append({"row": row, "loss": loss, **objective.figures(found, known=known)})
+                figures_of_rows.append({"row": row, "loss": loss, **objective.figures(terms, known=known)})
             done += len(group)
             report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
     figures = {

@@ -112,10 +112,10 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             entries, wanted = write_as_it_is(target, directory, reads_back=reads_back)
         _write_rest(target, directory)
         write_model_manifest(directory, entries)
-    found = None
+    back = None
     if reads_back:
         report.phase("verify", f"reading {out} back")
-        found = _read_back(target, out, wanted)
+        back = _read_back(target, out, wanted)
     what = "merged model" if merge else "adapter" if has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
@@ -127,7 +127,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         "reward": target.is_reward,
-        "read_back": asdict(found) if found is not None else None,
+        "read_back": asdict(back) if back is not None else None,
         **extra,
     }
 
@@ -144,18 +144,18 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
         )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
-        found, opened = run_export(request, report, out, directory)
+        written, opened = run_export(request, report, out, directory)
     back = None
     if request.get("read_back", True):
         report.phase("verify", f"reading {out} back")
-        back = _read_back_lora(opened, out / found["file"], half=bool(request.get("half")))
+        back = _read_back_lora(opened, out / written["file"], half=bool(request.get("half")))
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
         "out": str(out),
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         "read_back": asdict(back) if back is not None else None,
-        **found,
+        **written,
     }
 
 
@@ -243,8 +243,8 @@ def write_merged(
     report.phase("merge", "merging the adapter into the weights")
     was_quantized = is_quantized(loaded.base)
     merged = merge_adapter(loaded.model, where=str(target.weights))
-    found = _logits_of(merged.eval(), dtype)
-    difference = wanted.difference(found)
+    logits = _logits_of(merged.eval(), dtype)
+    difference = wanted.difference(logits)
     if not difference <= TOLERANCE[dtype]:
         raise ModelError.of(
             "the merged model differs from base plus adapter",
@@ -255,7 +255,7 @@ def write_merged(
     report.phase("export", "writing the merged model")
     merged.config.use_cache = True
     entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
-    return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, found
+    return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, logits
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ def read_prompts(file: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):
-        found = _prompt_of(row)
-        prompts.append(found) if isinstance(found, Prompt) else problems.append(found)
+        parsed = _prompt_of(row)
+        prompts.append(parsed) if isinstance(parsed, Prompt) else problems.append(parsed)
     if problems:
         raise DataError(*problems[:_SHOWN])
     if not prompts:
@@ -313,7 +313,7 @@ def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     template, note = opened.chat_template()
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
-    conversation = Conversation(opened, template, request, report, interrupt)
+    conversation = ModelChat(opened, template, request, report, interrupt)
     report.send("ready", facts={"description": opened.target.description, "note": note})
     for line in sys.stdin:
         message = json.loads(line)
@@ -334,7 +334,7 @@ class _Interrupt:
         self.pressed = True
 
 
-class Conversation:
+class ModelChat:
     """The messages of a chat, and the model that answers.
 
     Attributes:

@@ -63,7 +63,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
     layout = GgufLayout.of(loaded.base.config)
     template = template_of(target, loaded.tokenizer)
-    writes = _Writing(
+    writes = _ExportedModel(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)
     )
     back = None
@@ -119,7 +119,7 @@ def _refuse_others(target: Target, *, alone: bool) -> None:
 
 
 @dataclass
-class _Writing:
+class _ExportedModel:
     """What is written of a target."""
 
     target: Target
@@ -181,7 +181,7 @@ class _Writing:
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
+        """The model's name, as people read it."""
         return one_line(Path(self.target.name).name, limit=100)
 
     @cached_property

@@ -445,9 +445,9 @@ def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
     files = weight_files(target.base)
     if target.weights != target.base:
         files += sorted(target.weights.glob("*.safetensors"))
-    found = {file: contents.odd for file in files if (contents := read_contents(file)).odd}
-    if found:
-        return odd_weights(found)
+    odd_by_file = {file: contents.odd for file in files if (contents := read_contents(file)).odd}
+    if odd_by_file:
+        return odd_weights(odd_by_file)
     return ModelError.of(
         f"{odd[0]} has values out of the range of {dtype}",
         where=str(target.weights),
@@ -574,9 +574,9 @@ def _adapter_mismatch(adapter: Path, base: Path, error: Exception) -> ModelError
         )
     shapes = _SIZE_MISMATCH.search(str(error))
     if shapes:
-        name, found, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
+        name, actual, wanted = shapes[1], *(f"({shape})" for shape in shapes.groups()[1:])
         return ModelError.of(
-            f"{name} has the shape {found}, but adapter_config.json and the base model require {wanted}",
+            f"{name} has the shape {actual}, but adapter_config.json and the base model require {wanted}",
             where=str(weights),
             why=(
                 f"{settings} belongs to a different adapter, or {base} is not the model that it was"
@@ -708,8 +708,8 @@ def _adapted_weight(layer: Any) -> torch.nn.Parameter:
     from peft.tuners.lora.layer import ParamWrapper
 
     if isinstance(layer, ParamWrapper):
-        found: torch.nn.Parameter = layer.get_param()
-        return found
+        parameter: torch.nn.Parameter = layer.get_param()
+        return parameter
     weight: torch.nn.Parameter = layer.get_base_layer().weight
     return weight
 

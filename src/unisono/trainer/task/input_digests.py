@@ -64,9 +64,9 @@ def digest_files(
     stats = {file: _stat(file) for file in dict.fromkeys(files)}
     run.total = sum(stat.st_size for stat in stats.values() if isinstance(stat, os.stat_result))
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = dict(zip(stats, pool.map(run.digest, stats, stats.values()), strict=True))
+        digests = dict(zip(stats, pool.map(run.digest, stats, stats.values()), strict=True))
     _keep(cache, run)
-    return found
+    return digests
 
 
 class _DigestRun:
@@ -166,20 +166,20 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     config = RunConfig.model_validate(request["config"])
     listed = files_of(config).list_inputs(config)
-    found = digest_files(
+    digests = digest_files(
         listed.everything(),
         cache=Path(request["cache_dir"]) / "digests.json",
         on_progress=DigestProgress(report, "contents").report,
     )
-    for path, value in found.items():
+    for path, value in digests.items():
         if isinstance(value, OSError):
             listed.notes.append(f"{path} cannot be read: {value.strerror}")
     parameters, linear_in_out = _figures(listed.weights)
     return {
-        "data_files": _digests(listed.data, found),
-        "tokenizer_files": _digests(listed.tokenizer, found),
-        "model_files": _digests(listed.model, found),
-        "code": {str(item["label"]): str(item["digest"]) for item in _digests(listed.code, found)},
+        "data_files": _digests(listed.data, digests),
+        "tokenizer_files": _digests(listed.tokenizer, digests),
+        "model_files": _digests(listed.model, digests),
+        "code": {str(item["label"]): str(item["digest"]) for item in _digests(listed.code, digests)},
         "note": one_line("; ".join(listed.notes), limit=600),
         "parameters": parameters,
         "linear_in_out": linear_in_out,
@@ -187,12 +187,12 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
 
 
 def _digests(
-    listed: Iterable[tuple[str, Path]], found: dict[Path, Digested | OSError]
+    listed: Iterable[tuple[str, Path]], digests: dict[Path, Digested | OSError]
 ) -> list[dict[str, str | int]]:
     return [
         {"label": label, "bytes": value.bytes, "digest": value.digest}
         for label, path in listed
-        if isinstance(value := found[path], Digested)
+        if isinstance(value := digests[path], Digested)
     ]
 
 

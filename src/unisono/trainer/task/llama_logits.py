@@ -22,8 +22,8 @@ from unisono.trainer.task.read_back import ReadBack
 
 _ROOM = 1.3  # times the file: buffers of loading, and of three rows
 _TOLERANCE = {"f32": 1e-2, "bf16": 3e-2, "f16": 3e-2}
-"""As model.result_outputs.TOLERANCE: llama.cpp has GELU as a table of f16, and rounds what it
-multiplies with 16-bit weights.
+"""Largest difference per dtype, like model.result_outputs.TOLERANCE: llama.cpp has GELU as a table
+of f16, and rounds what it multiplies with 16-bit weights.
 """
 
 
@@ -48,12 +48,12 @@ def read_in_llama_cpp(file: Path, wanted: ResultLogits, *, dtype: str) -> ReadBa
     try:
         # A process of its own: llama.cpp aborts it where it has no answer.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(last_logits, str(file), wanted.rows, KEPT).result()
+            outputs = pool.submit(last_logits, str(file), wanted.rows, KEPT).result()
     except BrokenProcessPool as error:
         raise _refused(file, "llama.cpp cannot load it: it ended its process") from error
     except Exception as error:  # llama-cpp-python raises ValueError, RuntimeError and AssertionError
         raise _refused(file, f"llama.cpp cannot load it: {library_words(error)}") from error
-    logits = replace(wanted, outputs=[torch.tensor(one) for one in found])
+    logits = replace(wanted, outputs=[torch.tensor(one) for one in outputs])
     difference, tolerance = wanted.difference(logits), _TOLERANCE[dtype]
     if not difference <= tolerance:
         why = (

@@ -61,10 +61,10 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     family = training_of(plan.config)
     written = family.written(directory, base, plan.config)
     if files.result_logits.is_file():
-        found = read_back(written, family.read_outputs(files.result_logits))
+        result = read_back(written, family.read_outputs(files.result_logits))
     else:
-        found = by_digests(directory, "what the trained model computes was not kept")
-    return {**asdict(found), "seconds": time.monotonic() - began}
+        result = by_digests(directory, "what the trained model computes was not kept")
+    return {**asdict(result), "seconds": time.monotonic() - began}
 
 
 def by_digests(directory: Path, why: str) -> ReadBack:
@@ -98,15 +98,15 @@ def read_back(written: Written, wanted: ResultOutputs) -> ReadBack:
         )
     file = written.weights
     try:
-        found = wanted.again(written.load(dtype=wanted.dtype, device=device), dtype=wanted.dtype)
+        outputs = wanted.again(written.load(dtype=wanted.dtype, device=device), dtype=wanted.dtype)
     except torch.OutOfMemoryError:
         return by_digests(written.directory, "there is no memory to load it again")
     except Exception as error:  # whatever transformers, peft, diffusers and the model's own code raise
         raise _damaged(f"{file} cannot be loaded again", file, library_words(error)) from error
-    difference, tolerance = wanted.difference(found), max(written.rounding, wanted.tolerance(found))
+    difference, tolerance = wanted.difference(outputs), max(written.rounding, wanted.tolerance(outputs))
     if difference > tolerance and wanted.dtype != "float32" and 2 * needed <= free:
         precise = wanted.again(written.load(dtype="float32", device=torch.device("cpu")), dtype="float32")
-        tolerance = max(tolerance, wanted.tolerance(found, precise))
+        tolerance = max(tolerance, wanted.tolerance(outputs, precise))
     if not difference <= tolerance:
         why = (
             f"its {'logits' if wanted.name == 'logits' else 'predictions'} differ by {difference:.2g} of"

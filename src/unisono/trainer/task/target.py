@@ -81,38 +81,38 @@ def requested_target(request: dict[str, Any]) -> Target:
         UnisonoError: as `find_target`; UsageError if one of several adapters is not finished.
     """
     base = request.get("base")
-    found = find_target(request["target"], step=request.get("step"), base=base)
-    found = replace(
-        found,
+    target = find_target(request["target"], step=request.get("step"), base=base)
+    target = replace(
+        target,
         template=request.get("template"),
         thinking=request.get("thinking"),
         default_system=request.get("default_system"),
     )
     names = request.get("merged") or []
     if not names:
-        return found
-    _refuse_checkpoint(found)
+        return target
+    _refuse_checkpoint(target)
     return replace(
-        found,
+        target,
         merged=tuple(_refuse_checkpoint(find_target(name, base=base)).weights for name in names),
-        description=f"{found.description}, with {', '.join(names)} merged",
+        description=f"{target.description}, with {', '.join(names)} merged",
     )
 
 
-def _refuse_checkpoint(found: Target) -> Target:
+def _refuse_checkpoint(target: Target) -> Target:
     """The target, which must be an adapter, since it is one of several.
 
     Raises:
         UsageError: if it is a checkpoint of an unfinished run.
     """
-    if found.source != "adapter":
+    if target.source != "adapter":
         raise UsageError.of(
-            f"{found.name} is not a finished adapter",
-            where=str(found.weights),
+            f"{target.name} is not a finished adapter",
+            where=str(target.weights),
             why="several adapters are merged into the model, one after the other",
-            fix=f"write it with `unisono export {found.name} OUT`, and name OUT",
+            fix=f"write it with `unisono export {target.name} OUT`, and name OUT",
         )
-    return found
+    return target
 
 
 def find_target(name: str, *, step: int | None = None, base: str | None = None) -> Target:
@@ -137,8 +137,8 @@ def find_target(name: str, *, step: int | None = None, base: str | None = None) 
             fix="pass a run's directory, a model's directory, or a hub id",
         )
     try:
-        found = _find(name, directory, step)
-        return found if base is None else _on_base(found, base)
+        target = _find(name, directory, step)
+        return target if base is None else _on_base(target, base)
     except UsageError:  # a file that cannot be read may be one that was damaged since it was written
         for place in (directory, RunDir(directory).adapter, RunDir(directory).model):
             checked = check_model(place)
@@ -173,7 +173,7 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
         check_directory(directory.resolve())
         _refuse_other_places(name, directory.resolve())
     try:
-        found = locate_model(name)
+        path = locate_model(name)
     except ModelError as error:  # its problems may refer to config keys
         problems = (
             (
@@ -184,9 +184,9 @@ def _find(name: str, directory: Path, step: int | None) -> Target:
             for p in error.problems
         )
         raise ModelError(*problems) from error
-    if (found / "adapter_config.json").is_file():
-        return _of_adapter(name, found)
-    return Target(name, "model", found, found, None, f"the model {name}")
+    if (path / "adapter_config.json").is_file():
+        return _of_adapter(name, path)
+    return Target(name, "model", path, path, None, f"the model {name}")
 
 
 def verify_target(target: Target, report: Reporter) -> None:
@@ -203,13 +203,13 @@ def verify_target(target: Target, report: Reporter) -> None:
         report.warning("target", note)
     own = [] if target.source == "checkpoint" else [target.weights]
     places = list(dict.fromkeys([target.base, *target.merged, *own]))
-    found = digest_files(
+    digests = digest_files(
         [file for place in places for file in listed_files(place)],
         cache=read_environment().cache_dir / "digests.json",
         on_progress=DigestProgress(report, "verify").report,
     )
     for place in places:
-        checked = check_model(place, read=partial(_digest_of, found))
+        checked = check_model(place, read=partial(_digest_of, digests))
         if not checked.intact:
             raise checked.refusal(restore=_restore(target, place))
         for finding in checked.findings:
@@ -221,8 +221,8 @@ def verify_target(target: Target, report: Reporter) -> None:
             )
 
 
-def _digest_of(found: dict[Path, Digested | OSError], file: Path) -> tuple[int, str]:
-    value = found.get(file)
+def _digest_of(digests: dict[Path, Digested | OSError], file: Path) -> tuple[int, str]:
+    value = digests.get(file)
     if isinstance(value, OSError):
         raise value
     return (value.bytes, value.digest) if value is not None else read_digest(file)
@@ -394,16 +394,16 @@ def _at_result(name: str, plan: RunPlan, base: Path, final: Path) -> Target:
 
 
 def _at_checkpoint(
-    name: str, plan: RunPlan, base: Path, found: IntactCheckpoint, notes: tuple[str, ...]
+    name: str, plan: RunPlan, base: Path, saved: IntactCheckpoint, notes: tuple[str, ...]
 ) -> Target:
     foreign = (
         ("the checkpoint is signed by a different key; only its weights are read",)
-        if found.is_foreign
+        if saved.is_foreign
         else ()
     )
     what = "adapter" if plan.config.adapter is not None else "all weights"
-    text = f"the run {name} at step {found.step}: {what} of {plan.config.model.path}"
-    return Target(name, "checkpoint", found.path, base, plan, text, (*notes, *foreign), step=found.step)
+    text = f"the run {name} at step {saved.step}: {what} of {plan.config.model.path}"
+    return Target(name, "checkpoint", saved.path, base, plan, text, (*notes, *foreign), step=saved.step)
 
 
 def _of_adapter(name: str, directory: Path) -> Target:

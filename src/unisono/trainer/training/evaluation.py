@@ -350,8 +350,8 @@ def similarity(pairs: Sequence[Pair]) -> dict[str, float]:
     assert pairs
     names = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}
     scorer = RougeScorer(list(names.values()), tokenizer=_Words())
-    found = [scorer.score(reference, answer) for answer, reference in pairs]
-    rouge = {ours: sum(100 * one[name].fmeasure for one in found) for ours, name in names.items()}
+    scores = [scorer.score(reference, answer) for answer, reference in pairs]
+    rouge = {ours: sum(100 * one[name].fmeasure for one in scores) for ours, name in names.items()}
     bleu4 = sum(_character_bleu(answer, reference) for answer, reference in pairs)
     return {name: value / len(pairs) for name, value in {"bleu-4": bleu4, **rouge}.items()}
 

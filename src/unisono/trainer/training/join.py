@@ -46,12 +46,12 @@ def find_place(plan: RunPlan, environment: Environment) -> RankPlace:
             "start ranks with `unisono train`",
         )
     place = plan.ranks[rank]
-    for name, found, planned in (
+    for name, actual, planned in (
         ("WORLD_SIZE", environment.world_size, plan.world_size),
         ("LOCAL_RANK", environment.local_rank, place.local_rank),
     ):
-        if found != planned:
-            value = "is not set" if found is None else f"is {found}"
+        if actual != planned:
+            value = "is not set" if actual is None else f"is {actual}"
             raise _plan_mismatch(
                 place,
                 f"{name} {value} for rank {rank}, but the plan has {planned}",
@@ -130,9 +130,9 @@ def check_world(plan: RunPlan, place: RankPlace, group: Ranks) -> None:
     """
     count = torch.ones((), dtype=torch.int64, device=group.device)
     group.sum(count)
-    for what, found in (("the group has", group.joined), ("a count gives", int(count))):
-        if found != plan.world_size:
-            raise _world_mismatch(place, f"{what} {found} ranks, but the plan has {plan.world_size}")
+    for what, size in (("the group has", group.joined), ("a count gives", int(count))):
+        if size != plan.world_size:
+            raise _world_mismatch(place, f"{what} {size} ranks, but the plan has {plan.world_size}")
 
 
 def _world_mismatch(place: RankPlace, what: str) -> Disagreed:
@@ -248,8 +248,8 @@ def bound_uuid(device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return None if " MIG " in found.name else f"GPU-{found.uuid}"
+    properties = torch.cuda.get_device_properties(device)
+    return None if " MIG " in properties.name else f"GPU-{properties.uuid}"
 
 
 # ---- Digests of what it holds
@@ -308,8 +308,8 @@ def by_layer(values: dict[str, int]) -> dict[str, str]:
         return {name: f"{value:016x}" for name, value in values.items()}
     layers: dict[str, list[Any]] = {}
     for name, value in values.items():
-        found = _NUMBERED.match(name)
-        layers.setdefault(found[1] if found else name, []).append([name, value])
+        match = _NUMBERED.match(name)
+        layers.setdefault(match[1] if match else name, []).append([name, value])
     return {layer: digest_of(members)[:16] for layer, members in list(layers.items())[:_MOST_NAMES]}
 
 

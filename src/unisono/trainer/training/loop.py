@@ -444,8 +444,8 @@ def _tokens_of(rows: Rows, units: list[int]) -> list[int]:
 
 def _norm(run: Run) -> torch.Tensor:
     """The norm of the gradient. All ranks must call it."""
-    found = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
-    norm = total_norm([own_part(gradient) for gradient in found])
+    gradients = [p.grad for p in run.forward.loaded.trainable.values() if p.grad is not None]
+    norm = total_norm([own_part(gradient) for gradient in gradients])
     if run.plan.mesh.norm_axes:
         squared = norm.square().to(run.device)
         run.group.sum(squared)

@@ -31,7 +31,7 @@ from unisono.trainer.checkpoint.snapshot import SLOTS, SlotLayout, Slots, Tensor
 from unisono.trainer.checkpoint.state import DTYPES, dtype_name
 from unisono.trainer.training.optim import moments_before_a_step
 from unisono.trainer.training.run import Contents, Run, contents_of, source_values
-from unisono.trainer.training.saver import Part
+from unisono.trainer.training.saver import RankTensor
 
 LIMIT = 0.01
 """The maximum cost of keeping steps, as a share of the time of all steps."""
@@ -304,7 +304,7 @@ def _contents_after_a_step(run: Run) -> Contents:
     if any(part.state for part in run.optimizers.parts.values()):
         return contents
     moments = [
-        Part(f"{part.name}-{number}", moment, part.shape, part.offsets)
+        RankTensor(f"{part.name}-{number}", moment, part.shape, part.offsets)
         for part in contents.groups["trainable"]
         for number, moment in enumerate(moments_before_a_step(run.plan.config.optim, part.tensor))
     ]
@@ -335,7 +335,7 @@ def _take_memory(fd: int, size: int) -> memoryview:
         raise UnfitError(problem, verdict=storage_verdict(error, problem, phase="log")) from error
 
 
-def _entry(group: str, part: Part) -> TensorEntry:
+def _entry(group: str, part: RankTensor) -> TensorEntry:
     return TensorEntry(
         group, part.name, dtype_name(part.tensor.dtype), tuple(part.tensor.shape), part.shape, part.offsets
     )

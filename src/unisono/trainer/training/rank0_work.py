@@ -206,7 +206,7 @@ shows new names late.
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """The facts of a save that are known at its start.
 
     Attributes:
@@ -221,7 +221,7 @@ class Job:
 
 
 def write_own_files(
-    run: Run, job: Job, save: Save, files: Files, directory: Path, texts: dict[str, bytes]
+    run: Run, job: SaveJob, save: Save, files: Files, directory: Path, texts: dict[str, bytes]
 ) -> dict[str, FileEntry]:
     """Writes this rank's part of a checkpoint; gives its manifest entries.
 
@@ -241,7 +241,7 @@ def write_own_files(
     return {name: entry.model_copy(update={"host": run.place.host}) for name, entry in written.items()}
 
 
-def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
+def write_shard(run: Run, job: SaveJob, save: Save, files: Files) -> None:
     """Writes this rank's part next to the others, or to its own node's disk, and reports it."""
     directory = run.files.checkpoints / job.temporary
     entries: dict[str, FileEntry] = {}
@@ -257,9 +257,9 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
         refuse_abandoned(save, directory)
     except (OSError, StorageFailed) as failure:
         write_problem = write_failure(failure, directory, directory)
-        found = write_problem or (failure if isinstance(failure, StorageFailed) else None)
-        error = "; ".join(str(problem.what) for problem in found.problems) if found else str(failure)
-        verdict = found.verdict.to_json() if found and found.verdict else None
+        cause = write_problem or (failure if isinstance(failure, StorageFailed) else None)
+        error = "; ".join(str(problem.what) for problem in cause.problems) if cause else str(failure)
+        verdict = cause.verdict.to_json() if cause and cause.verdict else None
     written = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send(
         "shard_written",
@@ -272,7 +272,7 @@ def write_shard(run: Run, job: Job, save: Save, files: Files) -> None:
     )
 
 
-def dismiss_parts(run: Run, job: Job) -> None:
+def dismiss_parts(run: Run, job: SaveJob) -> None:
     """Releases everything that waits for rank 0's directory: the other ranks, and parts on their
     way to the head.
     """
@@ -281,22 +281,22 @@ def dismiss_parts(run: Run, job: Job) -> None:
         run.report.send("shards_over", step=job.step, temporary=job.temporary)
 
 
-def _gave_up(job: Job) -> str:
+def _gave_up(job: SaveJob) -> str:
     return f"gave up {job.temporary}"
 
 
-def _moves(job: Job, number: int) -> str:
+def _moves(job: SaveJob, number: int) -> str:
     """The note of rank 0 that makes the others wait longer; each is left once."""
     return f"moves {job.temporary} {number}"
 
 
-def report_moves(run: Run, job: Job, save: Save) -> None:
+def report_moves(run: Run, job: SaveJob, save: Save) -> None:
     """Makes rank 0 leave notes for the other ranks while its save makes progress."""
     numbers = itertools.count()
     save.on_move = lambda: run.group.leave_note(_moves(job, next(numbers)))
 
 
-def _enter(run: Run, job: Job, save: Save, directory: Path) -> None:
+def _enter(run: Run, job: SaveJob, save: Save, directory: Path) -> None:
     """Waits until this node sees the directory that rank 0 creates.
 
     A node with its own output disk creates it itself.
@@ -353,7 +353,7 @@ def given_up(what: str, path: Path) -> StorageFailed:
     return StorageFailed(Problem(what, str(path), "", "older checkpoints are unchanged"), path=path)
 
 
-def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
+def shards_of_others(run: Run, job: SaveJob, save: Save) -> dict[str, FileEntry]:
     """The manifest entries of the other ranks, once all have reported and their files are on this
     disk.
 
@@ -362,7 +362,7 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
     """
     missing = set(range(1, job.shards))
     save.waits_for_others = bool(missing)
-    found: dict[str, FileEntry] = {}
+    entries: dict[str, FileEntry] = {}
     while missing:
         save.activity = "waiting for the part of " + ", ".join(
             run.plan.ranks[rank].label for rank in sorted(missing)
@@ -382,6 +382,6 @@ def shards_of_others(run: Run, job: Job, save: Save) -> dict[str, FileEntry]:
             error.verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
             raise error
         missing.discard(rank)
-        found |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
+        entries |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}
     save.waits_for_others = False
-    return found
+    return entries

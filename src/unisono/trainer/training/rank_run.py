@@ -234,11 +234,11 @@ def _find_best(run: Run) -> tuple[int, dict[str, float]]:
         what="looking for the best checkpoint",
         path=run.files.checkpoints,
     )
-    found = torch.tensor(best[0] if best else 0, dtype=torch.int64, device=run.device)
-    run.group.broadcast(found)
+    best_step = torch.tensor(best[0] if best else 0, dtype=torch.int64, device=run.device)
+    run.group.broadcast(best_step)
     line = best[1] if best else {}
     figures = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
-    return int(found), figures
+    return int(best_step), figures
 
 
 _RANK_0_KINDS = frozenset({"eval", "sample", "checkpoint"})

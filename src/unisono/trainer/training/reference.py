@@ -61,8 +61,8 @@ def set_reference(run: Run, tables: Tables) -> None:
     """
     run.beats.enter("reference")
     path, key = run.files.reference, reference_key(run)
-    found = on_rank0(run, partial(_read, path, key, tables), what="reading the reference values", path=path)
-    stored, why = found if found is not None else (None, "")
+    outcome = on_rank0(run, partial(_read, path, key, tables), what="reading the reference values", path=path)
+    stored, why = outcome if outcome is not None else (None, "")
     if run.group.any(stored is not None):
         _set(tables, _shared(run, tables, stored))
         run.report.send("reference", computed=0, reused=_number(tables))
@@ -171,14 +171,14 @@ def _read(path: Path, key: str, tables: Tables) -> tuple[Values | None, str]:
 
 def _shared(run: Run, tables: Tables, stored: Values | None) -> Values:
     """The values of rank 0 on every rank."""
-    found: Values = {}
+    by_split: Values = {}
     for split, rows in tables.items():
         values = torch.zeros(rows.table.rows, len(_SIDES), device=run.device)
         if stored is not None:
             values.copy_(stored[split])
         run.group.broadcast(values)
-        found[split] = values.cpu()
-    return found
+        by_split[split] = values.cpu()
+    return by_split
 
 
 # ---- computing
@@ -186,7 +186,7 @@ def _shared(run: Run, tables: Tables, stored: Values | None) -> Values:
 
 def _compute(run: Run, forward: Forward, tables: Tables) -> Values:
     """The sums of the log-probabilities of both answers of every unit. All ranks must call it."""
-    found: Values = {}
+    by_split: Values = {}
     total, done = _number(tables), 0
     with torch.no_grad():
         for split, part in tables.items():
@@ -210,8 +210,8 @@ def _compute(run: Run, forward: Forward, tables: Tables) -> Values:
                     "reference", "computing the reference's log-probabilities", done=done, total=total
                 )
             run.group.sum(values)
-            found[split] = values.cpu()
-    return found
+            by_split[split] = values.cpu()
+    return by_split
 
 
 @contextlib.contextmanager

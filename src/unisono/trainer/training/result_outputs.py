@@ -21,9 +21,9 @@ def write_outputs(run: Run) -> None:
     round_as_stored(run.forward.loaded, run.plan)
     try:
         with evaluating(run), run.forward.ready_to_generate() as model:
-            found = run.forward.within(lambda: family.outputs(model, run.plan, run.source.examples))
+            outputs = run.forward.within(lambda: family.outputs(model, run.plan, run.source.examples))
         if run.group.is_main:
-            found.write(run.files.result_logits)
+            outputs.write(run.files.result_logits)
     except (
         Exception
     ) as error:  # whatever the model's own code raises: the result is written, only its comparison is lost

@@ -32,7 +32,7 @@ from unisono.trainer.training.gradient_sync import GradientSync
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
-from unisono.trainer.training.saver import Part, Saver
+from unisono.trainer.training.saver import RankTensor, Saver
 from unisono.trainer.training.sharding import ShardedRoot
 
 # ---- Random streams
@@ -97,22 +97,22 @@ class GeneratorWatch:
     def moved(self) -> list[str]:
         """The generators that have moved since the last call; each is given once per run."""
         now = self._fingerprints()
-        found = [
+        names = [
             name for name, value in now.items() if value != self._seen[name] and name not in self._reported
         ]
         self._seen = now
-        self._reported.update(found)
-        return found
+        self._reported.update(names)
+        return names
 
     def _fingerprints(self) -> dict[str, int]:
         state: Any = np.random.get_state()
-        found = {
+        fingerprints = {
             "python's random": hash(random.getstate()),
             "numpy.random": hash((state[1].tobytes(), state[2])),
         }
         if not self._torch_is_used:
-            found[_TORCH] = _torch_state()
-        return found
+            fingerprints[_TORCH] = _torch_state()
+        return fingerprints
 
 
 def _torch_state() -> int:
@@ -208,7 +208,7 @@ class Run:
     sampler: Sampler | None = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
     hooks: Sequence[RunHook] = ()
-    """Of drills and tests; empty in production."""
+    """Set by drills and tests; empty in production."""
     directory_check: DirectoryCheck | None = None
     """Set on rank 0, and on the ranks of a node with a directory of its own."""
     front_messages: FrontMessages | None = None
@@ -269,7 +269,7 @@ class Contents:
             source's, if it has any), and of an adapter `base` (what it was trained on).
     """
 
-    groups: dict[str, list[Part]]
+    groups: dict[str, list[RankTensor]]
     values: dict[str, Any]
 
 
@@ -313,18 +313,18 @@ def base_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _parts(run: Run, tensors: Tensors) -> list[Part]:
-    found = []
+def _parts(run: Run, tensors: Tensors) -> list[RankTensor]:
+    parts = []
     for name, tensor in tensors.items():
         value = tensor.detach()
         if isinstance(value, DTensor):
             shape, offsets = _place(run, name, value)
             local = value.to_local()
             if local.numel():  # a rank may have no part of a small tensor
-                found.append(Part(name, local, shape, offsets))
+                parts.append(RankTensor(name, local, shape, offsets))
         elif run.group.is_main or run.sharded is None:
-            found.append(Part(name, value, tuple(value.shape), (0,) * value.ndim))
-    return found
+            parts.append(RankTensor(name, value, tuple(value.shape), (0,) * value.ndim))
+    return parts
 
 
 def _place(run: Run, name: str, tensor: DTensor) -> Place:

@@ -22,7 +22,7 @@ from unisono.trainer.checkpoint.writer import TensorPart
 
 
 @dataclass(frozen=True)
-class Part:
+class RankTensor:
     """A tensor of the run, or this rank's part of it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
 
 # ---- Copies in host memory
 
-Groups = dict[str, list[Part]]
+Groups = dict[str, list[RankTensor]]
 Files = dict[str, list[TensorPart]]
 
 _SHARE = 0.5  # share of the free memory that the copies of all ranks on a node may take together
@@ -114,7 +114,7 @@ class Staging:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
-    def _reading(self, group: str, part: Part) -> Callable[[], memoryview]:
+    def _reading(self, group: str, part: RankTensor) -> Callable[[], memoryview]:
         buffer = self._buffers[group, part.name]
 
         def read() -> memoryview:
@@ -124,7 +124,7 @@ class Staging:
 
         return read
 
-    def _new(self, groups: Groups) -> Iterable[tuple[tuple[str, str], Part]]:
+    def _new(self, groups: Groups) -> Iterable[tuple[tuple[str, str], RankTensor]]:
         for group, parts in groups.items():
             for part in parts:
                 if (group, part.name) not in self._buffers:
@@ -156,11 +156,11 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _flat(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat: np.ndarray[tuple[int], np.dtype[np.uint8]] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
-def _as_file_part(part: Part, read: Callable[[], memoryview]) -> TensorPart:
+def _as_file_part(part: RankTensor, read: Callable[[], memoryview]) -> TensorPart:
     whole = None if part.is_whole else part.shape
     return TensorPart(
         part.name,
@@ -179,8 +179,8 @@ Write = Callable[["Save", Files], Path | None]
 STUCK_S = 10.0
 """After so many seconds without progress a save is no longer waited for by the next one."""
 OTHERS_S = 60.0
-"""The same while it waits for other ranks and none makes progress: a rank whose own storage hangs
-reports it itself.
+"""The limit while a save waits for other ranks and none makes progress: a rank whose own storage
+hangs reports it itself.
 """
 _LOOK_S = 0.2
 MOVES_EVERY_S = 2.0

@@ -39,7 +39,7 @@ from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.training.rank0_work import (
     TURN_S,
     CheckpointBroadcast,
-    Job,
+    SaveJob,
     dismiss_parts,
     on_rank0,
     refuse_abandoned,
@@ -267,22 +267,22 @@ def _wait_for_save(run: Run, patience_s: float | None = None) -> bool:
     return not run.group.any(not run.saver.is_free)
 
 
-def _job_of(run: Run) -> Job:
+def _job_of(run: Run) -> SaveJob:
     """Agrees on the directory's name if several ranks write to it.
 
     No file is touched, so a hanging path cannot block training here.
     """
     step = run.state.step
     if run.sharded is None:
-        return Job(step, temporary_name(step, secrets.token_hex(4)), 1)
+        return SaveJob(step, temporary_name(step, secrets.token_hex(4)), 1)
     number = torch.zeros((), dtype=torch.int64, device=run.device)
     if run.group.is_main:
         number.fill_(secrets.randbits(32))
     run.group.broadcast(number)
-    return Job(step, temporary_name(step, f"{int(number):09x}"), run.plan.mesh.weight_shards)
+    return SaveJob(step, temporary_name(step, f"{int(number):09x}"), run.plan.mesh.weight_shards)
 
 
-def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> Path | None:
+def _write(run: Run, job: SaveJob, text: bytes | None, save: Save, files: Files) -> Path | None:
     """Writes this rank's files, in the saver's thread; rank 0 also publishes the checkpoint and
     gives its path.
     """
@@ -304,9 +304,9 @@ def _write(run: Run, job: Job, text: bytes | None, save: Save, files: Files) -> 
         def write(directory: Path) -> Mapping[str, FileEntry]:
             parts_are_needed.set()
             own = write_own_files(run, job, save, files, directory, {STATE: text})
-            found = own | shards_of_others(run, job, save)
+            entries = own | shards_of_others(run, job, save)
             refuse_abandoned(save, directory)
-            return found
+            return entries
 
         path = run.store.save(
             job.step,
@@ -353,9 +353,9 @@ def _best_saved(run: Run) -> set[int]:
     if metric is None or run.store is None:
         return set()
     saved = {step_of(path.name) for path in run.store.list()}
-    found = best_evaluated(run.files.metrics, saved, metric=metric)
+    best = best_evaluated(run.files.metrics, saved, metric=metric)
     known = {run.state.best_step} if run.state.best_step is not None else set()  # its line may be damaged
-    return (known & saved) | ({found[0]} if found else set())
+    return (known & saved) | ({best[0]} if best else set())
 
 
 def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
@@ -381,7 +381,7 @@ def _sync_metrics(run: Run, metrics: MetricsWriter, save: Save) -> None:
         raise StorageFailed(problem, path=path, verdict=verdict) from error
 
 
-def _report_saved(run: Run, job: Job, path: Path, save: Save) -> bool:
+def _report_saved(run: Run, job: SaveJob, path: Path, save: Save) -> bool:
     """Reports a checkpoint that was just published; False if it is already gone.
 
     A network file system may fail at this moment. What was synced and renamed counts as saved
@@ -416,7 +416,7 @@ def _report_saved(run: Run, job: Job, path: Path, save: Save) -> bool:
     return True
 
 
-def _report_failure(run: Run, job: Job, error: StorageFailed) -> None:
+def _report_failure(run: Run, job: SaveJob, error: StorageFailed) -> None:
     named = (
         error.verdict.model_copy(update={"severity": "warning", "step": job.step}) if error.verdict else None
     )

@@ -206,9 +206,9 @@ def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None
         return full.cpu() if keep else None
     group = tensor.device_mesh.get_group()
     local = tensor.to_local()
-    found = torch.empty(tensor.shape, dtype=tensor.dtype) if keep else None
+    gathered = torch.empty(tensor.shape, dtype=tensor.dtype) if keep else None
     for rank, rows in enumerate(_rows_of_ranks(len(tensor), dist.get_world_size(group))):
-        window = found[rows] if found is not None else None
+        window = gathered[rows] if gathered is not None else None
         part = local.contiguous() if rank == dist.get_rank(group) else window
         if part is None or part.device != local.device:
             part = local.new_empty((rows.stop - rows.start, *tensor.shape[1:]))
@@ -216,7 +216,7 @@ def full_on_one_rank(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor | None
             dist.broadcast(part, group=group, group_src=rank)  # all ranks of the mesh
         if window is not None and part is not window:
             window.copy_(part)
-    return found
+    return gathered
 
 
 def _rows_of_ranks(rows: int, world_size: int) -> list[slice]:
@@ -240,10 +240,10 @@ def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _layers(base: Any) -> list[torch.nn.Module]:
     """The blocks that transformers does not split over devices; of nested blocks the outer one."""
     names = set(getattr(base, "_no_split_modules", None) or ())
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()
     for module in base.modules():
         if type(module).__name__ in names and module not in inside:
-            found.append(module)
+            layers.append(module)
             inside.update(module.modules())
-    return found
+    return layers

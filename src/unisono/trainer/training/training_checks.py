@@ -227,13 +227,13 @@ def model_verdict(run: Run) -> Verdict:
     own = f" with the objective {run.objective.where}" if isinstance(run.objective, OwnObjective) else ""
     odd = odd_parameters(run.forward.loaded.model)
     if odd:
-        found = f"{odd[0]} has NaN or infinite values" + (
+        reason = f"{odd[0]} has NaN or infinite values" + (
             f", and so have {len(odd) - 1} more tensors" if len(odd) > 1 else ""
         )
     else:
-        found = f"all weights are finite, so values overflow in the computation with {run.plan.dtype}"
+        reason = f"all weights are finite, so values overflow in the computation with {run.plan.dtype}"
         if run.plan.config.model.trust_remote_code:
-            found += ", or the model's own Python code makes them NaN"
+            reason += ", or the model's own Python code makes them NaN"
     return Verdict(
         cause="nan_loss",
         when="during",
@@ -246,7 +246,7 @@ def model_verdict(run: Run) -> Verdict:
             f" {steps}): nothing was trained"
         ),
         evidence=(
-            Evidence(where=run.where, text=found),
+            Evidence(where=run.where, text=reason),
             Evidence(
                 where=run.where,
                 text=(
@@ -356,8 +356,8 @@ def _as_much_as_the_optimizer_will_hold(run: Run) -> list[torch.Tensor]:
 
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|CUDA error: out of memory|STATUS_ALLOC_FAILED")
-"""Of torch on a CPU; of CUDA, where not torch but the driver needs memory, e.g. for a kernel's
-stack; of cuBLAS and cuDNN.
+"""Messages of torch on a CPU, of the CUDA driver, which needs memory e.g. for a kernel's stack, and
+of cuBLAS and cuDNN.
 """
 
 
@@ -429,15 +429,15 @@ def _savings(run: Run) -> list[str]:
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)
-    found = []
+    advice = []
     if plan.micro_batch > 1:
         smaller = max(n for n in range(1, plan.micro_batch) if plan.global_batch % n == 0)
         saved = now - total(smaller, checkpointing=plan.gradient_checkpointing)
         if saved > 0:  # with several micro batches in a step, gradients of full fine-tuning are in float32
-            found.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
+            advice.append(f"batch.micro={smaller} saves about {show_bytes(saved)}, with the same result")
     if not plan.gradient_checkpointing:
         saved = now - total(plan.micro_batch, checkpointing=True)
-        found.append(
+        advice.append(
             f"memory.gradient_checkpointing=true saves about {show_bytes(saved)}, and takes about a third"
             " longer"
         )
@@ -447,15 +447,15 @@ def _savings(run: Run) -> list[str]:
         optimizer_bytes=optimizer.state_bytes("bfloat16"),
     )
     # Later the checkpoints have the state in this dtype, and would not be resumed.
-    if len(found) < 2 and config.adapter is None and saved > 0 and run.state.step == 0:
-        found.append(f"optim.state_dtype=bfloat16 saves about {show_bytes(saved)} of the optimizer's state")
-    if len(found) < 2:
-        found.append(family_of(plan.model).shorter_rows(config.data.max_length))
-    if len(found) < 2 and config.adapter is None:
-        found.append(
+    if len(advice) < 2 and config.adapter is None and saved > 0 and run.state.step == 0:
+        advice.append(f"optim.state_dtype=bfloat16 saves about {show_bytes(saved)} of the optimizer's state")
+    if len(advice) < 2:
+        advice.append(family_of(plan.model).shorter_rows(config.data.max_length))
+    if len(advice) < 2 and config.adapter is None:
+        advice.append(
             "adapter={kind: lora} trains few parameters, without gradients and optimizer state for the rest"
         )
-    return found[:2]
+    return advice[:2]
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -158,8 +158,8 @@ def _reverted(base: Any, tensors: Tensors) -> Tensors:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: Tensors = revert_weight_conversion(base, tensors)
-    return found
+    reverted: Tensors = revert_weight_conversion(base, tensors)
+    return reverted
 
 
 def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -173,17 +173,17 @@ def _split(
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {tensor.name: tensor for tensor in stored}
-    found = split_state_dict_into_shards_factory(
+    split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda tensor: tensor.bytes,
         filename_pattern=_MODEL_FILES,
         max_shard_size=max_file_bytes,
     )
-    files = {file: [by_name[name] for name in names] for file, names in found.filename_to_tensors.items()}
-    if not found.is_sharded:
+    files = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    if not split.is_sharded:
         return files, None
-    metadata = {"total_parameters": parameters, **found.metadata}
-    return files, {"metadata": metadata, "weight_map": found.tensor_to_filename}
+    metadata = {"total_parameters": parameters, **split.metadata}
+    return files, {"metadata": metadata, "weight_map": split.tensor_to_filename}
 
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -262,16 +262,16 @@ def write_generation_config(
         stops: the tokens that end an answer.
         known: directories that may have such a file; the last one's other settings are kept.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for place in known:
         with contextlib.suppress(OSError, ValueError):
-            found = read_json(place / "generation_config.json")
-    found.pop("_from_model_config", None)  # transformers would take the stop tokens of config.json instead
+            settings = read_json(place / "generation_config.json")
+    settings.pop("_from_model_config", None)  # transformers would take the stop tokens of config.json instead
     if stops:
-        found["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
+        settings["eos_token_id"] = sorted(stops) if len(stops) > 1 else min(stops)
     if isinstance(tokenizer.pad_token_id, int):
-        found.setdefault("pad_token_id", tokenizer.pad_token_id)
-    write_json(directory / "generation_config.json", found)
+        settings.setdefault("pad_token_id", tokenizer.pad_token_id)
+    write_json(directory / "generation_config.json", settings)
 
 
 def _write_settings(base: Any, directory: Path) -> None:
@@ -337,10 +337,10 @@ def _plain_generation(base: Any) -> Iterator[None]:
 
 def entries_of(directory: Path) -> Entries:
     """The digests of the weight files in a directory, read from disk."""
-    found = {file.name: read_contents(file, tensors=True) for file in directory.glob("*.safetensors")}
+    files = {file.name: read_contents(file, tensors=True) for file in directory.glob("*.safetensors")}
     return {
         name: FileEntry(bytes=contents.bytes, xxh3_128=contents.digest, tensors=contents.tensors)
-        for name, contents in found.items()
+        for name, contents in files.items()
     }
 
 
@@ -456,8 +456,8 @@ class _FileTensors:
     def _bytes(self, stored: StoredTensor) -> memoryview:
         if self._source != stored.source:
             self.forget()  # before the next full tensor exists
-            found = _full(self._tensors[stored.source], stored.dtype, keep=self._keep)
-            self._now = self._layout.convert(stored.source, found) if found is not None else {}
+            full = _full(self._tensors[stored.source], stored.dtype, keep=self._keep)
+            self._now = self._layout.convert(stored.source, full) if full is not None else {}
             self._source = stored.source
         return bytes_of(self._now[stored.name].contiguous()) if self._keep else memoryview(b"")
 
@@ -472,12 +472,12 @@ def _full(tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tens
 
 def _all_full(tensors: Tensors, dtype: torch.dtype, *, keep: bool) -> Tensors:
     """All full tensors at once, on the rank that keeps them. All ranks must call it."""
-    found: Tensors = {}
+    full_tensors: Tensors = {}
     for name, tensor in tensors.items():
         full = _full(tensor, dtype if tensor.is_floating_point() else tensor.dtype, keep=keep)
         if full is not None:
-            found[name] = full.contiguous()
-    return found
+            full_tensors[name] = full.contiguous()
+    return full_tensors
 
 
 def _write_dtype(file: Path, dtype: str) -> None:

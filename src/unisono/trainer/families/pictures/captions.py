@@ -67,12 +67,12 @@ def plain_caption(written: str, section: DiffusionSection) -> str:
     """A caption where nothing is drawn, as in evaluation: its first line, the first of
     alternatives, and all parts in their order.
     """
-    return _undrawn(written, section, lambda found: found[0])
+    return _undrawn(written, section, lambda choices: choices[0])
 
 
 def longest_caption(written: str, section: DiffusionSection) -> str:
     """A caption of the longest line and alternatives, and all parts."""
-    return _undrawn(written, section, lambda found: max(found, key=len))
+    return _undrawn(written, section, lambda choices: max(choices, key=len))
 
 
 def _undrawn(written: str, section: DiffusionSection, choose: Choose) -> str:
@@ -99,7 +99,7 @@ def varied_caption(
         return ""
     # Of this generator only the sequence of `random` is the same in all versions of Python.
     draw = random.Random(math.floor(order * (1 << 24))).random  # noqa: S311 - not for secrets
-    text = _with_choices(written, section, lambda found: found[math.floor(draw() * len(found))])
+    text = _with_choices(written, section, lambda choices: choices[math.floor(draw() * len(choices))])
     if _changes_parts(section) or _has_separator(text, section):
         parts = split_parts(text, section)
         free = parts.free

@@ -76,7 +76,7 @@ def open_pipeline(
     more = {} if pipeline.is_xl else {"safety_checker": None, "requires_safety_checker": False}
     try:
         with quiet():
-            found = kind.from_pretrained(
+            loaded = kind.from_pretrained(
                 str(pipeline.root),
                 torch_dtype=dtype,
                 local_files_only=True,
@@ -85,8 +85,8 @@ def open_pipeline(
                 **parts,
             )
             if lora is not None:
-                found.load_lora_weights(str(lora))
-            found.to(device)
+                loaded.load_lora_weights(str(lora))
+            loaded.to(device)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ModelError.of(
             "the pipeline cannot be loaded"
@@ -98,8 +98,8 @@ def open_pipeline(
             if lora
             else "copy the directory of the pipeline again",
         ) from error
-    found.set_progress_bar_config(disable=True)
-    return found
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
 
 
 def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lambda _step: False) -> Any:
@@ -176,7 +176,7 @@ def save_strip(folder: Path) -> None:
         image_module.fromarray(whole).save(stream, format="PNG")
 
 
-class Sampler:
+class PictureSampler:
     """Draws with the model that is being trained; the other parts of its pipeline are loaded when
     they are first needed, and kept.
     """
@@ -265,7 +265,7 @@ class Sampler:
 
 def open_pictures(
     plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
-) -> tuple[PictureLoader, Sampler | None]:
+) -> tuple[PictureLoader, PictureSampler | None]:
     """Loads the pictures of the run's table, and with `draws` draws samples."""
     assert isinstance(forward, PictureForward)
     directory = Path(plan.model.directory)
@@ -279,7 +279,7 @@ def open_pictures(
     )
     if not draws:
         return loader, None
-    return loader, Sampler(
+    return loader, PictureSampler(
         read_pipeline(directory),
         forward.denoiser,
         loader,

@@ -145,19 +145,19 @@ def encode_pixels(vae: Any, pixels: Pixels, *, flipped: bool = False) -> Tensors
     values = torch.tensor(pixels, device=vae.device).permute(2, 0, 1)[None].float() / 127.5 - 1
     values = values.flip(3) if flipped else values
     with torch.no_grad():
-        found = vae.encode(values.to(vae.dtype)).latent_dist
+        distribution = vae.encode(values.to(vae.dtype)).latent_dist
     shift, scale = getattr(vae.config, "shift_factor", None) or 0.0, vae.config.scaling_factor
-    mean, std = (found.mean[0].float() - shift) * scale, found.std[0].float() * scale
+    mean, std = (distribution.mean[0].float() - shift) * scale, distribution.std[0].float() * scale
     return {"mean": mean.cpu().contiguous(), "std": std.cpu().contiguous()}
 
 
 def encode_caption(encoding: TextEncoding, caption: str) -> Tensors:
     """`states` and `pooled` of one caption, float32."""
     with torch.no_grad():
-        found = encoding.encode([caption])
-    tensors = {"states": found.states[0].float().cpu().contiguous()}
-    if found.pooled is not None:
-        tensors["pooled"] = found.pooled[0].float().cpu().contiguous()
+        encoded = encoding.encode([caption])
+    tensors = {"states": encoded.states[0].float().cpu().contiguous()}
+    if encoded.pooled is not None:
+        tensors["pooled"] = encoded.pooled[0].float().cpu().contiguous()
     return tensors
 
 
@@ -169,12 +169,12 @@ def fill(
     known: dict[Path, int] = {}
     for number, path in enumerate(paths):
         if path not in known:
-            found = read_entry(path)
-            if found is None:
+            entry = read_entry(path)
+            if entry is None:
                 computed += 1
                 known[path] = write_entry(path, compute(number))
             else:
-                known[path] = found[1]
+                known[path] = entry[1]
         digests.append(known[path])
         on_progress(number + 1, len(paths))
     return digests, computed
@@ -189,15 +189,15 @@ class Kept:
 
     def get(self, key: str, make: Callable[[], Tensors]) -> Tensors:
         """The tensors of a key, made if they are not in memory."""
-        found = self._entries.get(key)
-        if found is None:
-            found = self._entries[key] = make()
-            self._bytes += _bytes_of(found)
+        tensors = self._entries.get(key)
+        if tensors is None:
+            tensors = self._entries[key] = make()
+            self._bytes += _bytes_of(tensors)
             while self._bytes > _IN_MEMORY_BYTES and len(self._entries) > 1:
                 self._bytes -= _bytes_of(self._entries.popitem(last=False)[1])
         else:
             self._entries.move_to_end(key)
-        return found
+        return tensors
 
 
 def _bytes_of(tensors: Tensors) -> int:
@@ -210,15 +210,15 @@ def read_verified(path: Path, digest: int | None) -> Tensors:
     Raises:
         IntegrityError: if it is damaged, or has other contents than when the run was prepared.
     """
-    found = read_entry(path)
-    if found is None or (digest is not None and found[1] != digest):
+    entry = read_entry(path)
+    if entry is None or (digest is not None and entry[1] != digest):
         raise IntegrityError.of(
             "an entry of the cache of pictures is damaged, or was replaced",
             where=str(path),
             why="its digest is not that of the values with which the run was prepared",
             fix="delete the file and run the same command again: it is computed again",
         )
-    return found[0]
+    return entry[0]
 
 
 def text_states(entries: Sequence[Tensors], device: torch.device) -> TextStates:

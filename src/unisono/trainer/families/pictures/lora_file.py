@@ -78,10 +78,10 @@ def lora_of(tensors: Mapping[str, torch.Tensor], alpha: float) -> LoraFile:
     """The LoRA among the parameters of a denoiser, by their names there."""
     layers = {}
     for name, down in tensors.items():
-        found = re.fullmatch(r"(unet|text_encoder|text_encoder_2)\.(.*)\.lora_A\.default\.weight", name)
-        if found is None:
+        match = re.fullmatch(r"(unet|text_encoder|text_encoder_2)\.(.*)\.lora_A\.default\.weight", name)
+        if match is None:
             continue
-        part, layer = found[1], found[2]
+        part, layer = match[1], match[2]
         if part != "unet" and not layer.startswith(_FLAT):
             layer = _FLAT + layer
         up = tensors[name.replace(".lora_A.", ".lora_B.")]
@@ -274,34 +274,34 @@ _TOKEN = re.compile("(" + "|".join(sorted(_WORDS, key=len, reverse=True)) + r"|\
 
 def dotted(name: str) -> str | None:
     """A layer's name with dots, from one with `_` only; None if it has unknown parts."""
-    found, place = [], 0
+    parts, place = [], 0
     while place < len(name):
         match = _TOKEN.match(name, place)
         if match is None:
             return None
-        found.append(match[1])
+        parts.append(match[1])
         place = match.end()
-    return ".".join(found)
+    return ".".join(parts)
 
 
 def to_sgm(layer: str, per_block: int) -> str:
     """The name of a UNet's layer in the original SDXL UNet, which sd-scripts trains."""
-    found = re.match(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.*)$", layer)
-    if found is not None:
-        number = int(found[2]) * (per_block + 1) + int(found[3])
-        block = f"input_blocks.{number + 1}" if found[1] == "down" else f"output_blocks.{number}"
-        return f"{block}.1.{found[4]}"
+    match = re.match(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.*)$", layer)
+    if match is not None:
+        number = int(match[2]) * (per_block + 1) + int(match[3])
+        block = f"input_blocks.{number + 1}" if match[1] == "down" else f"output_blocks.{number}"
+        return f"{block}.1.{match[4]}"
     return re.sub(r"^mid_block\.attentions\.0\.", "middle_block.1.", layer)
 
 
 def from_sgm(layer: str, per_block: int) -> str:
     """The opposite of `to_sgm`."""
-    found = re.match(r"(input|output)_blocks\.(\d+)\.1\.(.*)$", layer)
-    if found is not None:
-        number = int(found[2]) - (found[1] == "input")
+    match = re.match(r"(input|output)_blocks\.(\d+)\.1\.(.*)$", layer)
+    if match is not None:
+        number = int(match[2]) - (match[1] == "input")
         block, place = divmod(number, per_block + 1)
-        side = "down" if found[1] == "input" else "up"
-        return f"{side}_blocks.{block}.attentions.{place}.{found[3]}"
+        side = "down" if match[1] == "input" else "up"
+        return f"{side}_blocks.{block}.attentions.{place}.{match[3]}"
     return re.sub(r"^middle_block\.1\.", "mid_block.attentions.0.", layer)
 
 
@@ -391,7 +391,7 @@ def kohya_metadata(
     ranks, alphas = (
         {f(layer) for layer in file.layers.values()} for f in (lambda o: o.rank, lambda o: o.scale)
     )
-    found = {
+    metadata = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(max(ranks)) if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": f"{max(alphas):g}" if len(alphas) == 1 else "Dynamic",
@@ -402,13 +402,13 @@ def kohya_metadata(
     if pipeline is not None:
         is_v2 = pipeline.unet.get("cross_attention_dim") == 1024 and not pipeline.is_xl
         version = "sdxl_base_v1-0" if pipeline.is_xl else "sd_v2" if is_v2 else "sd_v1"
-        found |= {"ss_base_model_version": version, "ss_v2": str(is_v2)}
-        found["modelspec.architecture"] = f"{_ARCHITECTURES[version]}/lora"
+        metadata |= {"ss_base_model_version": version, "ss_v2": str(is_v2)}
+        metadata["modelspec.architecture"] = f"{_ARCHITECTURES[version]}/lora"
     if plan is not None:
         config, train = plan.config, plan.data.train
         assert config.adapter is not None
         section = config.diffusion
-        found |= {
+        metadata |= {
             "ss_sd_model_name": Path(config.model.path).name,
             "ss_learning_rate": str(config.optim.lr),
             "ss_text_encoder_lr": str(section.text_lr or config.optim.lr),
@@ -436,7 +436,7 @@ def kohya_metadata(
             "ss_resolution": str(config.data.resolution),
             "ss_output_name": Path(plan.output_dir).name,
         }
-    return found
+    return metadata
 
 
 _ARCHITECTURES = {

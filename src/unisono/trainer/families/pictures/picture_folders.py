@@ -118,7 +118,7 @@ class Lost:
 
 
 @dataclass
-class Found:
+class FolderScan:
     """The pictures of all folders, in order, and the files that are not used."""
 
     pictures: list[Picture] = field(default_factory=list)
@@ -154,8 +154,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda e: e.name)
+        with os.scandir(folder) as items:
+            return sorted((entry for entry in items if not entry.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
         raise DataError.of(
             f"the folder {folder} cannot be read",
@@ -174,7 +174,7 @@ def read_folder(
     key: str,
     decoded: dict[str, Any],
     own: PicturesSection | None = None,
-) -> Found:
+) -> FolderScan:
     """The pictures of a folder, each decoded once, and the files that are not used.
 
     Args:
@@ -198,7 +198,7 @@ def read_folder(
             why="pictures are read from a folder, e.g. `4_name/picture.png` with `picture.txt`",
             fix="check the path; relative paths start at the working directory",
         )
-    found = Found()
+    scan = FolderScan()
     inside = root.resolve()
     captions = _Captions(section, folder_names=section.folder_captions or is_prior, usual=own.caption)
     others: list[Path] = []
@@ -211,7 +211,7 @@ def read_folder(
         if suffix in (*SUFFIXES, *_OTHERS):
             stems.add(path.with_suffix(""))
         if suffix in _OTHERS:
-            found.lost.append(
+            scan.lost.append(
                 Lost(name, source, "dropped", f"{suffix} files are not read; save it as PNG, JPEG or WebP")
             )
         if suffix not in SUFFIXES and not is_link_to_folder:
@@ -219,7 +219,7 @@ def read_folder(
             continue
         why = _why_left_out(path, root, repeats, is_flat=own.flat)
         if why is not None:
-            found.lost.append(Lost(name, source, "dropped", why))
+            scan.lost.append(Lost(name, source, "dropped", why))
             continue
         try:
             _refuse_link(path, inside)
@@ -228,20 +228,20 @@ def read_folder(
             written = " ".join(filter(None, (section.caption_prefix, text, section.caption_suffix)))
             caption = plain_caption(written, section)
         except BadPictureError as error:
-            found.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
+            scan.lost.append(Lost(name, source, "bad", one_line(str(error), limit=200)))
             continue
         picture = Picture(
             path, name, caption, repeats or 1, width, height, digest, source, relative, is_prior
         )
-        found.pictures.append(replace(picture, unread_lines=unread, written=written))
-    used = {picture.path.with_suffix("") for picture in found.pictures}
+        scan.pictures.append(replace(picture, unread_lines=unread, written=written))
+    used = {picture.path.with_suffix("") for picture in scan.pictures}
     for path in [*others, *_hidden_below(root)]:
         lost = captions.why_unused(path, stems - used, used)
         if lost is not None:
             why, is_picture = lost
             name = f"{named.rstrip('/')}/{path.relative_to(root).as_posix()}"
-            found.lost.append(Lost(name, source, "dropped", why, is_picture))
-    return found
+            scan.lost.append(Lost(name, source, "dropped", why, is_picture))
+    return scan
 
 
 def _why_left_out(path: Path, root: Path, repeats: int | None, *, is_flat: bool) -> str | None:
@@ -375,16 +375,16 @@ def _read_metadata(file: Path) -> dict[str, str]:
     """Captions by file name; lines of another form are ignored, so that their pictures have no
     caption.
     """
-    found: dict[str, str] = {}
+    captions: dict[str, str] = {}
     if not file.is_file():
-        return found
+        return captions
     for line in iterate_lines(file):
         with contextlib.suppress(ValueError):
             row = parse_json(line)
             text = row.get("text", row.get("caption", row.get("prompt"))) if isinstance(row, dict) else None
             if isinstance(text, str) and isinstance(row.get("file_name"), str):
-                found[row["file_name"]] = text.strip()
-    return found
+                captions[row["file_name"]] = text.strip()
+    return captions
 
 
 # ---- pixels
@@ -545,12 +545,12 @@ def bucket_sizes(resolution: tuple[int, int], section: DiffusionSection) -> list
         return [resolution]
     step, area = section.bucket_step, resolution[0] * resolution[1]
     side = int(area**0.5) // step * step
-    found = {(side, side)} if side else {resolution}
+    sizes = {(side, side)} if side else {resolution}
     for width in range(-(-section.min_side // step) * step, section.max_side + 1, step):
         height = min(section.max_side, area // width // step * step)
         if height >= section.min_side:
-            found |= {(width, height), (height, width)}
-    return sorted(found)
+            sizes |= {(width, height), (height, width)}
+    return sorted(sizes)
 
 
 def own_size(

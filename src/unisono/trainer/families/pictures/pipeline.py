@@ -45,7 +45,7 @@ class TextStates:
     pooled: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "TextStates":
-        """The same on a device."""
+        """The states on a device."""
         return TextStates(self.states.to(device), None if self.pooled is None else self.pooled.to(device))
 
 
@@ -86,9 +86,9 @@ class PictureForward(Forward):
     @property
     def denoiser(self) -> Denoiser:
         """The model."""
-        found = self.loaded.base
-        assert isinstance(found, Denoiser)
-        return found
+        base = self.loaded.base
+        assert isinstance(base, Denoiser)
+        return base
 
     def predict(
         self, noisy: torch.Tensor, timesteps: torch.Tensor, text: TextStates, time_ids: torch.Tensor
@@ -108,10 +108,10 @@ class PictureForward(Forward):
         with self._precision():
             unet = self.denoiser.unet
             states = text.states if self.autocast else text.states.to(unet.dtype)
-            found: torch.Tensor = unet(
+            prediction: torch.Tensor = unet(
                 noisy, timesteps, encoder_hidden_states=states, return_dict=False, **more
             )[0]
-        return found.float()
+        return prediction.float()
 
     @contextmanager
     def ready_to_generate(self) -> Iterator[Denoiser]:
@@ -231,7 +231,7 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
     key = "torch_dtype" if name in ("unet", "vae") else "dtype"
     try:
         with quiet():
-            found = kinds[name].from_pretrained(
+            component = kinds[name].from_pretrained(
                 str(pipeline.root / name), use_safetensors=True, local_files_only=True, **{key: dtype}
             )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
@@ -241,8 +241,8 @@ def load_component(pipeline: Pipeline, name: str, *, dtype: torch.dtype = torch.
             why=library_words(error),
             fix="check that its config.json belongs to its weights",
         ) from error
-    found.requires_grad_(requires_grad=False)
-    return found.eval()
+    component.requires_grad_(requires_grad=False)
+    return component.eval()
 
 
 def import_diffusers() -> Any:
@@ -280,13 +280,13 @@ def load_tokenizers(pipeline: Pipeline) -> list[Any]:
     """
     from transformers import CLIPTokenizer
 
-    found = []
+    tokenizers = []
     for name in pipeline.text_encoders:
         folder = pipeline.root / name.replace("text_encoder", "tokenizer")
         check_tokenizer_files(folder)
         try:
             with quiet():
-                found.append(CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
+                tokenizers.append(CLIPTokenizer.from_pretrained(str(folder), local_files_only=True))
         except Exception as error:  # tokenizers raises a plain Exception for an invalid tokenizer.json
             if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
                 raise
@@ -296,7 +296,7 @@ def load_tokenizers(pipeline: Pipeline) -> list[Any]:
                 why=library_words(error),
                 fix="copy its files again",
             ) from error
-    return found
+    return tokenizers
 
 
 @dataclass
@@ -376,14 +376,14 @@ def token_limit(tokenizer: Any, max_tokens: int) -> int:
 
 def token_ids(tokenizer: Any, captions: Sequence[str], *, length: int) -> torch.Tensor:
     """(U, S) int64: the tokens of captions, padded or cut to `length`."""
-    found = tokenizer(
+    encoded = tokenizer(
         list(captions),
         padding="max_length",
         max_length=length,
         truncation=True,
         return_tensors="pt",
     )
-    return found.input_ids
+    return encoded.input_ids
 
 
 def load_denoiser(config: RunConfig, *, directory: Path, dtype: str, device: torch.device) -> LoadedModel:

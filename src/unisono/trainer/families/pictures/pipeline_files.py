@@ -156,16 +156,16 @@ def read_pipeline(root: Path) -> Pipeline:
             fix="use the base model",
         )
     scheduler = _read(root / "scheduler" / "scheduler_config.json")
-    found = Pipeline(root, PIPELINES[name], unet, vae, str(scheduler.get("prediction_type", "epsilon")))
+    pipeline = Pipeline(root, PIPELINES[name], unet, vae, str(scheduler.get("prediction_type", "epsilon")))
     _refuse_numbers(
         root / "scheduler" / "scheduler_config.json", scheduler, {"num_train_timesteps": _MOST_TIMES}
     )
-    for component in ("unet", "vae", *found.text_encoders):
-        headers = [header for file in found.weights(component) for header in read_safetensors_header(file)]
+    for component in ("unet", "vae", *pipeline.text_encoders):
+        headers = [header for file in pipeline.weights(component) for header in read_safetensors_header(file)]
         limits = dict.fromkeys(_COUNTS, len(headers))
         limits |= dict.fromkeys(_WIDTHS, max(max(header.shape, default=1) for header in headers))
         _refuse_numbers(root / component / "config.json", _read(root / component / "config.json"), limits)
-    return found
+    return pipeline
 
 
 def _refuse_numbers(file: Path, settings: dict[str, Any], limits: dict[str, int]) -> None:
@@ -197,11 +197,11 @@ def _read(file: Path) -> dict[str, Any]:
 
 def all_files(pipeline: Pipeline) -> list[tuple[str, Path]]:
     """Label and path of each file that determines what the pipeline computes."""
-    found = [INDEX, "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"]
+    labels = [INDEX, "unet/config.json", "vae/config.json", "scheduler/scheduler_config.json"]
     for name in pipeline.text_encoders:
         tokenizer = name.replace("text_encoder", "tokenizer")
-        found += [f"{name}/config.json"]
-        found += [
+        labels += [f"{name}/config.json"]
+        labels += [
             f"{tokenizer}/{file}"
             for file in (
                 "tokenizer.json",
@@ -212,7 +212,7 @@ def all_files(pipeline: Pipeline) -> list[tuple[str, Path]]:
                 "added_tokens.json",
             )
         ]
-    paths = [(label, pipeline.root / label) for label in found]
+    paths = [(label, pipeline.root / label) for label in labels]
     for component in ("unet", "vae", *pipeline.text_encoders):
         paths += [(f"{component}/{file.name}", file) for file in pipeline.weights(component)]
     return [(label, path) for label, path in paths if path.is_file()]

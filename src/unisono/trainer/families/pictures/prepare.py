@@ -38,7 +38,7 @@ from unisono.trainer.families.pictures.latents import (
 )
 from unisono.trainer.families.pictures.picture_folders import (
     BadPictureError,
-    Found,
+    FolderScan,
     Lost,
     Picture,
     bucket_sizes,
@@ -64,14 +64,14 @@ _MOST_DECODED = 200_000
 
 
 @dataclass
-class Rows:
+class PictureRows:
     """The pictures of a run, those of the training split first."""
 
     train: list[Picture]
     eval: list[Picture]
     sequences: list[int]
-    """Of an epoch: a picture of the training split for each use."""
-    found: Found
+    """The index of a training picture for each of its uses in an epoch."""
+    scan: FolderScan
     sections: list[DiffusionSection]
     """`diffusion` as it is for each folder."""
 
@@ -119,7 +119,7 @@ def folders_of(config: RunConfig, pipeline: Pipeline) -> list[Folder]:
     if section.prior is not None:
         named.append(("diffusion.prior", SourceSection.model_construct(path=section.prior)))
     named += [(key, one) for key, one in sources if key.startswith("data.eval")]
-    found = []
+    folders = []
     for key, source in named:
         own = source.pictures or PicturesSection()
         is_prior = own.prior or key == "diffusion.prior"
@@ -129,8 +129,8 @@ def folders_of(config: RunConfig, pipeline: Pipeline) -> list[Folder]:
         applied = own.applied_to(section)
         value = own.resolution if own.resolution is not None else config.data.resolution
         sizes = _resolution(value, applied, pipeline)
-        found.append(Folder(key, source.path, role, int(source.weight), applied, own, sizes))
-    return found
+        folders.append(Folder(key, source.path, role, int(source.weight), applied, own, sizes))
+    return folders
 
 
 def _resolution(
@@ -157,7 +157,7 @@ def _resolution(
     return width, height
 
 
-def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> Rows:
+def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Reporter) -> PictureRows:
     """All pictures with their captions and buckets, the split, and the order of uses before it is
     shuffled.
 
@@ -169,12 +169,12 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
     folders = folders_of(config, pipeline)
     memory = cache_dir / "pictures" / "decoded.json"
     decoded = read_object(memory)
-    every = Found()
+    every = FolderScan()
     for number, folder in enumerate(folders):
         report.phase("data", f"reading the pictures of {folder.named}")
-        found = _read(folder, number, decoded)
-        every.pictures += found.pictures
-        every.lost += found.lost
+        scan = _read(folder, number, decoded)
+        every.pictures += scan.pictures
+        every.lost += scan.lost
     _remember(memory, decoded)
     _refuse_bad(every, config)
     own, held_out = _split(every, folders, config)
@@ -190,16 +190,16 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
             ),
         )
     resolutions = [folder.resolution for folder in folders]
-    return Rows(
+    return PictureRows(
         own + prior, held_out, _uses(own, prior, resolutions), every, [folder.section for folder in folders]
     )
 
 
-def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> Found:
+def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> FolderScan:
     """The pictures of a folder in their buckets, with all their repeats."""
     section = folder.section
     sizes = bucket_sizes(folder.resolution, section)
-    found = read_folder(
+    scan = read_folder(
         folder.named,
         section,
         source=number,
@@ -209,17 +209,17 @@ def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> Found:
         own=folder.own,
     )
     fitting = []
-    for picture in found.pictures:
+    for picture in scan.pictures:
         try:
             sized = with_bucket(picture, sizes, folder.resolution, section)
             fitting.append(replace(sized, repeats=picture.repeats * folder.times))
         except BadPictureError as error:
-            found.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
-    return Found(fitting, found.lost)
+            scan.lost.append(Lost(picture.name, picture.source, "bad", str(error)))
+    return FolderScan(fitting, scan.lost)
 
 
 def _uses(own: list[Picture], prior: list[Picture], resolutions: list[tuple[int, int]]) -> list[int]:
-    """Of an epoch: the number of a picture in `own + prior` for each use.
+    """The index in `own + prior` of each use of a picture in an epoch.
 
     The regularization pictures of a resolution fill up to as many uses as its other pictures have.
     """
@@ -237,11 +237,11 @@ def _uses(own: list[Picture], prior: list[Picture], resolutions: list[tuple[int,
     return uses + filled
 
 
-def _split(every: Found, folders: list[Folder], config: RunConfig) -> tuple[list[Picture], list[Picture]]:
+def _split(scan: FolderScan, folders: list[Folder], config: RunConfig) -> tuple[list[Picture], list[Picture]]:
     """The pictures to train on without those of prior preservation, and those for evaluation."""
     seed = config.diffusion.eval_seed if config.diffusion.eval_seed is not None else config.seed
     share = config.data.eval
-    own = [p for p in every.pictures if folders[p.source].role == "train"]
+    own = [p for p in scan.pictures if folders[p.source].role == "train"]
     if isinstance(share, float | int) and own:
         count = share if isinstance(share, int) else max(1, round(share * len(own)))
         if count >= len(own):
@@ -256,7 +256,7 @@ def _split(every: Found, folders: list[Folder], config: RunConfig) -> tuple[list
     kept: list[Picture] = []
     held_out = []
     for number, folder in enumerate(folders):
-        pictures = [p for p in every.pictures if p.source == number]
+        pictures = [p for p in scan.pictures if p.source == number]
         if folder.role == "eval":
             held_out += [replace(p, repeats=1) for p in pictures]
         elif folder.role == "train":
@@ -285,8 +285,8 @@ def _remember(memory: Path, decoded: dict[str, Any]) -> None:
     write_json(memory, dict(list(decoded.items())[-_MOST_DECODED:]))
 
 
-def _refuse_bad(found: Found, config: RunConfig) -> None:
-    bad = [lost for lost in found.lost if lost.what == "bad"]
+def _refuse_bad(scan: FolderScan, config: RunConfig) -> None:
+    bad = [lost for lost in scan.lost if lost.what == "bad"]
     if not bad or config.data.on_bad_row == "skip":
         return
     problems = [Problem(f"{lost.name}: {lost.why}", lost.name) for lost in bad[:_SHOWN]]
@@ -314,12 +314,17 @@ def text_digest(config: RunConfig, pipeline: Pipeline, digests: PipelineDigests)
     """
     section = config.diffusion
     traits = [traits_of(tokenizer) for tokenizer in load_tokenizers(pipeline)]
-    found = digest_parts({"files": digests.text, "tokenizers": json.dumps(traits, sort_keys=True)})
-    return f"{found[:24]}-{section.clip_skip or 0}-{section.max_tokens}"
+    digest = digest_parts({"files": digests.text, "tokenizers": json.dumps(traits, sort_keys=True)})
+    return f"{digest[:24]}-{section.clip_skip or 0}-{section.max_tokens}"
 
 
 def fill_caches(
-    config: RunConfig, rows: Rows, pipeline: Pipeline, places: Places, report: Reporter, device: torch.device
+    config: RunConfig,
+    rows: PictureRows,
+    pipeline: Pipeline,
+    places: Places,
+    report: Reporter,
+    device: torch.device,
 ) -> tuple[dict[Path, int], int, int]:
     """Computes the latents and embeddings that are missing; gives the digest of each file of
     latents, how many were computed, and bytes on disk.
@@ -349,8 +354,8 @@ def fill_caches(
         places.latents(pictures[number].digest, pictures[number].size, flipped=flipped)
         for number, flipped in views
     ]
-    found, computed = fill(paths, latents, _progress(report, "latents of the pictures"))
-    digests = dict(zip(paths, found, strict=True))
+    entry_digests, computed = fill(paths, latents, _progress(report, "latents of the pictures"))
+    digests = dict(zip(paths, entry_digests, strict=True))
     vae.clear()
     if not needs_text_encoders(config):
         encoding: list[TextEncoding] = []
@@ -455,11 +460,11 @@ def prepare_pictures(
     )
 
 
-def _accounted(rows: Rows) -> list[Any]:
+def _accounted(rows: PictureRows) -> list[Any]:
     """What only the ledger has: the files that are not used, and the lines of captions that are not
     read.
     """
-    lost = [[one.name, one.what, one.why] for one in rows.found.lost]
+    lost = [[one.name, one.what, one.why] for one in rows.scan.lost]
     return [lost, [picture.unread_lines for picture in rows.train + rows.eval]]
 
 
@@ -479,49 +484,49 @@ def caption_cuts(captions: Sequence[str], pipeline: Pipeline, max_tokens: int) -
         pipeline: with the tokenizers.
         max_tokens: diffusion.max_tokens.
     """
-    found: dict[str, Cut] = {}
+    cuts: dict[str, Cut] = {}
     for tokenizer in load_tokenizers(pipeline):
         read = token_limit(tokenizer, max_tokens) - 2
         for caption in set(captions):
             tokens = len(tokenizer(caption, truncation=False, verbose=False)["input_ids"]) - 2
-            known = found.get(caption)
+            known = cuts.get(caption)
             if tokens > read and (known is None or tokens - read > known.tokens - known.read):
-                found[caption] = Cut(tokens, read)
-    return found
+                cuts[caption] = Cut(tokens, read)
+    return cuts
 
 
-def _caption_warnings(rows: Rows, cuts: dict[str, Cut]) -> list[str]:
+def _caption_warnings(rows: PictureRows, cuts: dict[str, Cut]) -> list[str]:
     pictures = rows.train + rows.eval
     cut = [picture for picture in pictures if rows.longest_caption(picture) in cuts]
     long = [picture for picture in pictures if picture.unread_lines]
     partly = [picture for picture in pictures if _has_lines_without_affixes(picture, rows)]
     empty = [picture for picture in pictures if not picture.caption]
-    found = []
+    warnings = []
     if empty:
-        found.append(
+        warnings.append(
             f"{len(empty)} pictures have no caption, and are trained with an empty one, e.g. {empty[0].name}"
         )
     if cut:
         first = cuts[rows.longest_caption(cut[0])]
-        found.append(
+        warnings.append(
             f"{len(cut)} captions are cut, e.g. of {cut[0].name}: {first.tokens} tokens, of which the text"
             f" encoder reads {first.read}; diffusion.max_tokens can be 75, 150 or 225"
         )
     if long:
-        found.append(
+        warnings.append(
             f"{len(long)} caption files have more than one line, and only the first is read, as in"
             f" sd-scripts, e.g. of {long[0].name}"
         )
     if partly:
-        found.append(
+        warnings.append(
             f"{len(partly)} captions have more than one line; as in sd-scripts caption_prefix is before the"
             " first one only, and caption_suffix after the last one: write them into each line, e.g. of"
             f" {partly[0].name}"
         )
-    return found
+    return warnings
 
 
-def _has_lines_without_affixes(picture: Picture, rows: Rows) -> bool:
+def _has_lines_without_affixes(picture: Picture, rows: PictureRows) -> bool:
     """Whether a line that is drawn lacks a prefix or suffix that another line of it has."""
     section = rows.sections[picture.source]
     return (
@@ -531,13 +536,13 @@ def _has_lines_without_affixes(picture: Picture, rows: Rows) -> bool:
     )
 
 
-def _warnings(rows: Rows) -> list[str]:
-    seen = [one for one in rows.found.lost if one.is_picture]
+def _warnings(rows: PictureRows) -> list[str]:
+    seen = [one for one in rows.scan.lost if one.is_picture]
     lost = {what: [one for one in seen if one.what == what] for what in ("bad", "dropped")}
     return [
-        f"{len(found)} files are {what}, e.g. {found[0].name}: {found[0].why}"
-        for what, found in lost.items()
-        if found
+        f"{len(files)} files are {what}, e.g. {files[0].name}: {files[0].why}"
+        for what, files in lost.items()
+        if files
     ]
 
 
@@ -589,7 +594,7 @@ def _write_table(
     directory: Path,
     config: RunConfig,
     pipeline: Pipeline,
-    rows: Rows,
+    rows: PictureRows,
     entries: list[dict[str, Any]],
     places: Places,
     cuts: dict[str, Cut],
@@ -604,10 +609,10 @@ def _write_table(
             for entry in entries:
                 ids = np.asarray(tokenizer(entry["caption"], truncation=True)["input_ids"], dtype=np.int32)
                 writer.add(Encoded(ids, np.arange(len(ids)) > 0))
-        found = {"train": _write_rows(temporary, "train", range(border), lengths, groups, rows.sequences)}
+        splits = {"train": _write_rows(temporary, "train", range(border), lengths, groups, rows.sequences)}
         if rows.eval:
             held = range(border, len(entries))
-            found["eval"] = _write_rows(temporary, "eval", held, lengths, groups, list(range(len(held))))
+            splits["eval"] = _write_rows(temporary, "eval", held, lengths, groups, list(range(len(held))))
         body = {
             "schema": 1,
             "factor": factor,
@@ -619,11 +624,11 @@ def _write_table(
         _write_ledger(temporary, config, rows, lengths, cuts)
         files = [(entry["name"], True) for entry in entries]
         meta = {
-            "splits": {name: split.model_dump() for name, split in found.items()},
+            "splits": {name: split.model_dump() for name, split in splits.items()},
             "digest": writer.digest.hexdigest(),
         }
         write_meta(temporary, meta, files=files)
-    return found  # type: ignore[return-value]
+    return splits  # type: ignore[return-value]
 
 
 def _write_rows(
@@ -653,14 +658,14 @@ def _write_rows(
 
 
 def _write_ledger(
-    directory: Path, config: RunConfig, rows: Rows, lengths: list[int], cuts: dict[str, Cut]
+    directory: Path, config: RunConfig, rows: PictureRows, lengths: list[int], cuts: dict[str, Cut]
 ) -> None:
     sources = sources_of(config.data)
-    found = {
+    paths = {
         role: [s.path for key, s in sources if key.startswith(f"data.{role}")] for role in ("train", "eval")
     }
     prior = [config.diffusion.prior] if config.diffusion.prior is not None else []
-    names = [*found["train"], *prior, *found["eval"]]
+    names = [*paths["train"], *prior, *paths["eval"]]
     uses = np.bincount(np.asarray(rows.sequences, dtype=np.int64), minlength=len(rows.train)).tolist()
     with Ledger(directory / ".notes") as ledger:
         ledger.sources = [SourceCounts(name) for name in names]
@@ -686,7 +691,7 @@ def _write_ledger(
                 counts.tokens_cut += cut.tokens - cut.read
                 what += f"; its caption has {cut.tokens} tokens, of which the text encoder reads {cut.read}"
             ledger.note(Place(picture.name, 0), "used" if cut is None else "cut", what)
-        for lost in rows.found.lost:
+        for lost in rows.scan.lost:
             counts = ledger.sources[lost.source]
             counts.rows += 1
             if lost.what == "bad":

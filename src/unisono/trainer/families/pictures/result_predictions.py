@@ -50,9 +50,9 @@ class ResultPredictions(ResultOutputs):
                 are fixed.
         """
         with torch.no_grad():
-            found = [_predict(model.unet, timestep) for timestep in _TIMESTEPS]
-            found += [_encode(getattr(model, name)) for name in text_encoders]
-        return cls([one.float().cpu() for one in found], dtype, tuple(text_encoders))
+            outputs = [_predict(model.unet, timestep) for timestep in _TIMESTEPS]
+            outputs += [_encode(getattr(model, name)) for name in text_encoders]
+        return cls([one.float().cpu() for one in outputs], dtype, tuple(text_encoders))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -104,12 +104,12 @@ def _predict(unet: Any, timestep: int) -> torch.Tensor:
         time_ids = torch.full((1, _TIME_IDS), float(_SIDE), device=device, dtype=dtype)
         more["added_cond_kwargs"] = {"text_embeds": noise(1, pooled), "time_ids": time_ids}
     times = torch.tensor([timestep], device=device)
-    found: torch.Tensor = unet(latents, times, encoder_hidden_states=states, return_dict=False, **more)[0]
-    return found
+    predicted: torch.Tensor = unet(latents, times, encoder_hidden_states=states, return_dict=False, **more)[0]
+    return predicted
 
 
 def _encode(encoder: Any) -> torch.Tensor:
     count = min(_TOKENS, encoder.config.max_position_embeddings)
     ids = torch.arange(count, device=encoder.device)[None] % encoder.config.vocab_size
-    found: torch.Tensor = encoder(ids, output_hidden_states=True).hidden_states[-1]
-    return found
+    states: torch.Tensor = encoder(ids, output_hidden_states=True).hidden_states[-1]
+    return states

@@ -171,7 +171,7 @@ def open_single_file(
 
 def _kind_of(file: Path, shapes: Shapes) -> str:
     """`v1`, `v2` or `xl`."""
-    found = {
+    kinds = {
         "v1": _CLIP[False] + "embeddings.token_embedding.weight" in shapes,
         "v2": _OPEN_CLIP[False] + "token_embedding.weight" in shapes,
         "xl": (
@@ -186,7 +186,7 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
             ("VAE", _VAE + "decoder.conv_in.weight"),
         )
         if name not in shapes
-    ] + ([] if any(found.values()) else ["text encoder"])
+    ] + ([] if any(kinds.values()) else ["text encoder"])
     if lacks:
         raise ModelError.of(
             f"{file.name} is not a whole Stable Diffusion model: it has no {' and no '.join(lacks)}",
@@ -197,7 +197,7 @@ def _kind_of(file: Path, shapes: Shapes) -> str:
             ),
             fix="use the complete checkpoint, or the directory of a pipeline of diffusers",
         )
-    return next(kind for kind, is_it in found.items() if is_it)
+    return next(kind for kind, is_it in kinds.items() if is_it)
 
 
 def _prediction_of(named: str, file: Path, shapes: Shapes) -> str:
@@ -299,10 +299,10 @@ def _refuse_lost_values(file: Path, shapes: Shapes, pipeline: Pipeline) -> None:
             if key.startswith(prefixes[name]) and not _is_unread(key)
         )
         headers = [header for path in pipeline.weights(name) for header in read_safetensors_header(path)]
-        found = sum(prod(header.shape) for header in headers if not _is_unread(header.name))
-        if wanted != found:
+        count = sum(prod(header.shape) for header in headers if not _is_unread(header.name))
+        if wanted != count:
             raise ModelError.of(
-                f"the {name} of {file.name} has {wanted} values, its pipeline {found}",
+                f"the {name} of {file.name} has {wanted} values, its pipeline {count}",
                 where=f"model.path: {file}",
                 why="its architecture is not that of Stable Diffusion 1.x, 2.x or SDXL",
                 fix="use the directory of its pipeline in the layout of diffusers",
@@ -333,7 +333,7 @@ def _write_configs(root: Path, shapes: Shapes, tokenizer: Path, *, kind: str, pr
         second = _open_clip_config(shapes, _OPEN_CLIP[True])
         parts["text_encoder_2"] = ("transformers", "CLIPTextModelWithProjection", second)
         parts["tokenizer_2"] = ("transformers", "CLIPTokenizer", {})
-    name = next(name for name, found in PIPELINES.items() if found.endswith("xl") == is_xl)
+    name = next(name for name, pipeline_class in PIPELINES.items() if pipeline_class.endswith("xl") == is_xl)
     root.mkdir(parents=True)
     write_json(
         root / INDEX,
@@ -359,19 +359,19 @@ def _copy_tokenizer(source: Path, target: Path, encoder: Mapping[str, Any], *, p
     from transformers import CLIPTokenizer
 
     own = source / target.name if (source / target.name).is_dir() else source / "tokenizer"
-    found = CLIPTokenizer.from_pretrained(
+    tokenizer = CLIPTokenizer.from_pretrained(
         str(own if own.is_dir() else source),
         local_files_only=True,
         pad_token=pad,
         model_max_length=encoder["max_position_embeddings"],
     )
-    if len(found) != encoder["vocab_size"]:
+    if len(tokenizer) != encoder["vocab_size"]:
         raise ModelError.of(
-            f"the tokenizer has {len(found)} tokens, the text encoder {encoder['vocab_size']}",
+            f"the tokenizer has {len(tokenizer)} tokens, the text encoder {encoder['vocab_size']}",
             where=f"model.tokenizer: {source}",
             fix="set model.tokenizer to the tokenizer of CLIP",
         )
-    found.save_pretrained(str(target))
+    tokenizer.save_pretrained(str(target))
 
 
 def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class WrittenLora:
         return TOLERANCE["float16"] if self.half else 0.0
 
     def bytes_in_memory(self, dtype: str) -> int:
-        """Of the whole pipeline, which diffusers loads."""
+        """The size of the whole pipeline, which diffusers loads."""
         files = [
             file
             for name in WEIGHTS

@@ -111,10 +111,10 @@ def _list_weights(model: Path, listed: InputFiles) -> None:
 def _directory(named: str, revision: str | None, listed: InputFiles) -> Path | None:
     """The directory of a model or tokenizer on this machine, without network access."""
     if is_hub_id(named):
-        found = _in_hub_cache(named, revision)
-        if found is None:
+        cached = _in_hub_cache(named, revision)
+        if cached is None:
             listed.notes.append(f"{named} comes from the hub: compared after the download")
-        return found
+        return cached
     try:
         return locate_model(named)
     except UnisonoError as error:

@@ -49,7 +49,7 @@ class WrittenModel:
         return (self.directory / ADAPTER_SETTINGS).is_file()
 
     def bytes_in_memory(self, dtype: str) -> int:
-        """Of all weights in a dtype, if none is quantized."""
+        """The size of all weights in a dtype, if none is quantized."""
         files = weight_files(self.base) + ([self.directory / ADAPTER_FILE] if self.is_adapter else [])
         shapes = [header.shape for file in files for header in read_safetensors_header(file)]
         return DTYPES[dtype].itemsize * sum(torch.Size(shape).numel() for shape in shapes)

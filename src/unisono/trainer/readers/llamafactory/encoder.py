@@ -55,7 +55,7 @@ from unisono.trainer.readers.llamafactory.template import (
 _KL_GROUP = 1000  # rows among which the answers are exchanged for KTO
 _CLOSES = 2  # where the end of sequence is predicted instead of the token
 
-Found = TypeVar("Found")
+Finished = TypeVar("Finished")
 
 
 VERSION = 3
@@ -284,8 +284,8 @@ class LfEncoder:
         self,
         examples: Sequence[Example],
         write: Callable[[int, Exchange], list[QuestionAnswer[Pieces]]],
-        finish: Callable[[list[QuestionAnswer[Ids]]], Found],
-    ) -> list[Found | RowError]:
+        finish: Callable[[list[QuestionAnswer[Ids]]], Finished],
+    ) -> list[Finished | RowError]:
         """Writes each example as pairs of pieces, tokenizes the pieces of all, and finishes the
         pairs of tokens.
         """
