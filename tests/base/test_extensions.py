@@ -14,7 +14,7 @@ def test_an_entry_point_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("value", ["no_such_module:reader", "math:no_such_reader"])
-def test_one_that_cannot_be_imported_is_refused_with_its_package_and_the_fix(value: str) -> None:
+def test_unimportable_extension_is_refused_with_its_package_and_the_fix(value: str) -> None:
     with pytest.raises(UsageError) as refused:
         load_extension(EntryPoint("axolotl", value, CONFIG_READERS))
     text = "\n".join(refused.value.lines())

@@ -49,7 +49,7 @@ def test_no_page_loads_a_file_from_the_network(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pasted_line_of_a_log_finds_its_cause_among_the_first_three_results(site: Path) -> None:
+def test_pasted_log_line_finds_its_cause_among_the_first_three_results(site: Path) -> None:
     """The site's own search, with the theme's script and the site's index.
 
     Figures for more lines: bench/docs_search.py.
@@ -84,7 +84,7 @@ def test_the_words_of_the_most_asked_questions_find_their_pages(site: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_chinese_search_finds_causes_by_chinese_words_and_by_lines_of_logs(site: Path) -> None:
+def test_chinese_search_finds_causes_by_chinese_words_and_by_log_lines(site: Path) -> None:
     need("node")
     asked = {
         "显存不足": "cuda_oom",

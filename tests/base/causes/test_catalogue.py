@@ -64,7 +64,7 @@ def test_every_id_that_was_promised_is_there_and_found_at_its_moment(moment: str
     assert [id_ for id_ in ids if moment not in CATALOGUE[id_].when] == []
 
 
-def test_the_first_edition_has_46_causes_and_the_two_answers_that_blame_nobody() -> None:
+def test_first_edition_has_46_causes_and_two_answers_that_blame_nobody() -> None:
     assert len(_AFTER.split()) == len(set(_AFTER.split())) == 46 + 2
 
 

@@ -30,12 +30,12 @@ def ended(words: str, *, out: int = subprocess.PIPE) -> tuple[int, str]:
     return done.returncode, done.stdout or ""
 
 
-def test_what_aborts_while_the_interpreter_is_taken_apart_takes_no_exit_code_with_it() -> None:
+def test_abort_during_interpreter_shutdown_keeps_the_exit_code() -> None:
     assert ended("sys.exit(75)")[0] == -signal.SIGABRT, "so it would be otherwise"
     assert ended("leave(75)") == (75, "said before; what was registered is called\n")
 
 
-def test_where_something_hangs_nothing_is_called_and_all_that_was_reported_is_there() -> None:
+def test_exit_after_a_hang_calls_nothing_and_keeps_what_was_reported() -> None:
     assert ended("leave(5, orderly=False)") == (5, "said before; ")
 
 

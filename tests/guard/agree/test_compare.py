@@ -215,7 +215,7 @@ def test_the_first_verdict_is_the_reason_and_the_rest_are_kept() -> None:
     ]  # fmt: skip
 
 
-def test_of_1024_nodes_the_one_that_differs_is_named_and_the_rest_are_a_range() -> None:
+def test_differing_node_of_1024_is_named_and_the_rest_are_a_range() -> None:
     reports = changed(nodes(1024), 512, nproc=1)
     verdict = only(compare_nodes(reports))
     assert verdict.summary == "node 512 (n512) would start 1 rank, nodes 0–511 and 513–1023 would start 2"

@@ -81,9 +81,7 @@ def test_differing_keys_are_those_that_a_plain_comparison_finds(mappings: list[d
         ([], "nobody"),
     ],
 )
-def test_nodes_are_named_with_their_host_and_shortened_where_there_are_many(
-    ranks: list[int], text: str
-) -> None:
+def test_nodes_are_named_with_their_host_and_shortened_if_there_are_many(ranks: list[int], text: str) -> None:
     assert name_all(node(rank) for rank in ranks) == text
 
 

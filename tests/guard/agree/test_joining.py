@@ -38,7 +38,7 @@ def test_many_missing_nodes_are_ranges() -> None:
     )
 
 
-def test_callers_that_were_not_let_in_are_evidence_and_the_likely_one_leads_the_remedy() -> None:
+def test_rejected_callers_are_evidence_and_the_likely_one_leads_the_remedy() -> None:
     verdict = membership.missing_nodes(3, {0: "a", 1: "b"}, [NOISE, TOKEN], 60)
     assert verdict.evidence[0] == Evidence(
         where="call from 10.0.0.9:41000", text="its proof does not fit (claims to be node 2)"
@@ -82,7 +82,8 @@ def test_a_node_that_refuses_gives_its_reason_or_its_verdict() -> None:
     )
 
 
-def test_every_verdict_is_one_line_with_a_remedy_and_a_cause_that_fits_the_moment() -> None:
+def test_every_verdict_is_one_line_with_a_remedy_and_a_fitting_cause() -> None:
+    """Fitting is a cause that the catalogue knows before the start."""
     nasty = Rejected("1.2.3.4:5\x1b[2J", "line\nbreak", "token", 1, "x\ny")
     for verdict in (
         membership.missing_nodes(2, {}, [nasty], 1), membership.wrong_token(nasty),

@@ -34,7 +34,7 @@ def test_every_variable_of_the_catalogue_has_its_need(variable: object) -> None:
     assert need_of(variable.name) in NEED_MEANING  # type: ignore[attr-defined]
 
 
-def test_variables_of_the_protocol_are_compared_and_those_of_one_node_are_not() -> None:
+def test_protocol_variables_are_compared_and_those_of_one_node_are_not() -> None:
     assert all(
         map(
             compared,
@@ -169,7 +169,7 @@ def test_a_known_fault_has_a_source_a_command_and_a_good_version(entry: object) 
     assert not good or not entry.holds({entry.package: entry.least_good})  # type: ignore[attr-defined]
 
 
-def test_known_faults_are_reported_with_the_least_good_version_and_the_source() -> None:
+def test_known_faults_are_reported_with_minimum_good_version_and_source() -> None:
     versions = {**gpu_node(0).versions, "torch": "2.7.0+cu126", "nccl": "2.26.2"}
     agreement = compare_nodes([gpu_node(rank, versions=versions) for rank in range(3)])
     assert agreement.agreed
@@ -195,7 +195,7 @@ def test_known_faults_that_do_not_concern_a_node_are_not_reported() -> None:
     assert [verdict.cause for verdict in reported.verdicts] == ["version_known_bad"]
 
 
-def test_faults_of_foreign_programs_are_known_but_not_reported_to_our_own_runs() -> None:
+def test_faults_of_foreign_programs_are_known_but_not_reported_to_own_runs() -> None:
     packages = {"ray": "2.40.0", "pytorch-lightning": "1.9.5", "llamafactory": "0.9.2"}
     assert {entry.package for entry in KNOWN_BAD if entry.holds(packages)} == set(packages)
     mended = {"ray": "2.60.0", "pytorch-lightning": "2.6.0", "llamafactory": "0.9.3"}

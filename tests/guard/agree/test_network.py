@@ -39,7 +39,7 @@ def only(dials: list[DialReport], number: int = 3) -> Verdict:
     return verdict
 
 
-def test_where_all_ways_are_open_both_checks_pass_and_report_what_was_tried() -> None:
+def test_both_checks_pass_and_report_what_was_tried_if_all_ways_are_open() -> None:
     agreement = judge(matrix(ports=(40001, 40002)))
     assert [(check.id, check.status) for check in agreement.checks] == [
         ("network.dial", "pass"),
@@ -116,7 +116,7 @@ def test_ports_that_are_open_and_those_that_are_not_are_shown() -> None:
     assert "(port 51234; open: 40001)" in only(dials, 2).summary
 
 
-def test_small_messages_that_pass_and_large_ones_that_do_not_are_a_matter_of_size() -> None:
+def test_large_messages_lost_while_small_ones_pass_are_a_matter_of_size() -> None:
     dials = [*matrix(number=2)[1:], reached(0, 1, "stalled", largest_bytes=1400)]
     verdict = only(dials, 2)
     assert (verdict.cause, verdict.hosts) == ("mtu_blackhole", ())

@@ -37,7 +37,8 @@ def check(agreement: Agreement, check_id: str, status: str) -> Check:
 # Ranks per node
 
 
-def test_unequal_numbers_of_ranks_that_all_declared_run_with_a_line_that_reports_it() -> None:
+def test_unequal_numbers_of_ranks_that_are_all_declared_run_with_a_line() -> None:
+    """The line of the check says which node has how many ranks."""
     printed: dict[str, Any] = {"nproc_declared": True, "nproc_origin": "--nproc"}
     agreement = compare_nodes([node(0, nodes=2, **printed), node(1, nodes=2, nproc=1, **printed)])
     assert agreement.agreed
@@ -58,7 +59,7 @@ def test_two_numbers_that_were_both_inferred_blame_nobody() -> None:
     assert verdict.hosts == ()
 
 
-def test_a_lone_declared_number_is_not_blamed_and_neither_is_the_majority_that_inferred() -> None:
+def test_neither_lone_declared_number_nor_inferred_majority_is_blamed() -> None:
     verdict = only([node(0, nproc=1, nproc_declared=True, nproc_origin="--nproc"), node(1), node(2)])
     assert verdict.hosts == ()
     assert "nodes 1 (b) and 2 (c) too, if different numbers are intended" in verdict.fix[0]
@@ -86,7 +87,7 @@ def test_a_node_rank_beyond_the_last_is_reported_which_is_free() -> None:
     assert "--node-rank 1" in verdict.fix[0]
 
 
-def test_two_reports_of_one_number_and_a_process_that_reports_twice_are_found() -> None:
+def test_two_reports_of_one_number_and_a_process_reporting_twice_are_found() -> None:
     assert (
         compare_nodes([node(0), node(1), node(1, "x", address="10.9.9.9")]).fatal[0].cause == "node_duplicate"
     )
@@ -133,7 +134,7 @@ def test_one_device_under_two_host_names_is_found() -> None:
     assert "one machine with several names" in verdict.summary
 
 
-def test_a_chosen_device_that_is_not_visible_and_more_ranks_than_devices_are_refused() -> None:
+def test_invisible_chosen_device_and_more_ranks_than_devices_are_refused() -> None:
     hidden = only([gpu_node(0), gpu_node(1, chosen=[device(0, host="b"), device(7, host="b")]), gpu_node(2)])
     assert (hidden.cause, hidden.hosts) == ("invalid_device_ordinal", ("b",))
     few = only([gpu_node(0), gpu_node(1, chosen=[device(0, host="b")]), gpu_node(2)])
@@ -183,7 +184,7 @@ def test_a_variable_of_one_node_alone_is_named_with_where_it_stands(
     assert verdict.fix[0] == fix
 
 
-def test_a_variable_that_one_node_lacks_is_exported_with_the_value_of_the_others() -> None:
+def test_variable_one_node_lacks_is_exported_with_the_value_of_the_others() -> None:
     verdict = only(changed(nodes(variables={"NCCL_ALGO": "Ring,Tree x"}), 1, variables={}))
     assert verdict.fix[0] == "on node 1 (b): `export NCCL_ALGO='Ring,Tree x'`"
 
@@ -194,7 +195,7 @@ def test_the_environment_beats_the_file_and_defaults_equal_nothing() -> None:
     assert compare_nodes(reports).agreed
 
 
-def test_variables_whose_effect_is_compared_elsewhere_or_that_are_free_do_not_matter() -> None:
+def test_variables_that_are_free_or_compared_elsewhere_do_not_matter() -> None:
     free = {
         "NCCL_DEBUG": "WARN",
         "MASTER_ADDR": "b",
@@ -322,7 +323,7 @@ def test_several_nodes_on_one_machine_may_all_be_on_loopback() -> None:
     assert compare_nodes(reports).verdicts == []
 
 
-def test_a_name_that_leads_to_its_own_node_is_reported_and_the_head_s_name_is_refused() -> None:
+def test_name_leading_to_its_own_node_is_reported_and_the_heads_refused() -> None:
     own = warning(changed(nodes(), 1, host_addresses=["127.0.1.1"]), "hostname_loopback")
     assert "127.0.1.1" in own.summary
     assert own.hosts == ("b",)
@@ -369,13 +370,13 @@ def test_nccl_s_interface_is_read_as_nccl_reads_it(value: str, *, right: bool) -
     )
 
 
-def test_nccl_s_interface_has_no_effect_on_a_cpu_and_loopback_is_right_on_one_machine() -> None:
+def test_nccl_interface_has_no_effect_on_cpu_and_loopback_fits_one_machine() -> None:
     assert compare_nodes(changed(nodes(), 1, variables={"NCCL_SOCKET_IFNAME": "ens34"})).agreed
     alone = [node(rank, address="127.0.0.1", variables={"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(3)]
     assert compare_nodes(alone).fatal == []
 
 
-def test_an_interface_that_is_down_or_leads_to_a_different_network_is_reported() -> None:
+def test_interface_that_is_down_or_in_a_different_network_is_reported() -> None:
     down = [
         *interfaces("10.0.0.1"),
         Interface(name="eth1", addresses=["192.168.7.2"], mtu=1500, up=False, loopback=False),
@@ -422,7 +423,7 @@ def test_too_little_room_is_refused_where_the_run_is_written() -> None:
     assert compare_nodes(changed(nodes(), 1, output=apart, reserved=reserved)).agreed
 
 
-def test_storage_that_is_not_shared_is_a_warning_that_reports_who_holds_what() -> None:
+def test_unshared_storage_is_a_warning_that_reports_who_holds_what() -> None:
     apart = node(0).output.model_copy(update={"shared": False})
     everywhere = [node(0), *(node(rank, output=apart) for rank in (1, 2))]
     verdict = warning(everywhere, "storage_not_shared")
@@ -455,7 +456,7 @@ def test_limits_are_refused_or_reported() -> None:
     warning(changed(nodes(), 1, limits=limits(processes=100)), "ulimit")
 
 
-def test_shared_memory_is_refused_where_nccl_needs_it_and_reported_elsewhere() -> None:
+def test_small_shared_memory_is_refused_if_nccl_needs_it_else_reported() -> None:
     tiny = limits(shm_bytes=32 * 2**20, shm_free_bytes=32 * 2**20)
     verdict = only([gpu_node(0), gpu_node(1, limits=tiny), gpu_node(2)])
     assert (verdict.cause, verdict.summary) == ("shm_too_small", "node 1 (b): /dev/shm has 32 MiB")

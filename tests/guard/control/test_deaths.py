@@ -56,9 +56,7 @@ def test_a_head_that_is_killed_after_its_last_message_has_left_cleanly(room: "Ro
     assert room.hears(node, Left)[0].clean
 
 
-def test_a_node_that_never_acknowledges_costs_the_head_its_patience_and_no_more(
-    room: "Room", line_of: LineOf
-) -> None:
+def test_node_that_never_acknowledges_costs_the_head_only_its_patience(room: "Room", line_of: LineOf) -> None:
     head = room.head()
     node = room.process("node", head.address[1], 1)
     assert line_of(node) == "here"

@@ -61,7 +61,7 @@ def test_every_node_is_dialled_by_neighbours_and_the_head_by_everybody(count: in
     assert min(dialled.values()) >= min(count - 1, most, 1)
 
 
-def test_few_nodes_dial_all_others_and_a_thousand_dial_seventeen_at_the_most() -> None:
+def test_few_nodes_dial_all_others_and_a_thousand_dial_seventeen_at_most() -> None:
     assert [peer.node_rank for peer in choose_peers(peers_of(5), 2)] == [0, 1, 3, 4]
     many = peers_of(1024)
     assert all(len(choose_peers(many, rank)) <= 17 for rank in (0, 1, 500, 1023))
@@ -97,7 +97,7 @@ def dial(*ports: int, limits: DialLimits = LONG, key: bytes = KEY) -> list[DialR
     return dial_all([Peer(1, "b", "127.0.0.1", ports)], key, source=0, limits=limits)
 
 
-def test_every_size_comes_back_from_the_first_port_and_small_ones_from_the_others(
+def test_every_size_returns_from_the_first_port_and_small_ones_from_others(
     listener: EchoListener,
 ) -> None:
     found = dial(*listener.ports, limits=DialLimits())
@@ -181,7 +181,7 @@ def test_a_different_jobs_unisono_is_a_stranger() -> None:
     assert "a different job" in found.note
 
 
-def test_large_messages_that_do_not_pass_are_distinguished_from_small_ones_that_do(
+def test_large_messages_that_do_not_pass_are_distinguished_from_small_ones(
     listener: EchoListener,
 ) -> None:
     """A relay that carries 20,000 bytes each way and then no more: as a way with too small an MTU
@@ -366,7 +366,7 @@ def test_machines_on_one_cable_reach_each_other(cable: Cable) -> None:
 
 
 @pytest.mark.ranks
-def test_a_firewall_that_drops_the_ports_of_one_side_is_seen_from_the_other_alone(cable: Cable) -> None:
+def test_firewall_that_drops_ports_of_one_side_is_seen_from_the_other_only(cable: Cable) -> None:
     here, there = cable.listen(cable.a), cable.listen(cable.b)
     cable.drop(cable.b, "-p", "tcp", "--dport", "1024:65535", "--syn", "-j", "DROP")
     assert {one["outcome"] for one in cable.dial(cable.a, cable.b, there)} == {"timed_out"}

@@ -492,7 +492,7 @@ def test_a_file_of_which_nothing_comes_is_given_up_and_its_place_is_free(room: "
     assert not list(desk.iterdir())
 
 
-def test_names_that_lead_elsewhere_or_are_none_are_refused_and_cost_no_place(
+def test_invalid_or_escaping_names_are_refused_and_cost_no_place(
     room: "Room", tmp_path: Path, desk: Path
 ) -> None:
     head = room.head()

@@ -135,7 +135,7 @@ def test_recordings_are_known_by_their_beginning_and_ranks_by_their_names() -> N
     assert [rank_of_name(name) for name in names] == [12, 3, 7, None, 0]
 
 
-def test_a_malicious_pickle_is_refused_and_the_message_reports_what_it_wanted(tmp_path: Path) -> None:
+def test_malicious_pickle_is_refused_and_what_it_wanted_is_reported(tmp_path: Path) -> None:
     head = pickle.dumps({"pg_status": {}}, 2)[:-1]
     evil = head + b"cposix\nsystem\n(X\x05\x00\x00\x00touch" + b"tR."
     assert is_recording(evil)

@@ -94,7 +94,7 @@ def test_scores_are_probabilities(names: list[str]) -> None:
 
 
 @given(FEATURES, st.sampled_from(NAMES))
-def test_what_speaks_for_a_cause_never_lowers_its_odds_against_a_cause_it_does_not_speak_for(
+def test_evidence_for_a_cause_never_lowers_its_odds_against_a_neutral_one(
     names: list[str], added: str
 ) -> None:
     before, after = scores(names, TABLE), scores([*names, added], TABLE)

@@ -71,7 +71,7 @@ def test_of_too_many_tracebacks_the_first_and_the_last_are_kept() -> None:
     assert all(len(trace.functions) == 2 and not trace.earlier for trace in found)
 
 
-def test_of_too_many_reported_exceptions_none_counts_as_the_end_of_the_program() -> None:
+def test_none_of_too_many_reported_exceptions_is_the_end_of_the_program() -> None:
     text = "".join(map(reported, range(OFTEN_STRONG + 8000))) + "step 1\n" * 200
     scanned = read(text)
     assert all(trace.ignored for trace in scanned.tracebacks)

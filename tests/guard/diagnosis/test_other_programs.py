@@ -47,19 +47,19 @@ def test_words_of_others_point_to_the_causes_that_they_mean(
     assert (printed.cause, printed.ranks) == (cause, ranks)
 
 
-def test_an_exception_that_a_coordinator_raises_is_not_a_fault_of_who_reports_it() -> None:
+def test_exception_raised_by_a_coordinator_is_not_a_fault_of_its_reporter() -> None:
     lost = "Traceback (most recent call last):\n  File \"t.py\", line 3, in <module>\n    jax.devices()\nXlaRuntimeError: UNAVAILABLE: the service is away\n"  # fmt: skip
     assert verdict(train=STEPS + lost).cause == "undetermined"
 
 
-def test_an_unknown_error_out_of_a_collective_is_not_believed_with_confidence() -> None:
+def test_unknown_error_in_a_collective_is_not_believed_with_confidence() -> None:
     text = "[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File \"t.py\", line 3, in <module>\n[rank{0}]:     dist.barrier()\n[rank{0}]:   File \"/v/site-packages/torch/distributed/distributed_c10d.py\", line 9, in barrier\n[rank{0}]:     work.wait()\n[rank{0}]: RuntimeError: backend says 42\n"  # fmt: skip
     printed = verdict(train=STEPS + text.format(1))
     assert printed.confidence is not None
     assert printed.confidence < 0.8
 
 
-def test_a_job_that_was_cancelled_with_nothing_before_it_was_ended_from_outside() -> None:
+def test_job_cancelled_with_nothing_before_it_was_ended_from_outside() -> None:
     cancelled = "slurmstepd: error: *** STEP 771.0 ON n1 CANCELLED AT 2025-01-11T08:00:01 ***\n"
     assert verdict(train=STEPS + cancelled).cause == "preempted_sigterm"
     lost = "[rank1]: RuntimeError: [pair.cc:534] Connection closed by peer [10.1.0.12]:43211\n"

@@ -93,7 +93,7 @@ def test_who_was_asked_to_end_is_reported_how_to_continue(run: Path, outcome: st
         ("failed", 3, "ended with exit code 3"),
     ],
 )
-def test_of_a_program_under_run_no_checkpoint_and_no_command_of_ours_is_promised(
+def test_program_under_run_is_promised_no_checkpoint_or_command_of_ours(
     run: Path, outcome: str, exit_code: int, says: str
 ) -> None:
     write(run / "plan.json", {"schema": 1, "run_id": "r", "command": ["torchrun", "train.py"], "nodes": []})
@@ -168,7 +168,7 @@ def test_the_first_exception_that_is_not_a_victims_counts(run: Path) -> None:
     assert (found.cause, found.ranks) == ("user_code_error", (1,))
 
 
-def test_an_exception_in_the_file_of_an_own_objective_is_blamed_on_its_line(run: Path) -> None:
+def test_exception_in_the_file_of_an_own_objective_is_blamed_on_its_line(run: Path) -> None:
     plan = json.loads((run / "plan.json").read_text())
     write(run / "plan.json", {**plan, "config": {"objective": "/home/u/own.py:Own"}})
     trace = (

@@ -70,7 +70,7 @@ def test_the_last_bar_of_a_chunk_is_found_however_many_there_were(engine: str) -
         assert filter_.hits(bars)[-1] == bars.rindex(b"it/s]")
 
 
-def test_of_very_many_errors_the_first_and_the_last_of_each_chunk_are_found() -> None:
+def test_first_and_last_of_very_many_errors_in_each_chunk_are_found() -> None:
     filter_ = Prefilter(STRONG, WEAK)
     errors = b"Error: again\n" * (OFTEN_STRONG + 1)
     filter_.hits(errors)

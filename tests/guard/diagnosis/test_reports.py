@@ -86,7 +86,7 @@ def test_the_cause_is_first_or_among_the_first_three(
 
 
 @pytest.mark.parametrize("case", cases("no_failure"), ids=lambda case: case["id"])
-def test_a_text_that_reports_no_failure_gets_no_verdict_and_no_likely_cause(
+def test_text_without_a_failure_gets_no_verdict_and_no_likely_cause(
     case: dict[str, Any], tmp_path: Path
 ) -> None:
     found = diagnosed(tmp_path, case["files"])
@@ -214,7 +214,7 @@ def test_what_is_denied_does_not_count(tmp_path: Path) -> None:
     assert not {"hang", "gpu_memory"} & names
 
 
-def test_a_setting_that_helped_counts_for_its_cause_and_one_that_did_not_against_it(tmp_path: Path) -> None:
+def test_setting_counts_for_its_cause_if_it_helped_and_against_it_if_not(tmp_path: Path) -> None:
     base = "I have two 4090, my training hangs at the first step, GPUs at 100 %. "
     helped = diagnosed(tmp_path, {"a.md": base + "With NCCL_P2P_DISABLE=1 it works."})
     useless = diagnosed(tmp_path, {"a.md": base + "NCCL_P2P_DISABLE=1 did not help."})

@@ -93,9 +93,7 @@ events = st.lists(st.builds(lambda rank, time, kind, host, source: event(rank, t
 
 
 @given(events, st.integers(0, 200))
-def test_no_line_is_wider_than_the_terminal_and_without_colour_all_is_plain(
-    found: list[Event], width: int
-) -> None:
+def test_lines_fit_the_terminal_and_are_plain_without_colour(found: list[Event], width: int) -> None:
     facts = run_of(*found)
     lines = draw(facts, first="a.log:1", ranks=(1,), width=width)
     assert max(map(len, lines)) <= max(width, LEAST_WIDTH)

@@ -32,7 +32,8 @@ from unisono.guard.facts.nvidia import (
 from unisono.guard.facts.processes import holder_of
 
 
-def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_a_secret() -> None:
+def test_process_is_described_by_user_and_program_without_its_arguments() -> None:
+    """An argument may be a secret."""
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, "hf_secret"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -57,7 +58,7 @@ def test_a_process_is_named_by_its_user_and_program_and_no_argument_that_may_be_
         (["redis-server", "-p", "s3cret"], "redis-server"),
     ],
 )
-def test_of_a_command_line_the_program_is_shown_and_nothing_that_may_be_a_secret(
+def test_command_line_is_shown_without_anything_that_may_be_a_secret(
     tmp_path: Path, words: list[str], shown: str
 ) -> None:
     folder = tmp_path / "77"
@@ -146,7 +147,7 @@ def test_bridges_that_redirect_are_read_from_their_registers(tmp_path: Path) -> 
     assert redirecting_bridges(["0000:99:00.0"], tmp_path / "bus") == {}
 
 
-def test_registers_that_only_root_sees_are_unknown_and_a_list_without_end_ends(tmp_path: Path) -> None:
+def test_registers_only_root_sees_are_unknown_and_an_endless_list_ends(tmp_path: Path) -> None:
     on_bus(tmp_path, "0000:16:00.0", ("0000:15:00.0", bridge(control=0x001D)[:64]))
     assert redirecting_bridges(["0000:16:00.0"], tmp_path / "bus") is None
     turning = bytearray(4096)

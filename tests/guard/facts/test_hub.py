@@ -30,7 +30,7 @@ def test_any_http_answer_is_one() -> None:
     assert answer_with(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n") == ""
 
 
-def test_a_server_of_a_different_kind_is_reported_and_not_taken_for_a_silent_one() -> None:
+def test_server_of_a_different_kind_is_reported_as_such_and_not_as_silent() -> None:
     for words in (b"220 mail.example ESMTP\r\n", b"\r\n", b"HTTP/1.1 abc def\r\n\r\n"):
         printed = answer_with(words)
         assert printed, words

@@ -53,9 +53,10 @@ def test_a_process_that_sleeps_uses_nothing_and_reports_where_it_waits(
     assert stat.cpu_s < 1
 
 
-def test_a_stopped_process_is_in_state_t_of_ps_and_a_dead_one_is_a_zombie_until_it_is_waited_for(
+def test_stopped_process_is_in_state_t_and_a_dead_unreaped_one_in_state_z(
     sleeper: "subprocess.Popen[bytes]",
 ) -> None:
+    """As `ps` shows them; once it is waited for, a dead process has no state."""
     sleeper.send_signal(signal.SIGSTOP)
     until(lambda: state(sleeper.pid) == "T")
     assert "T" in child_states(os.getpid())

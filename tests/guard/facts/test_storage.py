@@ -86,9 +86,8 @@ def test_the_heads_file_is_seen_in_its_folder_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["", "../../etc/passwd", ".unisono-head-", ".unisono-head-../x", ".unisono-head-" + "g" * 16]
 )
-def test_a_name_that_the_head_never_gives_is_neither_looked_for_nor_removed(
-    tmp_path: Path, name: str
-) -> None:
+def test_invalid_nonce_is_neither_looked_for_nor_removed(tmp_path: Path, name: str) -> None:
+    """The head never gives such a name."""
     assert not is_nonce(name)
     assert sees_nonce(tmp_path, name) is None
     remove_nonce(tmp_path, name)

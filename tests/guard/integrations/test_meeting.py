@@ -79,7 +79,7 @@ def test_ranks_that_agree_continue_as_often_as_they_are_asked() -> None:
     assert {printed[0] for printed in _together([8, 8]).values()} == {"agreed"}
 
 
-def test_the_same_words_reach_every_rank_though_the_first_holds_the_store_and_leaves() -> None:
+def test_same_words_reach_every_rank_though_the_holder_of_the_store_leaves() -> None:
     results = _together([8, 9, 8])
     assert len({printed[:2] for printed in results.values()}) == 1
     assert results[0][1] == "split_mismatch"

@@ -89,7 +89,7 @@ def test_where_the_source_is_known_it_decides_between_files_and_split() -> None:
     assert getattr(compare(other), "cause", "") == "data_mismatch"
 
 
-def test_ranks_that_read_data_of_their_own_may_hold_other_rows_but_not_make_other_steps() -> None:
+def test_ranks_with_their_own_data_may_differ_in_rows_but_not_in_steps() -> None:
     own = [
         _of(rank, rows=90 + rank, digest=str(rank), sharded=False, batches=9 + rank, steps=50)
         for rank in range(2)
@@ -114,7 +114,7 @@ def test_facts_survive_the_way_through_the_store_and_junk_is_not_a_facts() -> No
     assert TrainerFacts.from_json({"junk": 1, "host": "a\x1b[2Jb\nc"}).host == "ab c"
 
 
-def test_an_unseeded_split_of_a_table_shows_in_its_rows_and_not_in_its_source() -> None:
+def test_unseeded_split_of_a_table_shows_in_its_rows_and_not_its_source() -> None:
     parts = [
         read_dataset(_table().train_test_split(test_size=0.25, seed=seed)["train"]) for seed in (1, 2, 1)
     ]
@@ -124,7 +124,7 @@ def test_an_unseeded_split_of_a_table_shows_in_its_rows_and_not_in_its_source() 
     assert parts[0].source_digest == parts[1].source_digest != ""
 
 
-def test_an_unseeded_split_that_was_mapped_since_shows_without_a_callback_too() -> None:
+def test_unseeded_split_that_was_mapped_shows_without_a_callback_too() -> None:
     """`map` writes a new table: no indices are left that would tell.
 
     TRL and LLaMA-Factory map all that they read.
@@ -142,7 +142,7 @@ def test_an_unseeded_split_that_was_mapped_since_shows_without_a_callback_too() 
         assert digests[0] == digests[2] != digests[1]
 
 
-def test_a_table_is_read_without_its_transform_and_its_pictures_are_not_decoded() -> None:
+def test_table_is_read_without_its_transform_or_decoding_its_pictures() -> None:
     def never(_: object) -> object:
         raise AssertionError("the program's transform was called")
 
@@ -176,7 +176,7 @@ class _Stream(IterableDataset[int]):
         raise AssertionError("a stream was read")
 
 
-def test_of_a_dataset_of_the_programs_own_only_the_length_is_read_and_of_a_stream_nothing() -> None:
+def test_only_the_length_of_an_own_dataset_and_nothing_of_a_stream_is_read() -> None:
     assert read_dataset(_Own()) == DataFacts(rows=7, kind="_Own")
     facts = read_loader(DataLoader(_Stream(), batch_size=2))
     assert (facts.data.rows, facts.batches, facts.sharded) == (None, None, False)
@@ -190,7 +190,7 @@ def test_reading_draws_no_random_number() -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_a_loader_whose_sampler_deals_is_distinguished_from_one_that_reads_its_own() -> None:
+def test_loader_with_a_sharding_sampler_is_distinguished_from_a_plain_one() -> None:
     data = TensorDataset(torch.arange(20))
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=1, seed=5)
     sharded = read_loader(DataLoader(data, batch_size=2, sampler=sampler))

@@ -48,9 +48,7 @@ def test_one_process_trains_to_the_same_bits_and_has_no_group(program: str, tmp_
 
 
 @pytest.mark.parametrize("program", _TRAINERS)
-def test_a_split_without_a_seed_is_refused_on_every_rank_with_the_same_words(
-    program: str, tmp_path: Path
-) -> None:
+def test_unseeded_split_is_refused_on_every_rank_with_the_same_words(program: str, tmp_path: Path) -> None:
     ended = train(program, tmp_path, "--callback", "--fault", "unseeded", ranks=2)
     words = [_last_words(output) for output in ended.outputs]
     assert words[0] == words[1], ended.outputs

@@ -128,7 +128,7 @@ def test_a_record_made_again_leaves_the_front_its_old_one(guard: border.Guard) -
         os.close(fd)
 
 
-def test_a_folder_that_the_subreaper_has_taken_away_holds_nothing_and_takes_nothing(tmp_path: Path) -> None:
+def test_folder_removed_by_the_subreaper_holds_nothing_and_takes_nothing(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     assert list(border.reported_facts(gone)) == []
     assert list(border.registrations(gone)) == []

@@ -54,7 +54,7 @@ def assert_goes(folder: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_folder_whose_front_was_killed_without_its_subreaper_goes_with_the_next_one(
+def test_folder_of_a_front_killed_without_its_subreaper_goes_with_the_next(
     holder: tuple["subprocess.Popen[str]", Path],
 ) -> None:
     front, left = holder
@@ -105,7 +105,7 @@ def test_it_is_gone_with_its_front() -> None:
     assert not folder.exists()
 
 
-def test_the_subreaper_leaves_the_folder_until_its_front_has_read_the_last_message(tmp_path: Path) -> None:
+def test_subreaper_keeps_the_folder_until_its_front_read_the_last_message(tmp_path: Path) -> None:
     with (
         border() as folder,
         Program(
@@ -122,7 +122,7 @@ def test_the_subreaper_leaves_the_folder_until_its_front_has_read_the_last_messa
         assert not folder.exists()
 
 
-def test_two_starts_at_once_do_not_share_a_directory_and_the_second_learns_who_has_it(tmp_path: Path) -> None:
+def test_second_simultaneous_start_in_a_directory_learns_who_holds_it(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with run_dir(out, is_head=True, host="a")[1]:
         with pytest.raises(UsageError, match=f"process {os.getpid()} on a") as refused:
@@ -131,7 +131,7 @@ def test_two_starts_at_once_do_not_share_a_directory_and_the_second_learns_who_h
     run_dir(out, is_head=True, host="a")[1].release()  # nothing was written into it
 
 
-def test_a_node_that_comes_before_the_head_does_not_make_their_common_directory_a_used_one(
+def test_node_before_the_head_does_not_make_their_common_directory_used(
     tmp_path: Path,
 ) -> None:
     out = str(tmp_path / "out")
@@ -174,9 +174,8 @@ for number in range(1000):
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
-def test_a_directory_that_is_removed_while_the_program_runs_is_made_again_and_a_different_one_left_alone(
-    tmp_path: Path, how: str
-) -> None:
+def test_removed_run_directory_is_recreated_and_a_replacement_left_alone(tmp_path: Path, how: str) -> None:
+    """It is removed or replaced while the program runs."""
     out, end = tmp_path / "out", tmp_path / "end"
     words = ["run", "--output-dir", str(out), "--", sys.executable, "-c", _COUNTS, str(end)]
     with subprocess.Popen(

@@ -136,7 +136,7 @@ def test_a_host_without_an_answer_is_named(place: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_arguments_of_the_program_that_cannot_hold_for_all_nodes_are_refused(
+def test_program_arguments_that_cannot_hold_for_all_nodes_are_refused(
     place: Path, words: list[str], printed: str
 ) -> None:
     front = typed(place, "--", *words)

@@ -79,7 +79,7 @@ def test_a_node_that_is_lost_is_named_and_nothing_of_the_program_is_left(
     "blow",
     [kill, pytest.param(lose_power, marks=pytest.mark.long), pytest.param(cut, marks=pytest.mark.long)],
 )
-def test_a_node_that_loses_the_head_reports_which_of_both_is_gone_and_ends_its_ranks(
+def test_node_that_loses_the_head_reports_which_is_gone_and_ends_its_ranks(
     blow: Callable[[Namespaces, int], None], both_launched: list[Guarded], apart: Namespaces
 ) -> None:
     both = both_launched
@@ -95,9 +95,10 @@ def test_a_node_that_loses_the_head_reports_which_of_both_is_gone_and_ends_its_r
     until(lambda: not any(apart.pids(node) for node in range(2)), "nothing is left on either node")
 
 
-def test_the_node_that_is_left_writes_down_how_the_run_of_a_dead_head_ended_where_they_share_a_folder(
+def test_remaining_node_records_the_end_of_a_dead_heads_run(
     tmp_path: Path,
 ) -> None:
+    """Head and node share a folder: the node writes the verdict and the result there."""
     program = "import os, pathlib, time; pathlib.Path(f'here-{os.getpid()}').touch(); time.sleep(600)"
     head = ["--nodes", "2", "--nproc", "1", "--head", f"127.0.0.1:{free_port()}", "--output-dir", "out"]
     fronts = [

@@ -127,7 +127,7 @@ def test_output_and_exit_code_pass_through_byte_by_byte(tmp_path: Path) -> None:
     assert own_folders(front.pid) == []
 
 
-def test_a_program_that_ends_well_is_completed_and_its_streams_keep_their_order_where_they_are_one(
+def test_program_that_ends_well_is_completed_with_merged_streams_in_order(
     tmp_path: Path,
 ) -> None:
     body = "import sys\nfor i in range(200):\n print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True)"
@@ -193,7 +193,8 @@ def test_an_exit_code_like_that_of_a_signal_is_a_python_programs_own(tmp_path: P
     assert not (tmp_path / "out" / "verdict.json").exists()
 
 
-def test_where_the_launcher_is_killed_no_rank_is_blamed_for_what_the_guard_ends(tmp_path: Path) -> None:
+def test_no_rank_is_blamed_after_its_launcher_is_killed(tmp_path: Path) -> None:
+    """The guard ends the ranks afterwards; that is no fault of theirs."""
     body = f"open('launcher', 'w').write(str(__import__('os').getpid()))\n{LAUNCHER}"
     with run(tmp_path, [sys.executable, "-c", body, RANK]) as front:
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
@@ -207,9 +208,10 @@ def test_where_the_launcher_is_killed_no_rank_is_blamed_for_what_the_guard_ends(
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
-def test_a_program_that_ignores_signals_is_killed_with_all_that_it_started_in_the_time_that_was_reported(
+def test_program_that_ignores_signals_is_killed_with_its_children_in_time(
     tmp_path: Path, numbers: tuple[signal.Signals, ...]
 ) -> None:
+    """Within the time that was reported when the signal was passed on."""
     body = (
         "import signal, subprocess, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\np ="
         " subprocess.Popen(['sleep', '600'], start_new_session=True); open('left',"
@@ -278,7 +280,7 @@ def _subreaper_of(front: int) -> int:
     return subreaper
 
 
-def test_a_keeper_that_is_killed_leaves_nothing_behind_and_no_rank_is_blamed(tmp_path: Path) -> None:
+def test_killed_subreaper_leaves_nothing_behind_and_no_rank_is_blamed(tmp_path: Path) -> None:
     with run(tmp_path, [sys.executable, "-c", LAUNCHER, RANK]) as front:
         pids = [until(partial(number_in, tmp_path / f"pid-{r}"), "ranks") for r in (0, 1)]
         until(lambda: pidfds_of(front.pid) >= 2, "the front has found both ranks")
@@ -346,7 +348,7 @@ def test_what_cannot_be_started_is_refused_before_anything_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_program_that_the_system_does_not_start_leaves_its_directory_to_the_next_start(
+def test_program_that_cannot_be_started_leaves_its_directory_to_the_next(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "odd").write_bytes(b"\x01\x02 of no known format")

@@ -50,7 +50,7 @@ def test_a_signal_is_read_from_what_shells_and_launchers_make_of_it(
     assert signal_of(returncode, read_command(words.split())) == number
 
 
-def test_a_kill_while_the_kernel_counted_one_for_want_of_memory_is_the_kernels() -> None:
+def test_kill_while_the_kernel_counted_an_oom_kill_is_the_oom_killers() -> None:
     end = ProgramEnd(1, "b", -9, oom_killed=True)
     verdict = name_program_death(end, PYTHON, diagnosed=_says("user_code_error"))
     assert verdict is not None
@@ -79,11 +79,11 @@ def test_the_log_explains_a_crash_and_not_a_kill_from_outside(
     assert verdict.cause == cause
 
 
-def test_a_program_that_leaves_by_itself_and_reports_nothing_has_no_verdict() -> None:
+def test_program_that_exits_by_itself_and_reports_nothing_has_no_verdict() -> None:
     assert name_program_death(ProgramEnd(0, "a", 3), SHELL) is None
 
 
-def test_a_second_signal_is_one_to_the_same_node_a_second_later_and_shortens_the_time() -> None:
+def test_second_signal_to_the_same_node_a_second_later_shortens_the_time() -> None:
     stopping = StopDeadline(40.0)
     assert stopping.take(signal.SIGUSR1, 0, 99.0) is None, "it means what the program makes of it"
     assert "40 s" in (stopping.take(signal.SIGTERM, 0, 100.0) or "")

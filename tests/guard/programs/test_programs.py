@@ -101,9 +101,7 @@ _RESUMES_BY = {
 
 
 @pytest.mark.parametrize("program", [*_short(DDP), *_long(TRAINER, *_OTHERS)])
-def test_a_rank_that_is_killed_is_named_with_the_programs_own_way_to_resume(
-    program: Program, start: Start
-) -> None:
+def test_killed_rank_is_named_with_the_programs_own_way_to_resume(program: Program, start: Start) -> None:
     guarded = start(program, "--steps", "5000", "--step-s", "0.02")
     since = guarded.strike(1, signal.SIGKILL)
     ended = guarded.ended(since=since)

@@ -134,9 +134,7 @@ def torchrun(folder: Path, *words: str, way: Sequence[str] = ("--standalone",)) 
 @pytest.mark.parametrize(
     "kind", ["c10d", pytest.param("static", marks=pytest.mark.long), pytest.param("unisono", marks=pytest.mark.long)]
 )  # fmt: skip
-def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_again(
-    tmp_path: Path, kind: str
-) -> None:
+def test_rank_killed_once_is_a_warning_if_its_launcher_restarts_it(tmp_path: Path, kind: str) -> None:
     """Whatever the launcher keeps of the first start, the second one's ranks meet each other; also
     where the program starts it by itself.
     """
@@ -156,7 +154,7 @@ def test_a_rank_that_is_killed_once_is_a_warning_where_its_launcher_starts_it_ag
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_at_each_start_is_named_once_its_launcher_gives_up(tmp_path: Path) -> None:
+def test_rank_killed_at_each_start_is_named_once_its_launcher_gives_up(tmp_path: Path) -> None:
     words = torchrun(tmp_path, "--max-restarts", "2", "dies.py", "9")
     with run(tmp_path, words, env={**os.environ, "OMP_NUM_THREADS": "1"}) as front:
         _, err = front.communicate(timeout=LIMIT_S)

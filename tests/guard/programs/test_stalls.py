@@ -126,7 +126,7 @@ def test_a_stall_is_reported_with_its_line_each_time_that_its_age_doubles(
     ],
     indirect=["idle"],
 )
-def test_a_program_of_which_no_rank_does_anything_is_reported_with_the_line_of_each(
+def test_program_with_only_idle_ranks_is_reported_with_the_line_of_each(
     idle: dict[str, str], name: str
 ) -> None:
     text = idle[name]

@@ -58,7 +58,7 @@ def test_the_number_of_ranks_and_of_the_node_is_found_in_this_torch() -> None:
     assert "found 5 2 4 3 2" in done.stdout, done.stderr
 
 
-def test_torchrun_finds_the_back_end_and_nothing_of_torch_is_loaded_for_that() -> None:
+def test_torchrun_finds_the_back_end_without_loading_torch() -> None:
     (found,) = [one for one in entry_points(group="torchrun.handlers") if one.name == "unisono"]
     body = f"import sys; from {found.module} import {found.attr}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", body], check=True, timeout=240, cwd=Path(__file__).parent)

@@ -154,7 +154,7 @@ def last_words(front: Front) -> list[str]:
     return [line for line in lines[begins[-1] :] if line.startswith(("WHAT ", "EVIDENCE ", "FIX "))]
 
 
-def test_unequal_numbers_inside_an_unchanged_launcher_are_refused_on_both_nodes(start: Start) -> None:
+def test_unequal_numbers_inside_an_unchanged_launcher_are_refused_on_both(start: Start) -> None:
     """Its own count of devices is what differs: nothing in its arguments says so."""
     fronts = start(
         run(sys.executable, STANDIN, "program.py"),
@@ -194,7 +194,7 @@ def test_a_node_that_never_comes_is_named(start: Start) -> None:
     assert "node 1" in last_words(front)[0]
 
 
-def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agreed_upon(start: Start) -> None:
+def test_programs_without_a_launcher_meet_at_the_port_the_fronts_agreed_on(start: Start) -> None:
     """And the exit code of each is its own."""
     body = (
         "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], 'UNISONO_TOKEN' in"
@@ -208,7 +208,7 @@ def test_programs_without_a_launcher_meet_at_the_port_that_the_fronts_have_agree
 
 
 @pytest.mark.ranks
-def test_ranks_whose_rows_differ_between_nodes_are_refused_on_both_before_the_first_step(
+def test_ranks_with_different_rows_are_refused_on_both_nodes_before_a_step(
     start: Start,
 ) -> None:
     fronts = start(run(sys.executable, "other_rows.py"))
@@ -222,9 +222,7 @@ def test_ranks_whose_rows_differ_between_nodes_are_refused_on_both_before_the_fi
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["unisono", "static", "c10d"])
-def test_a_rank_that_is_killed_once_is_a_warning_on_both_nodes_where_their_launchers_start_again(
-    start: Start, backend: str
-) -> None:
+def test_rank_killed_once_is_a_warning_on_both_nodes_if_launchers_restart(start: Start, backend: str) -> None:
     """Whatever the launchers keep of the first start, the second one's ranks meet each other."""
     ways = {
         "unisono": [],
@@ -292,7 +290,7 @@ def server_at(ground: Ground, port: str) -> Iterator[None]:
             server.kill()
 
 
-def test_a_program_whose_port_a_server_takes_all_the_same_gets_a_different_one(
+def test_program_whose_port_is_taken_by_a_server_gets_a_different_one(
     start: Start, ground: Ground, tmp_path: Path
 ) -> None:
     fronts = start(run(sys.executable, "late.py"))
@@ -311,7 +309,7 @@ def test_a_program_whose_port_a_server_takes_all_the_same_gets_a_different_one(
     assert "EADDRINUSE" not in next(logs.glob("*.log")).read_text()
 
 
-def test_a_server_that_takes_every_port_is_named_and_no_rank_that_was_ended_for_it(
+def test_ports_taken_at_every_try_are_the_cause_and_not_the_ended_ranks(
     start: Start, ground: Ground, tmp_path: Path
 ) -> None:
     fronts = start(run(sys.executable, "late.py"))

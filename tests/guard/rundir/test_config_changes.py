@@ -59,7 +59,7 @@ def test_the_table_knows_no_key_that_there_is_not() -> None:
     assert set(RULES) - {"watch"} <= set(KEYS)
 
 
-def test_only_where_a_run_is_how_long_it_is_and_words_about_variables_are_nobodys_matter() -> None:
+def test_output_dir_duration_and_reasons_are_the_only_silent_changes() -> None:
     """docs/decisions/0014 says why; all others are at least a line."""
     assert {key for key, rule in RULES.items() if rule.kind == "silent"} == {
         "output_dir",
@@ -74,7 +74,7 @@ def test_a_key_that_nobody_has_thought_about_means_a_different_run() -> None:
 
 
 @given(some_changes)
-def test_a_config_differs_from_itself_in_nothing_and_from_a_different_in_what_was_changed(
+def test_differences_of_two_configs_are_exactly_the_changed_keys(
     changes: dict[str, Any],
 ) -> None:
     assert changes_between(make(changes), make(changes)) == []

@@ -74,7 +74,7 @@ def test_something_else_in_the_locks_place_is_refused_and_held_by_nobody(
     assert f"rm -r {tmp_path / 'run.lock'}" in caught.value.problems[0].fix
 
 
-def test_a_held_lock_whose_directory_goes_or_that_something_replaces_is_an_error_of_the_file_system(
+def test_held_lock_that_is_replaced_or_loses_its_directory_is_an_os_error(
     tmp_path: Path,
 ) -> None:
     """Its run goes on; a refusal would end it."""
@@ -131,9 +131,10 @@ def test_the_lock_of_a_killed_holder_is_taken_over_with_a_line(tmp_path: Path) -
         lock.release()
 
 
-def test_who_stands_in_for_a_holder_does_so_only_once_that_is_dead_and_before_anybody_else(
+def test_stand_in_gets_only_a_dead_holders_lock_and_before_all_others(
     tmp_path: Path,
 ) -> None:
+    """It gets nothing once the file is gone or a different start has been there since."""
     path = tmp_path / "out" / "run.lock"
     with _holder(path) as holder:
         dead = recorded_holder(path)
@@ -181,7 +182,7 @@ def test_the_lock_makes_the_directory_for_its_owner_alone(tmp_path: Path) -> Non
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_holder_on_a_different_node_is_known_by_its_beats_where_flock_does_not_cross(
+def test_holder_on_a_different_node_is_known_by_its_beats_without_a_flock(
     tmp_path: Path,
 ) -> None:
     """The other node's flock is not seen here: its file is beaten by a process that has no lock on
@@ -261,7 +262,7 @@ def _wait_a_little() -> None:
     select.select([], [], [], 0.005)
 
 
-def test_a_renamed_directory_takes_its_lock_file_along_and_the_old_place_is_free(tmp_path: Path) -> None:
+def test_renamed_directory_keeps_its_lock_file_and_frees_the_old_place(tmp_path: Path) -> None:
     root = tmp_path / "out"
     first, second = RunLock(root / "run.lock"), RunLock(root / "run.lock")
     first.acquire("host-a", os.getpid())

@@ -102,7 +102,7 @@ def test_a_file_torn_anywhere_loses_at_most_its_last_line(
         (b'{"step": 3, "x": "' + b"x" * (3 << 20) + b'"}\n', "longer than any line"),
     ],
 )
-def test_a_damaged_line_in_the_middle_is_kept_aside_with_its_number_and_takes_no_other_with_it(
+def test_damaged_middle_line_is_kept_aside_by_number_and_no_other_is_lost(
     tmp_path: Path, bad: bytes, what: str
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -122,7 +122,7 @@ def test_a_damaged_line_in_the_middle_is_kept_aside_with_its_number_and_takes_no
     assert truncate_after(path, 5) == Truncation()
 
 
-def test_a_file_of_which_no_line_can_be_read_is_kept_aside_beside_an_earlier_one(tmp_path: Path) -> None:
+def test_file_without_a_readable_line_is_kept_aside_beside_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     (tmp_path / "metrics.jsonl.damaged-1").write_text("of an earlier start")
     path.write_bytes(b"\xff\n" * 20)
@@ -221,9 +221,7 @@ def test_a_limit_of_the_file_size_is_called_so_and_the_lines_wait(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["the file", "its directory"])
-def test_a_file_that_was_removed_while_it_was_written_is_there_again_with_all_its_lines(
-    tmp_path: Path, what: str
-) -> None:
+def test_file_removed_while_it_is_written_returns_with_all_its_lines(tmp_path: Path, what: str) -> None:
     path = tmp_path / "out" / "metrics.jsonl"
     path.parent.mkdir()
     writer = MetricsWriter(path)

@@ -83,7 +83,7 @@ def test_whatever_differs_is_reported_or_refused(keys: set[str]) -> None:
 
 
 @given(some_keys)
-def test_what_the_refusal_reports_to_type_is_enough_and_all_of_it_is_needed(keys: set[str]) -> None:
+def test_changes_the_refusal_asks_to_allow_are_sufficient_and_all_needed(keys: set[str]) -> None:
     found = changed(PLAN, otherwise(keys))
     needed = frozenset(names(found))
     assert not_allowed(found, needed) == []
@@ -145,7 +145,8 @@ def test_the_tokenizer_has_its_own_name() -> None:
     assert "same tokens" in line.text
 
 
-def test_equal_files_that_transformers_loads_otherwise_are_a_different_tokenizer() -> None:
+def test_equal_files_loaded_differently_are_a_different_tokenizer() -> None:
+    """It is transformers that loads them differently: the traits differ and the files do not."""
     before = plan(data__tokenizer_traits="a")
     found = changed(before, plan(data__tokenizer_traits="b", data__rows_digest="r2"))
     assert names(found) == ["tokenizer"]
@@ -174,7 +175,8 @@ def test_a_different_model_reports_what_the_weights_are_upon() -> None:
     assert "trained weights come from the checkpoint" in found.text
 
 
-def test_a_different_world_size_reports_what_is_the_same_and_what_is_not_and_why() -> None:
+def test_different_world_size_reports_what_stays_the_same_and_what_changes() -> None:
+    """The line also says why losses agree to rounding only."""
     (found,) = changed(PLAN, plan(world_size=2, strategy="ddp"))
     assert found.verdict == "line"
     assert (
@@ -184,7 +186,7 @@ def test_a_different_world_size_reports_what_is_the_same_and_what_is_not_and_why
     )
 
 
-def test_a_different_strategy_is_reported_beside_a_different_world_size_where_tensors_are_cut() -> None:
+def test_strategy_is_reported_beside_a_new_world_size_if_it_cuts_tensors() -> None:
     two = changed(PLAN, plan(world_size=2, strategy="fsdp"))
     assert [finding.text.split()[0] for finding in two] == ["world_size", "strategy"]
     assert "parallel.strategy" not in two[1].text, "several ranks cannot be single"

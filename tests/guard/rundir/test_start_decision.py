@@ -146,9 +146,10 @@ def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("outcome", [None, "completed"])
 @pytest.mark.parametrize("resume", [False, True])
-def test_settings_that_make_a_different_run_are_refused_a_line_each_with_what_to_type(
+def test_settings_of_a_different_run_are_refused_line_by_line_with_a_fix(
     outcome: str | None, tmp_path: Path, *, resume: bool
 ) -> None:
+    """The first line's fix is what to type; each further line says what its change means."""
     root = tmp_path / "out"
     _write_run(root, outcome=outcome)
     with pytest.raises(UsageError) as caught:

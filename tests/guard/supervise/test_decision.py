@@ -99,7 +99,7 @@ def test_the_order_of_news_of_the_same_moment_does_not_change_the_decision(
 
 @given(moments=histories(), waits=waits, world_size=world_sizes)
 @example(moments=[[VICTIM], [replace(KILLED, rank=1)]], waits=WAITS, world_size=None)
-def test_a_victim_is_never_named_and_nobody_but_a_failed_rank_while_one_is_known(
+def test_victim_is_never_named_and_only_a_failed_rank_while_one_is_known(
     moments: list[Moment], waits: Waits, world_size: int | None
 ) -> None:
     failures = Failures(waits, world_size)
@@ -148,7 +148,7 @@ def test_once_a_rank_or_node_is_named_the_decision_stays(
 
 
 @given(moments=histories(), waits=waits)
-def test_knowing_how_many_ranks_there_are_makes_a_decision_sooner_and_not_different(
+def test_knowing_the_number_of_ranks_decides_sooner_and_not_differently(
     moments: list[Moment], waits: Waits
 ) -> None:
     news = [item for moment in moments for item in moment]
@@ -173,7 +173,7 @@ def test_a_start_without_a_failure_is_not_decided_on(
     assert set(replay(well, Failures(waits, world_size))) == {None}
 
 
-def test_ranks_that_are_started_again_begin_without_a_failure_but_a_lost_node_stays_lost() -> None:
+def test_restarted_ranks_begin_without_failure_but_a_lost_node_stays_lost() -> None:
     failures = Failures()
     loss = NodeLoss(1, "b", "the connection was closed")
     failures.rank_ended(replace(KILLED, rank=1), now=1.0)

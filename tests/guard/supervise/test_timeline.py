@@ -48,7 +48,7 @@ def simulate(known: RankTime, phases: list[tuple[str, float]], *, every: float =
     return found + known.end(glance, now)
 
 
-def test_a_phase_over_a_tenth_of_a_second_is_an_entry_with_its_start_and_length() -> None:
+def test_phase_over_a_tenth_of_a_second_is_an_entry_with_start_and_length() -> None:
     found = simulate(
         RankTime(3, 0.0), [("data", 0.05), ("compute", 0.4), ("comm", 0.08), ("compute", 0.3)], every=0.02
     )
@@ -68,7 +68,7 @@ def test_a_phase_over_a_tenth_of_a_second_is_an_entry_with_its_start_and_length(
         [("load_model", 12.0), ("compute", 25.0)],
     ],
 )
-def test_summaries_come_every_ten_seconds_and_their_seconds_add_up_to_the_time_that_passed(
+def test_summaries_come_every_ten_seconds_and_add_up_to_the_time_passed(
     phases: list[tuple[str, float]],
 ) -> None:
     found = simulate(RankTime(0, 0.0), phases)
@@ -155,7 +155,7 @@ def until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_front_writes_what_a_rank_beats_and_mends_a_torn_line_of_an_earlier_front(tmp_path: Path) -> None:
+def test_front_writes_what_a_rank_beats_and_mends_an_earlier_torn_line(tmp_path: Path) -> None:
     path = RunDir(tmp_path).timeline(0)
     path.parent.mkdir()
     path.write_bytes(b'{"schema":1,"time":1.0,"rank":0,"ph')

@@ -82,7 +82,7 @@ def test_what_a_rank_writes_is_what_its_front_reads(
         assert memory.rows() == (sequences[:MOST_ROWS] if micros else [])
 
 
-def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_other_sequences(
+def test_batch_digest_is_equal_in_all_processes_and_differs_by_sequences(
     memory: BeatMemory,
 ) -> None:
     code = (
@@ -105,7 +105,7 @@ def test_the_digest_of_a_batch_is_the_same_in_every_process_and_a_different_for_
     assert found[0] != found[1]
 
 
-def test_a_reader_of_a_rank_that_does_nothing_but_beat_never_sees_a_torn_record() -> None:
+def test_reader_of_a_rank_that_only_beats_never_sees_a_torn_record() -> None:
     """The writer makes every number of a record a function of its step, so that any mixture of two
     records shows.
     """
@@ -140,7 +140,7 @@ def test_a_reader_of_a_rank_that_does_nothing_but_beat_never_sees_a_torn_record(
     assert missed < read  # where writer and reader share a processor, about a quarter; a tenth otherwise
 
 
-def test_a_rank_that_was_stopped_in_the_middle_of_a_record_is_read_as_it_was_before() -> None:
+def test_rank_stopped_in_the_middle_of_a_record_is_read_as_it_was_before() -> None:
     """Otherwise it would have no record for as long as it is stopped."""
     memory = bytearray(4096)
     beats = Beats(memory)
@@ -164,7 +164,7 @@ def test_a_rank_that_was_stopped_in_the_middle_of_a_record_is_read_as_it_was_bef
     assert found.pulse_ns == 0, "a pulse that is whole in neither slot is none"
 
 
-def test_times_are_of_the_phase_that_the_rank_is_in_and_the_first_step_is_left_out(
+def test_times_are_of_the_current_phase_and_the_first_step_is_left_out(
     memory: BeatMemory,
 ) -> None:
     beats = Beats.inherited(memory.record_fd)
@@ -199,9 +199,10 @@ def test_times_are_of_the_phase_that_the_rank_is_in_and_the_first_step_is_left_o
     ), "left twice: for its own next part, and for the first step"
 
 
-def test_a_rank_does_after_a_collective_what_it_did_before_and_one_that_fails_stays_its_last_sign_of_life(
+def test_phase_is_restored_after_a_collective_but_stays_comm_if_it_fails(
     memory: BeatMemory,
 ) -> None:
+    """The one that fails stays the rank's last sign of life."""
     beats = Beats.inherited(memory.record_fd)
     beats.enter("evaluate", done=3, total=9)
     phases = []
@@ -224,7 +225,7 @@ def test_a_name_that_no_phase_has_fails_nobody(memory: BeatMemory) -> None:
     assert beats.phase == "start"
 
 
-def test_the_pulse_shows_that_the_interpreter_runs_while_the_main_thread_reports_nothing(
+def test_pulse_shows_a_running_interpreter_while_the_main_thread_is_silent(
     memory: BeatMemory,
 ) -> None:
     beats = Beats.inherited(memory.record_fd)
@@ -246,7 +247,7 @@ def test_the_pulse_shows_that_the_interpreter_runs_while_the_main_thread_reports
     assert max(seen) <= time.monotonic_ns()
 
 
-def test_what_a_front_asks_for_is_left_once_and_a_second_answer_takes_the_place_of_the_first(
+def test_answer_for_a_front_is_left_once_and_a_second_replaces_the_first(
     memory: BeatMemory,
 ) -> None:
     beats = Beats.inherited(memory.record_fd)
@@ -270,7 +271,7 @@ def test_what_a_front_asks_for_is_left_once_and_a_second_answer_takes_the_place_
     assert given_out == texts
 
 
-def test_the_pulse_rests_while_the_main_thread_beats_and_not_while_it_is_silent(memory: BeatMemory) -> None:
+def test_pulse_rests_while_the_main_thread_beats_but_not_if_it_is_silent(memory: BeatMemory) -> None:
     """It is there for silence, and to be woken ten times a second is most of what the watch
     costs.
     """
@@ -366,7 +367,7 @@ def test_a_beat_begins_no_garbage_collection(memory: BeatMemory) -> None:
     assert began > 0, "a container does begin one: else nothing was tested"
 
 
-def test_the_last_message_of_a_rank_that_was_killed_can_be_read_and_memory_is_gone_after_closing() -> None:
+def test_last_beat_of_a_killed_rank_is_readable_and_closing_frees_memory() -> None:
     gc.collect()  # what earlier tests have left
     before = len(_memory_of(os.getpid()))
     memory = BeatMemory(0)

@@ -95,7 +95,7 @@ def test_a_busy_gpu_is_not_idle() -> None:
     assert judged(idle, replace(busy, rank=1)) is None
 
 
-def test_ranks_that_are_all_idle_are_named_with_their_lines_and_ended_at_the_limit() -> None:
+def test_ranks_that_are_all_idle_are_named_by_line_and_ended_at_the_limit() -> None:
     looks = [Look(number, stack=("/x/prog.py:9 in reward",)) for number in range(3)]
     views = [rank(number, idle=31.0, still=31.0) for number in range(3)]
     unseen = judged(*views)
@@ -139,7 +139,8 @@ def test_a_rank_that_works_is_not_named_however_long_others_wait(idle: float) ->
         assert not isinstance(found, Verdict)
 
 
-def test_a_rank_that_hangs_while_others_wait_is_named_with_its_line_and_ended_when_torch_would() -> None:
+def test_hanging_rank_is_named_with_its_line_and_ended_when_torch_would() -> None:
+    """The other rank waits for it in a collective."""
     waiting, still = rank(0, pending=1), rank(1, still=4.0)
     first = judged(waiting, still)
     assert isinstance(first, Suspicion)
@@ -197,7 +198,7 @@ def test_unequal_pieces_of_an_all_to_all_are_one_collective() -> None:
     assert named(judged(rank(0, pending=1), rank(1, pending=1), looks=looks)) is None
 
 
-def test_a_rank_that_has_taken_no_batch_for_the_step_of_the_others_made_fewer_steps() -> None:
+def test_rank_without_a_batch_for_the_step_of_the_others_made_fewer_steps() -> None:
     looks = [begun(0, "all_reduce", 9), begun(1, "barrier", 9, "[]")]
     found = judged(rank(0, pending=1), rank(1, pending=1, phase="comm", micro=0), looks=looks)
     assert isinstance(found, Verdict)
@@ -205,9 +206,8 @@ def test_a_rank_that_has_taken_no_batch_for_the_step_of_the_others_made_fewer_st
     assert "step 8 was the last" in found.summary
 
 
-def test_a_rank_that_cannot_come_back_to_its_steps_made_fewer_where_the_others_are_in_a_collective_of_theirs() -> (
-    None
-):
+def test_rank_with_no_way_back_to_its_steps_made_fewer_than_the_others() -> None:
+    """The others are in a collective of their steps."""
     looks = [
         begun(0, "all_reduce", 9, recurs=True, may_step=True),
         begun(1, "barrier", 9, "[]", may_step=False),
@@ -244,7 +244,7 @@ def test_a_long_collective_of_all_is_not_a_finding_at_first() -> None:
     )
 
 
-def test_an_interpreter_that_hangs_and_sleeps_is_named_where_all_others_are_done() -> None:
+def test_interpreter_that_hangs_asleep_is_named_once_all_others_are_done() -> None:
     done = replace(rank(0), reported_result=True, has_ended=True)
     stands = rank(1, idle=12, pulse_idle=12)
     assert named(judged(done, stands, looks=[Look(1, stack=("x.py:1 in f",))])) == ("gil_held", (1,))
@@ -273,7 +273,7 @@ def test_a_stopped_rank_is_named_whatever_others_do() -> None:
     assert (found.cause, found.ranks) == ("rank_stopped", (1,))
 
 
-def test_ranks_of_unlike_step_counts_that_wait_in_one_collective_are_together() -> None:
+def test_ranks_with_unlike_step_counts_in_one_collective_are_together() -> None:
     """A generator and a trainer make steps of their own, and meet."""
     ranks = [rank(0, pending=1, phase="comm", step=9), rank(1, pending=1, phase="comm", step=3)]
     together = [begun(0, "broadcast", 4), begun(1, "broadcast", 4)]

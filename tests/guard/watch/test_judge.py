@@ -46,7 +46,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run_after_three_seconds() -> None:
     assert not any("kill -CONT" in fix for fix in found.fix), "it is gone when this is read"
 
 
-def test_a_rank_in_a_frozen_control_group_is_stopped_and_not_blocked_on_storage() -> None:
+def test_rank_in_a_frozen_control_group_is_stopped_not_blocked_on_storage() -> None:
     found = judge(
         run_view([waiting(0, 3.1), view(1, "compute", 3.1, state="D", waits_in="__refrigerator")]), AUTO
     )
@@ -59,7 +59,7 @@ def test_a_rank_held_by_a_debugger_is_not_taken_for_stopped() -> None:
     assert judge(run_view([waiting(0, 2.9), view(1, "compute", 2.9, state="t")]), AUTO) is None
 
 
-def test_a_rank_whose_second_thread_is_silent_too_holds_the_interpreters_lock() -> None:
+def test_rank_whose_second_thread_is_silent_too_holds_the_interpreter_lock() -> None:
     found = judge(run_view([waiting(0, 5.0), view(1, "compute", 5.0, pulse_idle_s=5.0, state="R")]), AUTO)
     verdict = named(found)
     assert (verdict.cause, verdict.ranks) == ("gil_held", (1,))
@@ -119,7 +119,7 @@ def test_the_stack_of_the_culprit_is_in_the_verdict() -> None:
     ]
 
 
-def test_sharded_ranks_that_wait_inside_of_forward_are_victims_by_their_stack() -> None:
+def test_sharded_ranks_waiting_inside_forward_are_victims_by_their_stack() -> None:
     views = [view(0, "compute", 5.0), view(1, "compute", 5.0), view(2, "compute", 5.0)]
     unsure = judge(run_view(views), AUTO)
     assert isinstance(unsure, Suspicion)
@@ -150,7 +150,7 @@ def test_a_different_size_names_the_odd_rank() -> None:
     assert named(judge(run_view(views), AUTO)).ranks == (2,)
 
 
-def test_equal_counts_with_other_kinds_are_distinguished_by_the_flight_recorder() -> None:
+def test_flight_recorder_distinguishes_kinds_of_equally_many_collectives() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0), waiting(2, 5.0)]
     looks = [
         look(rank, name=name, number=18) for rank, name in enumerate(["all_reduce", "barrier", "all_reduce"])
@@ -159,25 +159,25 @@ def test_equal_counts_with_other_kinds_are_distinguished_by_the_flight_recorder(
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (1,))
 
 
-def test_two_ranks_in_different_collectives_are_both_shown_and_neither_is_blamed() -> None:
+def test_two_ranks_in_different_collectives_are_shown_and_neither_blamed() -> None:
     verdict = named(judge(run_view([waiting(0, 6.1), waiting(1, 6.1, kind="barrier", elements=0)]), AUTO))
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("collective_mismatch", (), ())
 
 
-def test_a_rank_with_fewer_steps_is_named_where_it_waits_in_a_later_collective() -> None:
+def test_rank_with_fewer_steps_is_named_if_it_waits_in_a_later_collective() -> None:
     views = [waiting(0, 6.1), waiting(1, 6.1, step=11, kind="barrier"), waiting(2, 6.1)]
     verdict = named(judge(run_view(views), AUTO))
     assert (verdict.cause, verdict.ranks) == ("unequal_steps", (1,))
 
 
-def test_a_rank_that_has_handed_over_its_result_while_others_wait_left_early() -> None:
+def test_rank_that_handed_over_its_result_while_others_wait_left_early() -> None:
     views = [waiting(0, 2.5), view(1, "close", 2.5, reported_result=True, has_ended=True)]
     verdict = judge(run_view(views), AUTO)
     assert isinstance(verdict, Verdict)
     assert (verdict.cause, verdict.ranks) == ("unequal_steps", (1,))
 
 
-def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() -> None:
+def test_rank_that_left_after_the_same_collective_did_not_leave_early() -> None:
     """Its part of it is on a way that a checkpoint fills, too."""
     left = view(1, "close", 9.0, comm=41, reported_result=True)
     found = judge(run_view([waiting(0, 9.0), left]), AUTO)
@@ -188,7 +188,7 @@ def test_a_rank_that_has_left_after_the_same_collective_did_not_leave_early() ->
     assert (found.cause, found.ranks) == ("unequal_steps", (1,)), "nothing is known of its collectives"
 
 
-def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_a_different_has_waited_long() -> None:
+def test_rank_that_just_fell_silent_is_not_blamed_for_a_long_wait() -> None:
     """Though it is behind: it moved while the other did not."""
     views = [view(0, "data", 33.0), view(1, "compute", 3.0, step=11)]
     verdict = judge(run_view(views), AUTO)
@@ -198,7 +198,7 @@ def test_a_rank_that_has_just_fallen_silent_is_not_the_one_for_which_a_different
     assert named(judge(run_view(views), AUTO)).ranks == (1,)
 
 
-def test_nothing_is_reported_of_those_that_wait_for_a_rank_that_is_on_its_way_out() -> None:
+def test_nothing_is_reported_of_ranks_that_wait_for_one_on_its_way_out() -> None:
     """Which storage that hangs makes long; what it has said itself is the cause."""
     out = view(0, "save", 25.0, comm=39, state="D", pulse_idle_s=25.0, has_ended=True)
     assert judge(run_view([out, waiting(1, 25.0)]), AUTO) is None
@@ -217,9 +217,8 @@ def test_a_rank_that_hangs_on_its_way_out_is_not_a_problem_of_the_run() -> None:
     assert judge(run_view(views), AUTO) is None
 
 
-def test_who_has_waited_long_for_one_that_evaluates_alone_is_still_quick_to_see_a_collective_that_does_not_end() -> (
-    None
-):
+def test_long_past_waits_do_not_delay_naming_a_collective_that_never_ends() -> None:
+    """The long waits were for a rank that evaluates alone."""
     patient = replace(QUICK, longest_s=60.0)
     views = [waiting(0, 5.0), waiting(1, 5.0, times=patient), waiting(2, 5.0, times=patient)]
     assert named(judge(run_view(views), AUTO)).cause == "rank_stalled"
@@ -236,7 +235,7 @@ def test_a_silent_node_is_named_where_all_others_wait_in_one_collective() -> Non
     assert (verdict.cause, verdict.ranks, verdict.hosts) == ("node_unreachable", (), ("b",))
 
 
-def test_a_link_that_acknowledges_nothing_is_reported_without_blaming_a_rank() -> None:
+def test_link_that_acknowledges_nothing_is_reported_without_blaming_a_rank() -> None:
     views = [waiting(0, 5.0), waiting(1, 5.0, node_rank=1)]
     nodes = [NodeView(0, "a", links=("→ 10.0.0.2:4000: 5 retransmissions",)), NodeView(1, "b")]
     verdict = named(judge(run_view(views, nodes=nodes, per_node=1), AUTO))
@@ -254,7 +253,7 @@ def test_a_rank_behind_what_the_network_did_not_carry_is_not_blamed() -> None:
     assert named(judge(run_view(views, nodes=healthy, per_node=2), AUTO)).cause == "collective_mismatch"
 
 
-def test_nobody_is_blamed_for_a_collective_that_does_not_end_without_a_reason() -> None:
+def test_nobody_is_blamed_for_a_collective_that_hangs_without_a_reason() -> None:
     found = judge(run_view([waiting(0, 5.0), waiting(1, 5.0)]), AUTO)
     assert named(found).ranks == ()
     assert isinstance(found, Suspicion)

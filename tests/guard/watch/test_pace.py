@@ -28,7 +28,7 @@ def run(step_times: list[tuple[float, float]], *, steps: int) -> list[Verdict]:
     return reported
 
 
-def test_a_slow_rank_is_reported_once_with_the_part_of_the_step_in_which_it_is_slow() -> None:
+def test_slow_rank_is_reported_once_with_the_slow_part_of_its_step() -> None:
     (found,) = run([(0.01, 1.0), (0.01, 1.0), (0.9, 1.0), (0.01, 1.0)], steps=60)
     assert (found.cause, found.ranks, found.severity) == ("straggler", (2,), "warning")
     assert "in data" in found.summary

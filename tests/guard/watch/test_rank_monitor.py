@@ -151,7 +151,7 @@ def test_a_rank_that_has_ended_reports_it_and_leaves_its_last_beat(watched: Star
     assert (look.stack, look.how, look.rows) == ((), "the process has ended", (11, 12, 13))
 
 
-def test_a_rank_that_cannot_report_its_stack_yet_is_not_killed_by_being_asked(watched: Start) -> None:
+def test_asking_a_rank_for_a_stack_it_cannot_report_yet_does_not_kill_it(watched: Start) -> None:
     ranks = watched("before_handler")
     ranks.until(lambda views: "nanosleep" in views[0].process.waits_in)
     look = ranks.look(0)[0]
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_report_its_stack_yet_is_not_killed_by_being_asked(wa
     assert (view.beat, view.has_ended) == (None, False)
 
 
-def test_ranks_in_different_collectives_are_distinguished_by_the_flight_recorder(watched: Start) -> None:
+def test_flight_recorder_distinguishes_ranks_in_different_collectives(watched: Start) -> None:
     ranks = watched("collective", "gathers_instead")
     views = ranks.until(
         lambda views: all(v.beat is not None and v.beat.comm == 6 and v.idle_s > 1.2 for v in views)
@@ -201,7 +201,7 @@ def test_looking_costs_little_for_a_rank_that_works(watched: Start) -> None:
     assert each_s < 350e-6  # 50 to 70 alone; other work on the machine adds to it
 
 
-def test_a_rank_that_reads_a_large_file_has_not_gone_silent_and_one_that_only_sleeps_has(
+def test_rank_reading_a_large_file_is_not_silent_and_a_sleeping_one_is(
     watched: Start,
 ) -> None:
     ranks = watched("reads", "own_thread")

@@ -22,7 +22,7 @@ def test_the_main_threads_frames_come_innermost_first_and_no_other_threads() -> 
     )  # fmt: skip
 
 
-def test_the_last_thread_is_the_main_one_also_where_a_different_got_the_signal() -> None:
+def test_last_thread_is_the_main_one_even_if_a_different_got_the_signal() -> None:
     swapped = SLEEP.replace("Current thread", "Thread").replace("Thread", "Current thread", 1)
     assert main_thread_of_faulthandler(swapped) == main_thread_of_faulthandler(SLEEP)
 
@@ -33,7 +33,7 @@ def test_the_frames_of_a_thread_that_trains_come_in_place_of_the_main_ones() -> 
     assert main_thread_of_faulthandler(SLEEP, trains=1) == main_thread_of_faulthandler(SLEEP)
 
 
-def test_of_too_many_threads_the_one_that_got_the_signal_counts_and_no_other() -> None:
+def test_only_the_signalled_thread_counts_among_too_many_threads() -> None:
     current, *_ = SLEEP.split("\n\n")[1:]
     assert main_thread_of_faulthandler(f"{current}\n\n{PULSE}...\n")[0].endswith(" in sleeps_after_sums")
     assert main_thread_of_faulthandler(f"{PULSE}...\n") == ()

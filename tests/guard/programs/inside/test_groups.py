@@ -18,7 +18,7 @@ Start = Callable[..., Played]
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F")
 
 
-def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variables_report(
+def test_world_of_one_trains_without_a_store_whatever_its_variables_say(
     guarded: Start,
 ) -> None:
     """MASTER_ADDR and MASTER_PORT are missing, and the interface is another machine's: each of them
@@ -41,9 +41,7 @@ def test_a_world_of_one_trains_without_a_store_at_a_port_and_whatever_its_variab
 
 
 @pytest.mark.parametrize("how", ["leave", "destroy"])
-def test_a_program_that_ends_right_after_a_collective_ends_well_though_gloos_threads_come_late(
-    guarded: Start, how: str
-) -> None:
+def test_program_ending_right_after_a_collective_ends_well_with_gloo(guarded: Start, how: str) -> None:
     """Without the guard 15 of 16 of these abort: `terminate called without an active exception`
     (pytorch#190489).
     """
@@ -53,7 +51,7 @@ def test_a_program_that_ends_right_after_a_collective_ends_well_though_gloos_thr
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_ranks_that_a_program_makes_by_itself_are_guarded_and_their_loaders_are_no_ranks(
+def test_ranks_a_program_starts_itself_are_guarded_but_not_their_loaders(
     guarded: Start, tmp_path: Path, method: str
 ) -> None:
     played = guarded(sys.executable, PROGRAMS / "children.py", tmp_path, method)
@@ -79,7 +77,7 @@ def test_an_exception_in_a_rank_that_a_program_made_by_itself_is_reported(
     ("local_rank", "count", "device"),
     [("0", 4, 0), ("3", 4, 3), ("3", 1, 0), ("4", 4, None), ("", 4, None), ("x", 2, None)],
 )
-def test_a_rank_has_the_device_of_its_local_rank_or_the_only_one_that_it_sees(
+def test_rank_has_the_device_of_its_local_rank_or_the_only_visible_one(
     local_rank: str, count: int, device: int | None
 ) -> None:
     assert device_for(local_rank, count) == device

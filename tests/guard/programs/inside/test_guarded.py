@@ -54,7 +54,7 @@ def test_under_run_the_front_knows_step_phase_and_loss(guarded: Callable[..., Pl
 
 
 @pytest.mark.ranks
-def test_under_run_a_rank_whose_loop_is_over_is_distinguished_from_one_in_its_next_step(
+def test_under_run_a_rank_past_its_loop_differs_from_one_in_its_next_step(
     guarded: Callable[..., Played],
 ) -> None:
     """Both have made as many steps, and neither has a loader of torch."""

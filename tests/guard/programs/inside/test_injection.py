@@ -34,7 +34,7 @@ def python(environment: dict[str, str], *words: str) -> "subprocess.CompletedPro
     )
 
 
-def test_a_sitecustomize_that_is_there_runs_after_ours_and_is_the_one_that_is_seen(
+def test_existing_sitecustomize_runs_after_ours_and_is_the_one_seen(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "theirs"
@@ -52,7 +52,7 @@ def test_a_sitecustomize_that_is_there_runs_after_ours_and_is_the_one_that_is_se
     assert str([str(PATH), str(folder)]) in done.stdout, "the paths are as they were"
 
 
-def test_an_error_in_a_sitecustomize_that_is_there_is_reported_as_without_us(
+def test_error_in_an_existing_sitecustomize_is_reported_as_without_us(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("raise ValueError('theirs is wrong')\n")

@@ -20,7 +20,7 @@ def looped(steps: int, *, opening: tuple[int, int] = ALL_GATHER) -> tuple[StepSt
     return loop, begun
 
 
-def test_a_loop_without_a_loader_begins_its_steps_with_the_collective_that_each_of_them_began_with() -> None:
+def test_loop_without_a_loader_begins_steps_with_their_first_collective() -> None:
     loop, begun = looped(6)
     assert begun == [False, False, False, True, True, True]
     assert loop.collective(*ALL_GATHER)
@@ -32,7 +32,7 @@ def test_what_is_called_after_the_loop_begins_no_step() -> None:
     assert not loop.collective(*ALL_GATHER), "only the first after a step may"
 
 
-def test_batches_of_the_loader_that_is_trained_on_begin_steps_and_those_of_an_evaluation_do_not() -> None:
+def test_training_batches_begin_steps_and_evaluation_batches_do_not() -> None:
     loop, training, held_out = StepStarts(), [1], [2]
     assert loop.batch(held_out), "before the first step nobody knows"
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_a_loader_that_is_trained_on_later_is_followed() -> None:
     assert not loop.batch(first)
 
 
-def test_what_is_gathered_of_each_step_begins_no_step_where_batches_are_read() -> None:
+def test_gather_in_each_step_begins_no_step_while_batches_are_read() -> None:
     """As the Trainer gathers its loss, before it takes the next batch."""
     loop, rows = StepStarts(), [1]
     for _ in range(6):

@@ -51,13 +51,13 @@ os._exit(0)  # else gloo's thread may abort it (pytorch#190489)
 """
 
 
-def test_the_hooked_modules_are_modules_that_importing_torch_or_its_launcher_loads() -> None:
+def test_hooked_modules_are_loaded_by_importing_torch_or_its_launcher() -> None:
     assert {name for name in HOOKS if name not in sys.modules} <= {dynamic_rendezvous.__name__}
     source = inspect.getsource(sys.modules["torch.distributed.elastic.rendezvous.registry"])
     assert dynamic_rendezvous.__name__.rpartition(".")[2] in source
 
 
-def test_every_collective_that_is_hooked_is_there_and_none_of_the_public_ones_is_forgotten() -> None:
+def test_hooked_collectives_exist_and_no_public_one_is_forgotten() -> None:
     hooked = {name for names in _NAMES.values() for name in names}
     missing = {name for name in hooked if not hasattr(c10d, name)}
     assert missing <= {
@@ -117,14 +117,14 @@ def test_ranks_that_are_started_again_get_a_different_store() -> None:
     assert one != other
 
 
-def test_torch_by_itself_gives_ranks_that_are_started_again_the_store_of_those_before() -> None:
+def test_torch_gives_restarted_ranks_the_store_of_those_before() -> None:
     """If it does not any more, `inside/starts.py` can go for that torch: pytorch/pytorch#135712."""
     one, other = ports_of_two_starts(DynamicRendezvousHandler)
     assert one == other
 
 
 @pytest.mark.parametrize(("nodes", "launchers", "found"), [("1", "elsewhere", [False] * 3), ("2", "elsewhere", [False, True, True]), ("2", "there", [False] * 3)])  # fmt: skip
-def test_in_one_store_each_start_has_names_of_its_own_where_all_count_alike(
+def test_each_start_has_names_of_its_own_in_one_store_if_all_count_alike(
     nodes: str, launchers: str, found: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
@@ -156,12 +156,12 @@ def test_init_and_destroy_have_the_parameters_that_are_given_and_read() -> None:
     assert dist.HashStore is not None
 
 
-def test_torch_knows_its_groups_by_the_map_in_which_a_destroyed_one_is_looked_for() -> None:
+def test_torch_keeps_its_groups_in_the_map_searched_for_destroyed_ones() -> None:
     assert isinstance(c10d._world.pg_map, dict)
     assert c10d.GroupMember.NON_GROUP_MEMBER is not None
 
 
-def test_gloo_has_threads_that_are_known_by_name_and_sleep_when_they_have_done() -> None:
+def test_gloo_threads_are_known_by_name_and_sleep_when_they_are_done() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1000))
@@ -196,7 +196,7 @@ def split_twice(data: object, *, seeds: tuple[int, int]) -> list[str | None]:
     ]
 
 
-def test_a_different_split_has_a_different_digest_and_the_same_one_the_same() -> None:
+def test_different_splits_have_different_digests_and_equal_ones_the_same() -> None:
     rows = TensorDataset(torch.arange(8.0))
     one, other = split_twice(rows, seeds=(0, 1))
     assert one != other

@@ -118,13 +118,13 @@ def alone(program: Callable[[Rank], None]) -> Told:
         (of_a_generator, {"when there are no more": True, "after": False}),
     ],
 )
-def test_a_place_from_which_bytecode_leads_to_the_step_is_distinguished_from_one_from_which_it_does_not(
+def test_places_with_and_without_a_bytecode_path_to_the_step_differ(
     program: Callable[[Rank], None], reported: Told
 ) -> None:
     assert alone(program) == reported
 
 
-def test_a_different_loop_that_has_just_begun_is_not_mixed_up_with_the_one_before() -> None:
+def test_loop_that_has_just_begun_is_not_confused_with_the_one_before() -> None:
     """The place is noted once a second: until then nothing leads to the first one, and nobody is
     told to be ahead.
     """

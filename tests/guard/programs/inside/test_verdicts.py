@@ -38,7 +38,7 @@ def test_a_rank_that_is_stopped_is_named(guarded: Start) -> None:
     assert until_named(played) == ("rank_stopped", (1,))
 
 
-def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line_while_the_run_continues(
+def test_rank_asleep_in_user_code_is_named_by_line_while_the_run_continues(
     guarded: Start,
 ) -> None:
     played = launched(guarded, DDP, "sleep")
@@ -61,7 +61,7 @@ def test_a_rank_that_makes_fewer_steps_is_named_also_under_torchrun(guarded: Sta
 
 
 @pytest.mark.parametrize("words", [(), pytest.param(("thread",), marks=pytest.mark.long)])
-def test_a_rank_whose_loop_is_over_is_named_also_where_nothing_shows_that_a_step_begins(
+def test_rank_whose_loop_is_over_is_named_even_if_no_step_start_is_seen(
     guarded: Start, words: tuple[str, ...]
 ) -> None:
     played = launched(guarded, PROGRAMS / "bareloop.py", "unequal", *words)
@@ -84,12 +84,12 @@ def test_of_three_ranks_the_one_in_a_different_collective_is_named(guarded: Star
 
 
 @pytest.mark.long
-def test_of_two_ranks_in_different_collectives_both_are_shown_and_none_is_blamed(guarded: Start) -> None:
+def test_two_ranks_in_different_collectives_are_shown_and_none_is_blamed(guarded: Start) -> None:
     played = launched(guarded, DDP, "other")
     assert until_named(played) == ("collective_mismatch", ())
 
 
-def test_ranks_that_split_their_rows_without_a_seed_are_refused_before_the_first_step(guarded: Start) -> None:
+def test_ranks_that_split_rows_without_a_seed_are_refused_before_any_step(guarded: Start) -> None:
     """Both have equally many rows, so that nothing would ever show it."""
     played = launched(guarded, DDP, "unseeded")
     assert played.until_ended() == 3
@@ -99,7 +99,7 @@ def test_ranks_that_split_their_rows_without_a_seed_are_refused_before_the_first
     assert played.events_of("refused", 1)[0]["text"] == "order differ"
 
 
-def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(guarded: Start) -> None:
+def test_rank_that_evaluates_alone_is_not_named_however_long_others_wait(guarded: Start) -> None:
     """It computes, and so do processes that it starts; then a long look at files; nothing of it is
     a fault.
     """
@@ -109,7 +109,7 @@ def test_a_rank_that_evaluates_alone_is_not_named_however_long_the_others_wait(g
     assert "rank 0 is done" in played.printed
 
 
-def test_a_rank_whose_interpreter_stands_at_the_very_end_is_named_though_nobody_waits_for_it(
+def test_rank_stuck_at_the_very_end_is_named_though_nobody_waits_for_it(
     guarded: Start,
 ) -> None:
     """As with gloo in torch 2.13, where a process group that dies waits for its own thread, and
@@ -129,7 +129,7 @@ def test_a_second_destroy_is_not_an_error_and_is_reported(guarded: Start) -> Non
 
 
 @pytest.mark.long
-def test_an_exception_is_reported_of_the_rank_that_raised_it_and_the_other_lost_a_peer(
+def test_exception_is_reported_for_its_rank_and_the_other_lost_a_peer(
     guarded: Start,
 ) -> None:
     played = launched(guarded, DDP, "raise")
