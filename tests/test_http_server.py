@@ -76,7 +76,7 @@ def with_server(work: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(run())
 
 
-def test_where_all_connections_are_busy_a_new_one_gets_503_in_the_form_of_other_answers() -> None:
+def test_new_connection_gets_503_in_the_usual_form_while_all_are_busy() -> None:
     async def work(client: Client) -> None:
         busy = [await client.ask() for _ in range(3)]
         reader, _ = await client.ask()
@@ -91,7 +91,7 @@ def test_where_all_connections_are_busy_a_new_one_gets_503_in_the_form_of_other_
     with_server(work)
 
 
-def test_connections_without_a_request_make_room_for_others_the_oldest_first() -> None:
+def test_connections_without_a_request_make_room_the_oldest_first() -> None:
     async def work(client: Client) -> None:
         client.go.set()
         waiting = [await client.ask(b"GET / HT") for _ in range(4)]
@@ -103,7 +103,7 @@ def test_connections_without_a_request_make_room_for_others_the_oldest_first() -
     with_server(work)
 
 
-def test_a_head_is_complete_soon_or_its_connection_ends_also_after_an_answer() -> None:
+def test_incomplete_head_ends_its_connection_soon_also_after_an_answer() -> None:
     async def work(client: Client) -> None:
         client.go.set()
         reader, _ = await client.ask(b"")

@@ -42,12 +42,12 @@ def package(tmp_path: Path) -> Path:
     return root
 
 
-def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(package: Path) -> None:
+def test_code_lines_exclude_docstrings_comments_and_blank_lines(package: Path) -> None:
     modules = {module.name: module for module in read_modules(package)}
     assert code_lines(modules["unisono.trainer.training.loop"]) == {3, 6, 9}
 
 
-def test_an_import_is_of_the_module_that_holds_the_name_also_within_a_function(package: Path) -> None:
+def test_import_belongs_to_the_module_holding_the_name_even_in_a_function(package: Path) -> None:
     imports = imports_between(read_modules(package))
     assert imports["unisono.front.cli.rows"] == {"unisono.trainer.training.loop"}
     assert imports["unisono.trainer.training.loop"] == {"unisono.trainer.training.rows"}

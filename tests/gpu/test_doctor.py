@@ -48,7 +48,7 @@ def places() -> list[DeviceChoice]:
 @pytest.mark.parametrize(
     "settings", [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}]
 )
-def test_each_step_of_the_ladder_can_be_climbed_and_nccl_reports_its_transports(
+def test_each_ladder_step_can_be_climbed_and_nccl_reports_its_transports(
     settings: dict[str, str | None],
 ) -> None:
     outcome = attempt_local(places()[:2], settings, backend="nccl", deadline_s=60.0, programs=Programs())

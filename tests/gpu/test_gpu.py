@@ -92,9 +92,7 @@ def test_the_driver_is_asked_without_a_cuda_context() -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
-def test_quantized_weights_give_the_loss_and_the_gradients_that_they_give_on_a_cpu(
-    model_dir: Path, kind: str
-) -> None:
+def test_quantized_weights_give_the_loss_and_gradients_of_a_cpu(model_dir: Path, kind: str) -> None:
     needs.package("bitsandbytes")
     config = RunConfig.model_validate(
         {"model": {"path": str(model_dir), "quantize": kind}, "data": {"train": "-"}, "output_dir": "-"}

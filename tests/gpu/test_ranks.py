@@ -157,9 +157,7 @@ def test_replicas_of_a_quantized_base_have_the_losses_of_one(runs: Runs) -> None
 
 
 @pytest.mark.parametrize("kind", RESUMED)
-def test_a_killed_rank_is_named_and_the_resumed_run_is_bit_equal_to_the_undisturbed_one(
-    runs: Runs, kind: str
-) -> None:
+def test_killed_rank_is_named_and_resumed_run_is_bit_equal_to_undisturbed(runs: Runs, kind: str) -> None:
     dead, whole = runs.ended(f"{kind} killed").check(5), runs.ended(f"{kind} undisturbed").check()
     verdict = _verdict(dead)
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [1])
@@ -215,7 +213,7 @@ def test_what_nccl_says_of_two_ranks_on_one_device_is_named(place: Runs) -> None
     assert _verdict(place.ended("one host"))["cause"] == "duplicate_gpu"
 
 
-def test_a_kernel_that_does_not_end_on_one_rank_is_named_and_not_the_rank_that_waits_for_it(
+def test_rank_with_an_endless_kernel_is_named_and_not_the_waiting_one(
     place: Runs,
 ) -> None:
     """The last test: meanwhile the device computes little else."""

@@ -122,7 +122,7 @@ def _falls(losses: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["full float32", "lora bfloat16", "full bfloat16"])
-def test_a_run_ends_with_falling_losses_and_shows_the_device_and_its_memory(runs: Runs, name: str) -> None:
+def test_run_ends_with_falling_losses_and_shows_the_device_and_memory(runs: Runs, name: str) -> None:
     run = runs.ended(name).check()
     assert len(run.losses) == STEPS
     assert _falls(run.losses), run.losses
@@ -181,9 +181,7 @@ def test_one_device_has_no_process_group_and_no_socket(place: Runs) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_is_bit_equal_to_the_undisturbed_one_if_it_is_deterministic(
-    runs: Runs, kind: str
-) -> None:
+def test_killed_and_resumed_deterministic_run_is_bit_equal_to_undisturbed(runs: Runs, kind: str) -> None:
     dead = runs.ended(f"{kind} killed").check(5)
     verdict = dead.read("verdict.json")
     assert (verdict["cause"], verdict["ranks"]) == ("rank_killed", [0])
@@ -221,7 +219,7 @@ def test_memory_that_runs_out_while_the_model_is_loaded_is_named(runs: Runs) -> 
     assert (verdict["cause"], verdict["ranks"], verdict["phase"]) == ("cuda_oom", [0], "load_model")
 
 
-def test_a_quantized_base_is_trained_with_the_losses_that_it_has_on_the_cpu(runs: Runs) -> None:
+def test_quantized_base_trains_with_the_losses_it_has_on_the_cpu(runs: Runs) -> None:
     needs.package("bitsandbytes")
     here, cpu = (runs.ended(name).check() for name in ("nf4", "nf4 on the cpu"))
     assert _falls(here.losses), here.losses

@@ -13,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_what_is_saved_is_the_state_at_the_beginning_while_the_device_computes_on() -> None:
+def test_saved_state_is_that_of_the_start_while_the_device_computes_on() -> None:
     """The copies run on a stream of their own; neither earlier work in the queue nor the next
     update may reach them.
     """

@@ -100,7 +100,7 @@ def test_a_table_reports_age_state_and_who_holds_it() -> None:
     assert second.split()[:5] == ["7", "?", "?", "?", "DAMAGED"]
 
 
-def test_parts_of_other_nodes_are_held_by_the_head_and_who_wrote_them_is_reported(run: RunDir) -> None:
+def test_parts_of_other_nodes_are_held_by_the_head_and_writers_are_listed(run: RunDir) -> None:
     store = CheckpointStore(run.checkpoints, key=user_key(run.root.parent / "settings" / "unisono"))
 
     def fill(directory: Path) -> dict[str, FileEntry]:

@@ -35,7 +35,8 @@ def test_it_is_what_saving_and_pruning_one_after_the_other_comes_to(
     assert on_disk_at_once([1], due, rules, read_back={1, *due}) <= wanted
 
 
-def test_what_the_run_has_there_already_is_room_for_it_and_what_is_a_strangers_is_not(tmp_path: Path) -> None:
+def test_own_files_count_as_room_for_the_run_and_a_strangers_do_not(tmp_path: Path) -> None:
+    """Both are in the directory of checkpoints already."""
     root = tmp_path / "checkpoints"
     own, strange = CheckpointStore(root, key=KEY), CheckpointStore(root, key=b"other")
 

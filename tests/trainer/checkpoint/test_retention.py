@@ -205,7 +205,7 @@ def test_who_has_to_read_the_newest_to_know_it_lets_the_older_one_go(
     assert CheckpointStore(store.root, key=KEY).prune(1) == [store.path(1)]
 
 
-def test_one_that_was_read_back_and_has_changed_since_does_not_stay_for_that(
+def test_verified_checkpoint_that_changed_since_is_not_kept_for_that(
     store: CheckpointStore, save: Save
 ) -> None:
     save(1)

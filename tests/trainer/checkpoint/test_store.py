@@ -62,7 +62,7 @@ def fill(size: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.processes
-def test_what_could_not_be_removed_after_a_failed_save_is_removed_with_the_next_checkpoint(
+def test_leftovers_of_a_failed_save_are_removed_with_the_next_checkpoint(
     store: CheckpointStore, save: Save
 ) -> None:
     held = contextlib.ExitStack()
@@ -415,7 +415,7 @@ def gone(tmp_path: Path) -> Iterator[Path]:
     fuse.unmount(folder)
 
 
-def test_storage_that_answers_with_an_error_when_it_is_only_asked_costs_a_checkpoint(gone: Path) -> None:
+def test_storage_that_errs_when_only_asked_costs_a_checkpoint(gone: Path) -> None:
     store = CheckpointStore(gone, key=b"k" * 32)
     with pytest.raises(
         StorageFailed, match="cannot be written: Transport endpoint is not connected"

@@ -44,7 +44,7 @@ def _fresh(folder: Path) -> Path:
 
 @SEVERAL
 @given(MANY)
-def test_safetensors_reads_the_same_bits_and_the_digests_are_those_of_the_file(
+def test_safetensors_reads_the_same_bits_and_digests_match_the_file(
     tmp_path: Path, many: list[tuple[torch.dtype, tuple[int, ...], int]]
 ) -> None:
     tensors = {f"t{n}.weight": _tensor(*one) for n, one in enumerate(many)}

@@ -301,7 +301,7 @@ def test_a_name_of_other_trainers_is_answered_with_ours(tmp_path: Path, override
     assert the_one(tmp_path, GOOD, override).fix == f"did you mean `{ours}`?"
 
 
-def test_rows_and_runs_given_as_a_config_are_answered_with_the_command_that_is_meant(tmp_path: Path) -> None:
+def test_rows_or_runs_given_as_config_are_answered_with_the_right_command(tmp_path: Path) -> None:
     rows, run = tmp_path / "my rows.jsonl", tmp_path / "run"
     rows.write_text('{"text": "a"}\n')
     run.mkdir()

@@ -82,7 +82,7 @@ def test_the_value_of_an_override_is_yaml(text: str, value: object) -> None:
     assert parse_value(text, name="command line") == value
 
 
-def test_a_config_in_a_different_encoding_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
+def test_config_in_another_encoding_is_named_with_the_converting_command(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         path.write_text("model: builtin:tiny\n", encoding=encoding)
@@ -105,7 +105,7 @@ def test_a_pipe_as_config_is_not_waited_for_where_nobody_writes(tmp_path: Path) 
     assert "named pipe" in caught.value.problems[0].why
 
 
-def test_the_text_of_a_config_is_not_taken_from_a_pipe_which_was_read_before(tmp_path: Path) -> None:
+def test_config_path_that_became_a_pipe_after_a_first_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("model: x\n", encoding="utf-8-sig")
     assert read_config_text(path) == "model: x\n"

@@ -110,9 +110,10 @@ def test_blanks_at_the_ends_of_an_answer_belong_to_it(
     assert text.lstrip("\n") == (answer + "<|im_end|>").lstrip("\n")
 
 
-def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_find_the_answers(
+def test_answers_are_found_though_earlier_thoughts_are_not_in_the_text(
     tokenizer_dir: TokenizerDir,
 ) -> None:
+    """The template drops the thoughts of earlier turns."""
     encoder = make_encoder(tokenizer_dir("thinking"), thoughts="ignore")
     messages = turns("hello", "<think>\nwell\n</think>\n\nthere", "and?", "<think>\nhm\n</think>\n\nfine")
     encoded = encode(encoder, messages)
@@ -120,7 +121,7 @@ def test_the_thoughts_of_earlier_turns_are_neither_in_the_text_nor_needed_to_fin
     assert trained(encoder, encoded) == ["there<|im_end|>", "<think>\nhm\n</think>\n\nfine<|im_end|>"]
 
 
-def test_markers_of_turns_in_a_question_do_not_lead_astray_where_earlier_turns_change(
+def test_turn_markers_in_a_question_do_not_mislead_if_earlier_turns_change(
     tokenizer_dir: TokenizerDir,
 ) -> None:
     encoder = make_encoder(tokenizer_dir("thinking"), thoughts="ignore")
@@ -320,7 +321,7 @@ def template_file(folder: Path, text: str) -> str:
     return str(folder / "template.jinja")
 
 
-def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence_has_all_its_answers_found(
+def test_all_answers_are_found_if_only_the_whole_ends_with_end_of_sequence(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     phi = (
@@ -333,7 +334,7 @@ def test_a_template_that_ends_only_the_whole_with_the_end_of_sequence_has_all_it
     assert encoder.tokenizer.convert_tokens_to_ids("<|im_end|>") in encoder.stop_ids
 
 
-def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_one_too(
+def test_next_role_as_the_stop_ends_each_answer_including_the_last(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     glm = (
@@ -353,7 +354,7 @@ def test_where_the_next_role_is_the_stop_each_answer_ends_with_it_and_the_last_o
     ("template", "opening"),
     [("chatml_tools", []), ("headers", ["<s>"]), ("inst", ["<s>"]), ("turns", ["<s>"]), (None, ["<s>"])],
 )
-def test_a_row_opens_with_the_beginning_of_sequence_where_the_template_writes_it(
+def test_row_opens_with_beginning_of_sequence_if_the_template_writes_it(
     tokenizer_dir: TokenizerDir, template: str | None, opening: list[str]
 ) -> None:
     encoder = make_encoder(tokenizer_dir(template))

@@ -123,7 +123,7 @@ def _as_model(tokenizer: Path, folder: Path, model_type: str) -> Path:
     return folder
 
 
-def test_models_of_other_types_share_no_rows_though_their_tokenizers_files_are_equal(
+def test_models_of_other_types_share_no_rows_despite_equal_tokenizer_files(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     """transformers chooses the class by model_type, and Qwen2's brings its own pre-tokenizer, which
@@ -157,7 +157,7 @@ def test_a_config_that_changes_no_token_does_not_make_a_new_table(
     assert hits == [False, True]
 
 
-def test_the_traits_of_a_tokenizer_are_found_again_after_any_change_that_transformers_sees(
+def test_tokenizer_traits_are_found_anew_after_changes_transformers_sees(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     tokenizer = _as_model(tokenizer_dir(), tmp_path / "model", "llama")
@@ -260,7 +260,7 @@ def test_a_cache_that_cannot_be_written_is_an_unfit_machine(tmp_path: Path) -> N
     assert caught.value.exit_code == 6
 
 
-def test_two_writers_at_once_both_end_with_a_whole_table_and_a_second_start_is_light(
+def test_two_writers_at_once_make_one_whole_table_and_a_restart_is_light(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     config = json.dumps(body(write(tmp_path / "rows.jsonl", 500)))
@@ -290,7 +290,7 @@ except UnfitError as error:
 """
 
 
-def test_a_limit_of_the_file_size_is_named_with_its_value_and_what_raises_it(tmp_path: Path) -> None:
+def test_file_size_limit_is_named_with_its_value_and_what_raises_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "the cache of token tables cannot be written: File too large" in printed

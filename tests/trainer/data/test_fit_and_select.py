@@ -68,7 +68,7 @@ TALKS = st.tuples(
 
 
 @given(TALKS, st.integers(8, 64))
-def test_keep_answer_keeps_opening_and_last_answer_and_the_end_of_what_is_between(
+def test_keep_answer_keeps_opening_and_last_answer_and_end_of_the_middle(
     talk: tuple[int, list[tuple[int, int]], int], max_length: int
 ) -> None:
     opening, turns, after = talk
@@ -188,9 +188,10 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @given(st.integers(1, 200), st.integers(1, 500), st.none() | st.integers(1, 500), SEEDS, st.integers(0, 5))
-def test_samples_are_a_pick_without_replacement_up_to_the_number_of_rows_and_with_it_beyond(
+def test_samples_repeat_a_row_only_beyond_the_number_of_rows(
     n: int, samples: int, rows: int | None, seed: int, source: int
 ) -> None:
+    """Up to that number they are a pick without replacement."""
     section = SourceSection(path="p", samples=samples, rows=rows)
     picked = picked_rows(n, section, seed=seed, source=source).tolist()
     assert picked == picked_rows(n, section, seed=seed, source=source).tolist()

@@ -163,7 +163,7 @@ def test_openai_messages_lose_nulls_and_get_text_and_objects() -> None:
         ({"prompt": "", "completion": ""}, "prompt-completion"), ({"instruction": "", "output": "", "text": ""}, "alpaca"), ({"text": ""}, "text"),
     ],
 )  # fmt: skip
-def test_auto_takes_the_format_whose_columns_are_there_and_reads_what_it_took(
+def test_auto_takes_the_format_whose_columns_exist_and_reads_what_it_took(
     row: dict[str, Any], name: str
 ) -> None:
     found = detect(row, {})

@@ -111,7 +111,7 @@ def trained(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] |
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_answer_of_a_row_is_located_and_ends_as_the_model_is_to_end_it(
+def test_each_answer_of_a_row_is_found_and_ends_as_the_model_should_end_it(
     make_encoder: MakeEncoder, name: str
 ) -> None:
     model, messages = MODELS[name], turns("hello", "there there", "and?", "fine", "really?", "yes")
@@ -124,9 +124,8 @@ def test_each_answer_of_a_row_is_located_and_ends_as_the_model_is_to_end_it(
 
 
 @pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
-def test_an_answer_whose_thought_harmony_drops_does_not_count_and_the_last_thought_does(
-    make_encoder: MakeEncoder, name: str
-) -> None:
+def test_answer_whose_thought_harmony_drops_does_not_count(make_encoder: MakeEncoder, name: str) -> None:
+    """The thought of the last answer is rendered, and counts."""
     messages = turns("hello", "there", "and?", "fine", "so?", "yes")
     messages[3]["thinking"], messages[5]["thinking"] = "hm", "well"
     begin = MODELS[name].answer

@@ -159,7 +159,7 @@ def test_a_transcript_after_a_prompt_is_an_answer(tokenizer_dir: TokenizerDir, t
     assert chosen[1] == row["chosen"] + "<|im_end|>"
 
 
-def test_only_a_reward_model_sees_what_the_template_writes_after_the_stop_token(
+def test_only_a_reward_model_sees_template_text_after_the_stop_token(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     """Its users score whole rendered rows; the model of the other objectives never writes it."""
@@ -426,7 +426,7 @@ def test_mismatched_answers_are_a_function_of_the_rows(
     assert (ledger["total"]["used"], ledger["total"]["bad"]) == (len(good), len(rows) - len(good))
 
 
-def test_a_mismatched_answer_is_that_of_the_readable_row_before_in_its_group(
+def test_mismatched_answer_is_of_the_readable_row_before_in_its_group(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     rows: list[Any] = [{"prompt": "q", "completion": f"a{i}", "label": i % 2 == 0} for i in range(1003)]
@@ -442,9 +442,10 @@ def test_a_mismatched_answer_is_that_of_the_readable_row_before_in_its_group(
     assert table.columns["label"].tolist() == [int(i % 2 == 0) for i in range(1003)]
 
 
-def test_mismatched_answers_are_of_the_own_source_and_independent_of_packing_and_evaluation(
+def test_mismatched_answers_are_of_one_source_with_any_packing_or_split(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
+    """Packing and a split for evaluation do not change which answer a row is paired with."""
     first = write(
         tmp_path / "1.jsonl", [{"prompt": "q", "completion": f"a{i}", "label": True} for i in range(3)]
     )

@@ -328,7 +328,7 @@ def test_the_steps_of_a_duration(
     assert prepare(config, tokenizer_dir(), tmp_path)[0].total_steps == steps
 
 
-def test_the_steps_of_a_duration_in_tokens_are_counted_in_the_order_of_the_stream(
+def test_steps_of_a_duration_in_tokens_are_counted_in_stream_order(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [pair("q", "a" * i) for i in range(1, 20)])
@@ -431,7 +431,7 @@ def test_a_row_of_enormous_length_is_refused_before_the_tokenizer_sees_it(
     assert summary.train.rows == 1
 
 
-def test_long_rows_go_through_the_tokenizer_in_small_groups_with_the_same_outcome(
+def test_long_rows_are_tokenized_in_small_groups_with_the_same_outcome(
     tokenizer_dir: TokenizerDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [Text("word " * i) for i in range(30)]
@@ -444,7 +444,7 @@ def test_long_rows_go_through_the_tokenizer_in_small_groups_with_the_same_outcom
             assert one.ids.tolist() == other.ids.tolist()
 
 
-def test_a_template_that_is_not_a_regular_file_is_refused_before_it_is_opened(
+def test_template_that_is_no_regular_file_is_refused_before_opening(
     tokenizer_dir: TokenizerDir, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "t.jinja")

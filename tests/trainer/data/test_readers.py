@@ -159,7 +159,7 @@ def test_a_comma_after_a_line_is_named(tmp_path: Path, name: str) -> None:
     assert before.why == "malformed JSON: a comma before }"
 
 
-def test_a_json_file_that_does_not_fit_into_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_json_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, "json")
     path.write_text(path.read_text()[:-1] + " " * 8192)
     os.truncate(path, 1 << 40)
@@ -217,9 +217,7 @@ def test_utf_16_and_32_are_named_once_with_a_command_that_converts_them(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
-def test_a_utf_8_byte_order_mark_is_not_a_part_of_a_row_also_where_files_were_joined(
-    tmp_path: Path, kind: str
-) -> None:
+def test_utf_8_byte_order_mark_is_no_part_of_a_row_even_in_joined_files(tmp_path: Path, kind: str) -> None:
     mark = "\ufeff"
     text = {
         "jsonl": f'{mark}{{"text": "a"}}\n{mark}{{"text": "b"}}\n',
@@ -304,7 +302,7 @@ def test_json_over_several_lines_under_the_name_jsonl_is_reported_once(tmp_path:
     assert "rename it to rows.json" in refused(path).fix
 
 
-def test_rows_over_several_lines_are_one_bad_row_each_and_the_others_are_read(tmp_path: Path) -> None:
+def test_rows_over_several_lines_are_one_bad_row_each_and_others_are_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"text": "a"}, {"messages": [{"role": "user", "content": "b\n{"}], "n": [1, 2]}, {"text": "c"}]
     lines = [
@@ -420,7 +418,7 @@ except DataError as error:
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_rows_of_few_bytes_that_unfold_into_gigabytes_are_refused_within_their_memory(
+def test_few_bytes_that_unfold_into_gigabytes_are_refused_within_memory(
     tmp_path: Path, suffix: str, *, nested: bool
 ) -> None:
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 30), pa.array(["a" * 10_000_000]))

@@ -97,7 +97,7 @@ def test_templates_branch_on_contents_so_that_each_row_is_looked_at(
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thought"])
 @pytest.mark.parametrize("template", [READS_REASONING, DROPS_THOUGHTS, ONLY_KNOWN_ROLES])
 @pytest.mark.parametrize("thoughts", ["loss", "ignore", "strip"])
-def test_a_thought_is_where_the_template_reads_it_or_the_answer_does_not_count(
+def test_thought_is_rendered_by_the_template_or_its_answer_does_not_count(
     key: str, template: str, thoughts: str, tmp_path: Path, tokenizer_dir: TokenizerDir
 ) -> None:
     encoder = encoder_of(tmp_path, template, tokenizer_dir, thoughts=thoughts)
@@ -116,7 +116,7 @@ def test_a_thought_is_where_the_template_reads_it_or_the_answer_does_not_count(
         assert row == "the thought of message 2 (assistant) is not rendered by the chat template"
 
 
-def test_an_earlier_answer_without_its_thought_does_not_count_and_the_last_does(
+def test_earlier_answer_without_its_thought_does_not_count_but_last_does(
     tokenizer_dir: TokenizerDir,
 ) -> None:
     directory = tokenizer_dir("thinking")

@@ -76,7 +76,7 @@ def test_a_template_without_an_end_is_ended_with_its_file_and_line(
         "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
     ],
 )
-def test_a_template_that_fills_the_memory_is_ended_and_the_limit_is_taken_away(
+def test_template_that_fills_the_memory_is_ended_and_the_limit_removed(
     render: Callable[[str], str], text: str
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -141,9 +141,7 @@ def template_refused(tokenizer: Any, file: Path) -> Problem:
     return caught.value.problems[0]
 
 
-def test_a_template_file_in_a_different_encoding_or_of_a_different_kind_is_named(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_template_file_of_another_encoding_or_kind_is_named(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("{{ messages }}", encoding="utf-16")
     assert "iconv -f UTF-16 -t UTF-8" in template_refused(tokenizer, file).fix
@@ -239,7 +237,7 @@ def test_any_template_gives_what_apply_chat_template_gives(tokenizer: Any, data:
             assert outcome(direct, messages, prompt=prompt) == outcome(through, messages, prompt=prompt)
 
 
-def test_plain_messages_are_rendered_without_apply_chat_template_once_both_agree(
+def test_plain_messages_skip_apply_chat_template_once_both_agree(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendering = choose_template(tokenizer, None)
@@ -250,7 +248,7 @@ def test_plain_messages_are_rendered_without_apply_chat_template_once_both_agree
     assert rendering.render([TALK[0] | {"name": "x"}]) == rendering.render(TALK, []) == "called"
 
 
-def test_a_text_that_differs_from_that_of_apply_chat_template_is_never_used(
+def test_text_that_differs_from_apply_chat_template_is_never_used(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template._DirectRendering, "render", lambda *_, **__: "different")
@@ -272,7 +270,7 @@ def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it(tokenizer: Any) -
 
 
 @pytest.mark.slow
-def test_what_cannot_be_interrupted_ends_the_process_and_is_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_uninterruptible_template_ends_the_process_with_the_same_refusal(tmp_path: Path) -> None:
     file, rows, config = tmp_path / "t.jinja", tmp_path / "rows.jsonl", tmp_path / "c.yaml"
     file.write_text(DOUBLING + "{{ ns.a == ns.b }}", encoding="utf-8")  # C code that looks for no signal
     rows.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")

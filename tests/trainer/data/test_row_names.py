@@ -172,7 +172,8 @@ def test_preferences_have_no_weights(both: Sources, objective: str) -> None:
     assert "weight" in str(both.refused([row], objective=objective)[0])
 
 
-def test_where_an_answer_ends_in_the_next_question_it_counts_or_it_does_not(tmp_path: Path) -> None:
+def test_answer_ending_in_the_next_question_cannot_have_half_a_weight(tmp_path: Path) -> None:
+    """It counts or it does not."""
     sources = Sources(tmp_path, LF_TOKENIZER)
     (problem,) = sources.refused([talk(weight=0.5)], data={"template": "lf:falcon"})
     assert "answers of lf:falcon end in the next question" in problem.why
@@ -307,7 +308,7 @@ def test_the_system_column_is_the_system_message(
     assert loss.startswith("Salut")
 
 
-def test_the_system_column_of_preferences_is_used_also_if_the_answers_are_whole_conversations(
+def test_system_column_of_preferences_is_used_with_whole_conversations(
     own: Sources,
 ) -> None:
     row = {
@@ -439,7 +440,7 @@ def test_an_answer_that_is_no_text_is_named(own: Sources) -> None:
 # Preferences.
 
 
-def test_an_empty_answer_in_the_first_row_is_named_and_the_question_is_not_proposed_as_the_text(
+def test_empty_first_answer_is_named_and_question_is_not_proposed_as_text(
     own: Sources,
 ) -> None:
     """Training on the questions is what nobody wants."""

@@ -115,7 +115,7 @@ def test_names_of_ours_count_before_usual_ones() -> None:
         ),
     ],
 )
-def test_a_row_that_can_be_read_in_two_ways_is_refused_and_each_mapping_ends_the_doubt(
+def test_ambiguous_row_is_refused_and_each_mapping_ends_the_doubt(
     row: dict[str, Any], why: str, choices: list[dict[str, str]]
 ) -> None:
     problem = refusal(row)
@@ -171,7 +171,7 @@ def mapping_in(text: str) -> dict[str, str]:
         ({"talk": [{"who": "me", "what": "q"}]}, {"messages": "talk"}),
     ],
 )  # fmt: skip
-def test_the_fix_of_an_unknown_format_is_a_mapping_of_the_files_own_columns(
+def test_fix_of_an_unknown_format_is_a_mapping_of_the_files_own_columns(
     row: dict[str, Any], columns: dict[str, str]
 ) -> None:
     problem = refusal(row)

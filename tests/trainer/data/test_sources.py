@@ -205,7 +205,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("sftp", "paramiko")]
 )
-def test_a_scheme_without_its_package_is_refused_with_the_line_that_installs_it(
+def test_scheme_without_its_package_is_refused_with_the_install_command(
     tmp_path: Path, scheme: str, package: str
 ) -> None:
     if find_spec(package) is not None:

@@ -118,7 +118,7 @@ def test_tokens_with_enormous_numbers_have_the_ranges_of_their_offsets(
     ]
 
 
-def test_offsets_are_recorded_where_the_bytes_of_tokens_are_seldom_those_of_texts(
+def test_offsets_are_recorded_if_token_bytes_are_seldom_those_of_texts(
     tokenizer_dir: TokenizerDir,
 ) -> None:
     """Encoding a text a second time must stay an exception: its time is that of the first."""

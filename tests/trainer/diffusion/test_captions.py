@@ -81,7 +81,7 @@ def _all_captions(written: str, section: DiffusionSection) -> set[str]:
         ("x ||| a, b;;;c , y ||| z", {"shuffle_captions": True, "tag_dropout": 0.1, "wildcards": True}),
     ],
 )
-def test_all_that_sd_scripts_can_make_of_a_caption_is_made_and_nothing_else(
+def test_every_caption_variant_of_sd_scripts_is_made_and_no_other(
     written: str, sections: dict[str, Any]
 ) -> None:
     section = DiffusionSection(**{**SEPARATED, **sections})

@@ -250,7 +250,7 @@ enable_wildcard = true
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_example_with_separators_wildcards_and_mirrored_pictures_trains(
+def test_example_with_separators_wildcards_and_mirrored_pictures_trains(
     pipeline_dir: Path, tmp_path: Path, env: dict[str, str]
 ) -> None:
     _prepare(tmp_path, pipeline_dir, steps=3)

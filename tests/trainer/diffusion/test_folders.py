@@ -276,7 +276,7 @@ def test_pictures_of_all_modes_become_upright_rgb(tmp_path: Path) -> None:
         assert pixels.shape == (16, 16, 3)
 
 
-def test_buckets_have_about_the_area_of_the_resolution_and_the_nearest_ratio() -> None:
+def test_buckets_keep_about_the_resolutions_area_and_the_nearest_ratio() -> None:
     sizes = bucket_sizes((512, 512), SECTION)
     assert (512, 512) in sizes
     assert (768, 320) in sizes
@@ -290,7 +290,7 @@ def test_a_picture_that_would_be_enlarged_too_much_is_bad(folder: Path) -> None:
         with_bucket(found, bucket_sizes((512, 512), SECTION), (512, 512), SECTION)
 
 
-def test_the_ledger_lists_every_file_and_bad_ones_are_refused_unless_they_are_to_be_skipped(
+def test_ledger_lists_every_file_and_bad_ones_are_refused_unless_skipped(
     studio: Studio, tmp_path: Path, pictures_dir: Path
 ) -> None:
     place = tmp_path / "p" / "1_all"
@@ -309,9 +309,7 @@ def test_the_ledger_lists_every_file_and_bad_ones_are_refused_unless_they_are_to
     assert any("pixels" in row["why"] for row in ledger["rows"])
 
 
-def test_captions_that_are_cut_and_lines_that_are_not_read_are_in_the_ledger(
-    studio: Studio, tmp_path: Path
-) -> None:
+def test_cut_captions_and_unread_caption_lines_are_in_the_ledger(studio: Studio, tmp_path: Path) -> None:
     captions = {
         "a": "a red thing",
         "long": ", ".join(f"tag{i}" for i in range(60)),

@@ -100,7 +100,7 @@ def test_there_and_back_again_without_loss(kohya: Path, tmp_path: Path) -> None:
     assert _in_a_fresh_process(again) == _in_a_fresh_process(kohya)
 
 
-def test_a_file_of_many_ranks_and_alphas_in_half_precision_goes_there_and_back(tmp_path: Path) -> None:
+def test_half_precision_file_of_many_ranks_and_alphas_round_trips(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {}
     for number, layer in enumerate(("attn1_to_q", "attn1_to_k", "ff_net_0_proj", "attn2_to_v")):

@@ -161,9 +161,7 @@ def test_v_prediction_and_min_snr_have_their_formulas(ours: Ours) -> None:
     assert losses[0] != pytest.approx(_by_hand(plan)[0], rel=1e-2)
 
 
-def test_regularization_pictures_have_their_weight_and_are_as_many_as_the_others(
-    ours: Ours, tmp_path: Path
-) -> None:
+def test_regularization_pictures_are_weighted_and_as_many_as_the_others(ours: Ours, tmp_path: Path) -> None:
     folder = tmp_path / "prior" / "1_grey"
     folder.mkdir(parents=True)
     for number in range(3):
@@ -222,7 +220,7 @@ def test_dropped_captions_train_on_the_empty_one(ours: Ours) -> None:
     assert losses == pytest.approx(_by_hand(plan), rel=1e-5)
 
 
-def test_captions_that_grow_and_mirrored_pictures_have_the_losses_of_the_recipe(ours: Ours) -> None:
+def test_growing_captions_and_mirrored_pictures_match_the_recipes_losses(ours: Ours) -> None:
     plan, losses = ours({"tag_warmup": "3 steps", "flip": True})
     parts = [{len(use.caption.split(", ")) for use in step} for step in _uses(plan)]
     assert parts == [{1}, {1}, {1}, {2}, {2}]

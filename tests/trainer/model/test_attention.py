@@ -128,7 +128,7 @@ def test_packed_attention_in_bfloat16_is_as_exact_as_its_dtype(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs cc")
-def test_attention_as_one_function_gives_the_same_bits_with_any_number_of_threads_and_keeps_nan() -> None:
+def test_attention_function_keeps_nan_and_its_bits_with_any_thread_count() -> None:
     kernels = load_kernels()
     assert kernels is not None
     if not kernels.has_products:
@@ -162,7 +162,7 @@ def test_attention_as_one_function_gives_the_same_bits_with_any_number_of_thread
             tensor.copy_(kept)
 
 
-def test_a_process_without_memory_for_attention_ends_with_words_that_name_the_cause() -> None:
+def test_process_without_memory_for_attention_ends_naming_the_cause() -> None:
     kernels = load_kernels()
     if kernels is None or not kernels.has_products:
         pytest.skip("needs a C compiler and a processor with AVX512_BF16, without AMX")

@@ -78,7 +78,7 @@ def _step(forward: Forward, lengths: list[int], seed: int) -> tuple[torch.Tensor
     return loss.detach(), list(gradients)
 
 
-def test_rows_in_buffers_have_the_loss_and_the_gradients_that_they_have_alone(forward: Forward) -> None:
+def test_rows_in_buffers_have_the_loss_and_gradients_they_have_alone(forward: Forward) -> None:
     batches = [([40, 7, 300, 1], 1), ([100, 240, 9], 2), ([5, 6], 3)]
     wanted = [_step(forward, *batch) for batch in batches]
     seen: list[Rows] = []
@@ -117,7 +117,7 @@ def _graphs(forward: Forward) -> StepGraphs:
     return _Unrecorded(loss, parameters, most_tokens=1600, longest=300)
 
 
-def test_two_losses_of_one_shape_have_their_gradients_after_both_are_computed(forward: Forward) -> None:
+def test_two_losses_of_one_shape_get_gradients_after_both_are_computed(forward: Forward) -> None:
     """An objective of a user may compute two before it calls backward."""
     ids = [torch.randint(0, 512, (90,), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
     place = torch.arange(90)

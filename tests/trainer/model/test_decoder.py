@@ -147,7 +147,7 @@ _CHANGED_OF_FULL = {
 
 
 @pytest.mark.parametrize("kind", _MODELS)
-def test_in_full_fine_tuning_they_are_as_near_to_float32_as_those_of_autocast(kind: str) -> None:
+def test_fast_layers_in_full_fine_tuning_are_as_near_float32_as_autocast(kind: str) -> None:
     config, _ = _MODELS[kind]
     exact = _outcome(_full_model(config))
     slow, fast = (_full_model(config) for _ in range(2))
@@ -165,9 +165,10 @@ def test_in_full_fine_tuning_they_are_as_near_to_float32_as_those_of_autocast(ki
 
 
 @pytest.mark.parametrize("kind", _MODELS)
-def test_outputs_and_input_gradients_of_a_frozen_model_are_as_near_to_float32_as_those_of_torch(
+def test_fast_frozen_model_is_as_near_to_float32_as_that_of_torch(
     kind: str,
 ) -> None:
+    """In its outputs and in the gradients of its inputs."""
     config, count = _MODELS[kind]
     exact, slow, fast = (_full_model(config).bfloat16().requires_grad_(requires_grad=False) for _ in range(3))
     exact.float()
@@ -187,7 +188,7 @@ def test_outputs_and_input_gradients_of_a_frozen_model_are_as_near_to_float32_as
         assert _error(mine, wanted) < 1.3 * _error(theirs, wanted) + 0.002
 
 
-def test_gradients_of_full_fine_tuning_do_not_depend_on_the_number_of_threads() -> None:
+def test_full_fine_tuning_gradients_do_not_depend_on_thread_count() -> None:
     threads = torch.get_num_threads()
     kernels = load_kernels()
     assert kernels is not None
@@ -319,7 +320,7 @@ def test_logits_in_bfloat16_stay_few_and_their_chunks_have_one_size(vocabulary: 
     assert not _rows_in_place(torch.empty(300, 8), weight, 128)  # float32 logits have copies
 
 
-def test_gradients_of_the_first_layer_do_not_depend_on_whether_its_input_has_one() -> None:
+def test_first_layer_gradients_are_equal_with_and_without_input_gradient() -> None:
     found = []
     for hooked in (False, True):
         model = _model(_MODELS["llama"][0], dtype=torch.bfloat16)
@@ -354,7 +355,7 @@ def test_silu_and_its_gradients_are_exact_and_nan_stays_nan(width: int) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
-def test_updates_with_gradients_in_bfloat16_have_the_bits_of_those_in_float32(
+def test_updates_with_bfloat16_gradients_have_the_bits_of_float32_ones(
     optimizer: Literal["adamw", "muon"], max_grad_norm: float | None
 ) -> None:
     outcomes = []
@@ -398,7 +399,7 @@ def _tied_loss(model: Any) -> torch.Tensor:
         return head_loss(hidden, model.lm_head.weight, labels, count=9, dtype=torch.bfloat16)
 
 
-def test_a_weight_with_several_uses_gets_the_sum_of_its_gradients_in_float32() -> None:
+def test_weight_with_several_uses_sums_its_gradients_in_float32() -> None:
     """By the fast layers twice, and by torch's own product before and after them."""
     gradients = []
     for keeps in (False, True):

@@ -98,7 +98,7 @@ def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> N
         assert answer.tokens == greedy(model, list(answer.prompt), 40)
 
 
-def test_a_long_prompt_is_read_in_parts_with_a_token_of_a_running_answer_between_them() -> None:
+def test_long_prompt_is_read_in_parts_between_tokens_of_a_running_answer() -> None:
     model = make_model("llama")
     running, other = (
         GeneratedAnswer([11, 12], 100, SamplingParams()),

@@ -126,7 +126,7 @@ def test_the_loss_and_its_gradient_are_those_of_each_row_alone(kind: str) -> Non
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen3", "mistral with a window of 5", "granite with scaled residuals"]
 )
-def test_the_last_layer_computes_its_mlp_at_loss_tokens_only_where_that_changes_nothing(kind: str) -> None:
+def test_last_layers_mlp_runs_at_loss_tokens_alone_if_it_changes_nothing(kind: str) -> None:
     forward = _choose(loaded := _loaded(kind))
     assert forward.shortens == ("granite" not in kind)
     rows, _ = _rows([7, 2, 140, 31])
@@ -174,7 +174,7 @@ def test_noise_is_added_to_the_embeddings_of_its_own_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _EXPECTED)
-def test_common_beginnings_are_computed_once_with_the_same_loss_and_gradient(kind: str) -> None:
+def test_common_beginnings_are_computed_once_with_same_loss_and_gradient(kind: str) -> None:
     loaded = _loaded(kind)
     plain = copy.deepcopy(loaded.base)
     forward = _choose(loaded)
@@ -231,7 +231,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
-def test_generation_has_the_models_own_attention_and_training_gets_the_flat_one_back() -> None:
+def test_generation_uses_own_attention_and_training_returns_to_flat() -> None:
     loaded = _loaded("llama")
     forward = _choose(loaded)
     with forward.ready_to_generate():
@@ -264,7 +264,7 @@ def _failing(model: torch.nn.Module) -> list[torch.nn.Module]:
     ("speed_up", "why"),
     [(speed_up_layers, ""), (_without_gradient, "values differ"), (_failing, "RuntimeError: ptxas does not")],
 )
-def test_layers_that_are_compiled_at_their_first_call_are_used_only_if_their_gradients_are_right(
+def test_layers_compiled_at_first_call_need_right_gradients_to_be_used(
     monkeypatch: pytest.MonkeyPatch, speed_up: Any, why: str
 ) -> None:
     """As on a GPU, here with the functions for CPUs."""
@@ -287,7 +287,7 @@ def test_layers_that_are_compiled_at_their_first_call_are_used_only_if_their_gra
     assert all(parameter.grad.abs().sum() > 0 for parameter in loaded.base.model.layers.parameters())
 
 
-def test_a_reference_model_which_has_nothing_to_train_keeps_its_fast_layers(
+def test_reference_model_without_trainable_weights_keeps_fast_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = forwards._try_layers

@@ -241,7 +241,7 @@ def test_a_model_whose_files_are_wrong_is_refused_by_name(copy: Path, change: Ch
     assert any(problem.fix for problem in caught.value.problems)
 
 
-def test_every_number_of_a_file_is_looked_at_and_the_digest_is_of_all_its_bytes(tmp_path: Path) -> None:
+def test_every_number_of_a_file_is_checked_and_its_digest_covers_all_bytes(tmp_path: Path) -> None:
     """Also in the last item of a block, and behind a tensor whose size is no multiple of the items'
     width.
     """
@@ -324,7 +324,7 @@ def test_tied_weights_stay_tied(model_dir: Path) -> None:
     assert loaded.base.get_input_embeddings().weight is loaded.base.get_output_embeddings().weight
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_or_the_embedding_grows(copy: Path) -> None:
+def test_tokenizer_larger_than_the_model_is_refused_or_embedding_grows(copy: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(copy)

@@ -215,7 +215,7 @@ def test_every_flipped_byte_of_a_store_is_noticed(tmp_path: Path) -> None:
         assert same or (read is None and why), (place, intact[:place][-20:])
 
 
-def test_a_store_of_other_packages_or_of_other_code_of_the_model_is_not_used(
+def test_store_of_other_packages_or_other_model_code_is_not_used(
     train_here: Train, pairs: dict[str, Any], tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"

@@ -273,7 +273,7 @@ def test_a_batch_of_desirable_answers_has_no_metrics_of_others(
     assert {sample["reference"] for sample in run.of_kind("sample")} == wanted
 
 
-def test_the_pass_before_the_loss_is_rehearsed_is_seen_as_computing_and_ends_at_a_stop_request(
+def test_pass_before_loss_is_rehearsed_seen_as_computing_and_ends_at_stop(
     train_here: Train, rated_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of KTO, for the divergence.

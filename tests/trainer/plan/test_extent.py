@@ -71,7 +71,7 @@ def test_a_smaller_batch_that_is_advised_is_the_largest_that_is_enough(size: int
     assert -(-3 * sequences // one_more) < FEW_STEPS
 
 
-def test_tokens_enough_for_many_passes_are_advised_only_with_a_smaller_batch() -> None:
+def test_tokens_for_many_passes_are_advised_only_with_a_smaller_batch() -> None:
     asked = inputs(24, batch={"global": 16}, duration="9k tokens", total_steps=3)
     train = asked.data.train.model_copy(update={"tokens": 11_000})
     (way,) = ways_to_more_steps(
@@ -101,7 +101,7 @@ def test_the_line_names_what_makes_the_run_short(keys: dict[str, Any], words: st
     assert words in short(inputs(**{"batch": {"global": 512}, **keys}))
 
 
-def test_a_micro_batch_that_was_asked_for_divides_the_batch_that_is_advised() -> None:
+def test_requested_micro_batch_divides_the_advised_batch() -> None:
     assert "batch.global=12 for" in short(inputs(250, batch={"global": 48, "micro": 4}))
 
 
@@ -112,7 +112,8 @@ def test_a_run_that_continues_is_not_told_to_change_its_batch() -> None:
     assert not short(replace(inputs(24), earlier_batch=(16, None)))
 
 
-def test_periods_beyond_the_end_are_moved_to_it_with_a_line_if_somebody_set_them() -> None:
+def test_periods_set_beyond_the_end_are_moved_to_it_with_a_line() -> None:
+    """Periods that nobody set are moved without one."""
     asked = inputs(160, duration="10 epochs", eval={"every": "150 steps"})
     silent = resolve_plan(asked)
     assert (silent.total_steps, silent.eval_every, silent.checkpoint_every) == (100, 100, 100)

@@ -72,7 +72,7 @@ def on_ranks(ranks: int, **keys: Any) -> PlanInputs:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 6), st.integers(1, 6))
-def test_sequences_of_a_rank_times_forwards_times_ranks_are_the_global_batch(
+def test_sequences_times_forwards_times_ranks_are_the_global_batch(
     per_rank: int, accumulate: int, ranks: int, later_ranks: int
 ) -> None:
     of_ranks = {"per_rank": per_rank, "accumulate": accumulate}
@@ -116,7 +116,7 @@ def test_a_product_beyond_any_batch_is_refused() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 12))
-def test_epochs_see_every_sequence_that_often_and_the_last_step_may_be_short(
+def test_epochs_see_every_sequence_so_often_and_the_last_step_may_be_short(
     n: int, batch: int, epochs: int
 ) -> None:
     made = plan(n, batch={"global": batch}, duration=f"{epochs} epochs")
@@ -256,7 +256,7 @@ def test_defaults_that_were_written_out_are_not_warned_of() -> None:
     ("kind", "strategy", "adapter", "lines"),
     [("hrm_text", "fsdp", None, 1), ("hrm_text", "ddp", None, 0), ("hrm_text", "fsdp", {"rank": 4}, 0), ("llama", "fsdp", None, 0)],
 )  # fmt: skip
-def test_a_result_that_one_rank_must_gather_whole_is_reported_before_the_run(
+def test_result_gathered_whole_by_one_rank_is_reported_before_the_run(
     kind: str, strategy: str, adapter: dict[str, Any] | None, lines: int
 ) -> None:
     given_inputs = inputs(parallel={"strategy": strategy}, adapter=adapter)
@@ -301,7 +301,7 @@ def test_a_reward_model_has_no_logits_over_the_vocabulary() -> None:
     assert heads[0] == heads[1] < plan().memory.loss_head
 
 
-def test_gradients_of_matrices_take_two_bytes_where_a_step_has_one_backward() -> None:
+def test_matrix_gradients_take_two_bytes_if_a_step_has_one_backward() -> None:
     found = {}
     for micro in (4, 8):
         batch = {"global": 8, "micro": micro}
@@ -322,7 +322,7 @@ def test_the_parts_of_an_estimate_are_its_sum() -> None:
 @pytest.mark.parametrize(
     ("every", "keep_every", "printed"), [(200, 1000, ""), (300, 1000, "at every 3000 steps"), (200, None, "")]
 )
-def test_checkpoints_that_stay_for_ever_where_few_are_made_are_worth_a_line(
+def test_checkpoints_kept_for_ever_are_worth_a_line_if_few_are_made(
     every: int, keep_every: int | None, printed: str
 ) -> None:
     section = {"every": f"{every} steps", "keep_every": f"{keep_every} steps" if keep_every else None}

@@ -47,7 +47,7 @@ def compare_reports(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | N
 
 
 @pytest.mark.ranks
-def test_replicas_that_are_well_report_the_same_at_every_period_and_at_the_end(
+def test_healthy_replicas_report_the_same_at_every_period_and_at_the_end(
     three: dict[str, Done],
 ) -> None:
     done = three["well"]
@@ -61,7 +61,7 @@ def test_replicas_that_are_well_report_the_same_at_every_period_and_at_the_end(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_whose_weight_has_changed_is_named_with_the_step_at_which_all_were_equal(
+def test_rank_with_a_changed_weight_is_named_with_the_last_equal_step(
     three: dict[str, Done], rank: int
 ) -> None:
     done = three[f"rank {rank}"]

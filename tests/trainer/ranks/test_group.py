@@ -104,7 +104,7 @@ def test_gradients_in_buffers_are_those_of_one_device(group: Ranks) -> None:
         torch.testing.assert_close(summed.trainable[name].grad, parameter.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_a_sharded_model_moves_to_its_device_and_gives_the_same_loss_and_gradient(group: Ranks) -> None:
+def test_sharded_model_moves_to_its_device_with_same_loss_and_gradient(group: Ranks) -> None:
     plain, sharded = _model(), _model()
     plain.model.to(group.device)
     root = shard_model(sharded, device_mesh(Mesh.of("fsdp", 1), group.device))
@@ -152,7 +152,7 @@ def _update(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("rank", [4, 8])  # the products of adapters in C are for multiples of 8
 @pytest.mark.parametrize("kept", [0, 2, 4])
-def test_an_adapter_on_sharded_weights_has_the_fast_layers_and_the_same_update(
+def test_adapter_on_sharded_weights_has_fast_layers_and_the_same_update(
     group: Ranks, kept: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frozen weights of the last `kept` of four layers, and those outside of layers, are not

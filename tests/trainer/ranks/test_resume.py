@@ -41,7 +41,7 @@ def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(
         ("full", "fsdp", "one"),
     ],
 )
-def test_a_different_number_of_ranks_and_a_different_strategy_continue_to_rounding(
+def test_other_number_of_ranks_or_strategy_continues_equal_to_rounding(
     resumed: Pairs, kind: str, source: str, way: str
 ) -> None:
     pair = resumed[kind, source, way]

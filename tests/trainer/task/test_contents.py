@@ -250,9 +250,7 @@ def test_a_cache_that_cannot_be_written_changes_nothing(tmp_path: Path, large: P
     assert isinstance(found, Digested)
 
 
-def test_a_file_that_cannot_be_read_is_reported_and_the_others_are_digested(
-    tmp_path: Path, large: Path
-) -> None:
+def test_unreadable_file_is_reported_and_the_others_are_digested(tmp_path: Path, large: Path) -> None:
     found = digest_files([tmp_path / "none", large, tmp_path], cache=tmp_path / "digests.json")
     assert isinstance(found[tmp_path / "none"], FileNotFoundError)
     assert isinstance(found[tmp_path], IsADirectoryError)

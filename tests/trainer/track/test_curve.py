@@ -60,7 +60,7 @@ def test_colours_follow_the_viewers_scheme_and_no_background_is_painted() -> Non
     assert "<rect" not in svg
 
 
-def test_smoothing_leaves_a_constant_alone_and_has_no_pull_of_the_first_value() -> None:
+def test_smoothing_keeps_a_constant_and_is_not_pulled_by_the_first_value() -> None:
     assert smoothed([(step, 2.0) for step in range(200)])[-1][1] == 2.0
     fallen = smoothed([(0, 100.0), *((step, 1.0) for step in range(1, 1_000))])
     assert abs(fallen[-1][1] - 1.0) < 1e-6

@@ -87,7 +87,7 @@ def first(train_once: Train) -> str:
 
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
 @pytest.mark.parametrize("steps", [None, 4])
-def test_pissa_begins_at_the_base_model_and_is_stored_as_a_plain_adapter_of_twice_the_rank(
+def test_pissa_begins_at_the_base_and_is_stored_as_adapter_of_double_rank(
     train_here: Train, plain: Any, model_dir: Path, steps: int | None, kind: str
 ) -> None:
     adapter = {"init": "pissa", "init_steps": steps, "kind": kind}

@@ -19,7 +19,7 @@ def with_lock(folder: Path) -> RunDir:
     return files
 
 
-def test_a_directory_that_stays_is_not_lost_whatever_happens_to_the_lock_file(tmp_path: Path) -> None:
+def test_directory_that_stays_is_not_lost_whatever_happens_to_its_lock(tmp_path: Path) -> None:
     files = with_lock(tmp_path / "run")
     check = DirectoryCheck(files)
     assert not check.is_lost()

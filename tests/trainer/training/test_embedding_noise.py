@@ -16,7 +16,7 @@ Train = Callable[..., Any]
 CPU = torch.device("cpu")
 
 
-def test_the_noise_is_uniform_within_alpha_over_the_root_of_length_times_width() -> None:
+def test_noise_is_uniform_within_alpha_over_root_of_length_times_width() -> None:
     noise = embedding_noise(
         5.0, seed=1, places=[3, 9], tokens=[30, 20], lengths=[10, 20, 20], hidden_size=64, device=CPU
     )
@@ -27,7 +27,7 @@ def test_the_noise_is_uniform_within_alpha_over_the_root_of_length_times_width()
         assert part.abs().mean() == pytest.approx(bound / 2, rel=0.1)
 
 
-def test_a_sequence_has_the_same_noise_in_every_company_and_another_at_another_place() -> None:
+def test_noise_of_a_sequence_depends_on_its_place_and_not_its_company() -> None:
     common: dict[str, Any] = {"seed": 1, "hidden_size": 8, "device": CPU}
     both = embedding_noise(5.0, places=[3, 9], tokens=[6, 4], lengths=[6, 4], **common)
     first, second = (
@@ -41,7 +41,7 @@ def test_a_sequence_has_the_same_noise_in_every_company_and_another_at_another_p
 
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None])
 @pytest.mark.parametrize("packing", [False, True])
-def test_it_changes_training_but_not_the_evaluation_and_resumes_to_the_same_bits(
+def test_noise_changes_training_not_evaluation_and_resumes_to_same_bits(
     train_here: Train, adapter: dict[str, Any] | None, *, packing: bool
 ) -> None:
     noisy = {"model": {"embedding_noise": 5.0}}

@@ -24,7 +24,7 @@ def _same_bits(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("adapter", [{"rank": 4, "alpha": 8}, None])
-def test_micro_batches_of_one_and_of_eight_give_the_same_losses_over_twenty_steps(
+def test_micro_batches_of_one_and_eight_give_equal_losses_for_twenty_steps(
     train_here: Train, *, packing: bool, adapter: dict[str, Any] | None
 ) -> None:
     lr = {"lr": 1e-2 if adapter else 1e-3}
@@ -47,7 +47,7 @@ def test_dropout_and_order_depend_on_the_seed(train_here: Train) -> None:
 
 
 @pytest.mark.parametrize("optim", [{"kind": "adamw"}, {"kind": "muon", "lr": 1e-3}])
-def test_a_run_resumed_from_a_checkpoint_is_bit_equal_to_one_that_was_not_stopped(
+def test_resumed_run_is_bit_equal_to_one_that_was_not_stopped(
     train_here: Train, optim: dict[str, Any]
 ) -> None:
     sections: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_a_run_resumed_from_a_checkpoint_is_bit_equal_to_one_that_was_not_stoppe
     assert [line["step"] for line in resumed.metrics if "loss" in line] == list(range(1, 13))
 
 
-def test_a_stop_in_the_middle_of_an_evaluation_makes_up_for_it_after_resuming(train_here: Train) -> None:
+def test_evaluation_interrupted_by_a_stop_is_made_up_after_resuming(train_here: Train) -> None:
     sections: dict[str, Any] = {
         "duration": "8 steps", "data": {"eval": 0.3}, "eval": {"every": "4 steps"}, "batch": {"global": 8, "micro": 1},
     }  # fmt: skip

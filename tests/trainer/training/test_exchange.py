@@ -96,7 +96,7 @@ def test_gradients_and_scalars_are_the_sums_over_ranks_and_micro_batches(
             assert torch.equal(parameter.grad, 2 * wanted)
 
 
-def test_buffers_go_in_the_same_order_and_early_whether_a_rank_has_rows_or_not(
+def test_buffers_go_early_and_in_the_same_order_with_or_without_rows(
     made: tuple[Layers, Twins, ReplicaSync],
 ) -> None:
     layers, group, replicas = made

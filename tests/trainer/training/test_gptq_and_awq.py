@@ -76,7 +76,7 @@ def _five_steps(train_here: Train, directory: Path, *, kind: str = "lora", dtype
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_weights_have_the_values_that_the_files_stand_for_and_the_memory_of_the_estimate(
+def test_weights_have_the_values_of_the_files_and_the_estimated_memory(
     train_here: Train, grouped: Callable[..., Path], name: str
 ) -> None:
     run = train_here(model={"path": str(grouped(name))}, duration="1 steps")
@@ -157,7 +157,7 @@ def test_the_compiled_function_dequantizes_as_torch_does(bits: int, *, in_order:
     assert torch.equal(found, groups.dequantized(packed, torch.float32).bfloat16())
 
 
-def test_a_resumed_run_is_bit_equal_and_its_checkpoint_has_the_digest_of_the_weights(
+def test_resumed_run_is_bit_equal_and_checkpoint_has_the_weights_digest(
     train_here: Train, grouped: Callable[..., Path]
 ) -> None:
     model = {"path": str(grouped("gptq in any order"))}
@@ -171,9 +171,10 @@ def test_a_resumed_run_is_bit_equal_and_its_checkpoint_has_the_digest_of_the_wei
     assert not [m for m in resumed.of_kind("warning") if m["code"] == "quantized_differently"]
 
 
-def test_a_flipped_bit_in_weights_scales_or_zero_points_changes_the_digest_that_ranks_compare(
+def test_flipped_bit_in_weights_scales_or_zeros_changes_compared_digest(
     train_here: Train, grouped: Callable[..., Path]
 ) -> None:
+    """The digest is the one that ranks compare; the zeros are the zero points."""
     run = train_here(model={"path": str(grouped("gptq in any order"))}, duration="1 steps")
     loaded = loaded_again(run)
     layer = loaded.base.model.layers[1].mlp.up_proj.base_layer

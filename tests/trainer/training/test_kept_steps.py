@@ -47,7 +47,7 @@ def test_a_step_and_its_evaluation_are_kept_before_anybody_can_see_them(
     assert seen == [(*name, True) for name in names for _ in ("in metrics.jsonl", "told")]
 
 
-def test_where_each_would_cost_too_much_every_fourth_is_kept_and_each_that_was_evaluated_and_the_last(
+def test_costly_snapshots_keep_every_fourth_evaluated_and_last_step(
     train_here: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first steps are all kept: they are measured."""
@@ -121,7 +121,7 @@ class Ranks(Alone):
         ([0.001, 0.7], None),
     ],
 )
-def test_the_rank_whom_it_costs_most_decides_for_all_and_the_cost_stays_below_the_limit(
+def test_most_costly_rank_decides_for_all_and_cost_stays_below_the_limit(
     shares: list[float], every: int | None
 ) -> None:
     for number, share in enumerate(shares):

@@ -49,7 +49,7 @@ def test_a_setting_changes_the_losses_and_resumes_to_the_same_bits(
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
-def test_the_first_update_of_b_is_as_many_times_larger_as_the_ratio_and_that_of_the_rest_is_the_same(
+def test_first_update_of_b_is_scaled_by_the_ratio_and_the_rest_unchanged(
     train_here: Train,
 ) -> None:
     """AdamW's first update is the learning rate times the gradient's sign; B begins at zero."""

@@ -56,9 +56,10 @@ def said(run: Any) -> str:
     ],
     ids=["the loss", "only its gradient", "after updates"],
 )
-def test_nan_that_an_own_objective_makes_of_finite_outputs_is_blamed_on_its_file_for_certain(
+def test_nan_of_own_objective_from_finite_outputs_is_blamed_on_its_file(
     train_here: Train, file: Path, change: tuple[str, str], first: int
 ) -> None:
+    """The blame is certain: neither the rate, the dtype, the weights nor the rows are suspected."""
     file.write_text(SOUND.replace(*change))
     run = train_here(objective=f"{file}:Own", duration="8 steps", batch={"global": 8, "micro": 8})
     verdict = run.result["verdict"]
@@ -114,7 +115,7 @@ def test_where_the_outputs_are_not_known_the_file_is_the_likely_origin(train_her
         (("Own.calls += 1", "raise SystemExit(0)"), "sys.exit(0)", LINE + 1),
     ],
 )  # fmt: skip
-def test_what_an_own_objective_gives_or_raises_is_an_exception_that_leads_to_its_line(
+def test_bad_result_or_exception_of_own_objective_leads_to_its_line(
     train_here: Train, file: Path, change: tuple[str, str], name: str, line: int
 ) -> None:
     file.write_text(SOUND.replace(*change))

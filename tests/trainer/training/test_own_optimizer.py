@@ -78,7 +78,7 @@ def test_values_that_an_optimizer_keeps_in_its_groups_are_restored(train_here: T
         (("group in self.param_groups:", "group in self.param_groups:\n            group['at'] = torch.ones(1)"), "`at` of a parameter group, a Tensor"),
     ],
 )  # fmt: skip
-def test_state_that_a_checkpoint_cannot_hold_is_refused_after_the_first_step(
+def test_state_a_checkpoint_cannot_hold_is_refused_after_the_first_step(
     train_here: Train, lion: Path, change: tuple[str, str], said: str
 ) -> None:
     lion.write_text(lion.read_text().replace(*change))
@@ -95,7 +95,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_after_the_first_step(
         (("", ""), {"beta": 1}, "beta", ""),
     ],
 )
-def test_a_class_that_is_not_an_optimizer_or_takes_other_arguments_is_refused(
+def test_class_that_is_no_optimizer_or_takes_other_arguments_is_refused(
     train_here: Train, lion: Path, change: tuple[str, str], options: dict[str, Any], what: str, line: str
 ) -> None:
     lion.write_text(lion.read_text().replace(*change))
@@ -120,7 +120,7 @@ def test_a_class_of_torch_is_one_line_of_the_table(monkeypatch: pytest.MonkeyPat
     assert line.state_bytes("float32") == 4
 
 
-def test_its_file_needs_trust_is_named_by_its_path_and_compared_by_its_content(lion: Path) -> None:
+def test_its_file_needs_trust_is_named_by_path_and_compared_by_content(lion: Path) -> None:
     raw = {"model": "m", "data": {"train": "d"}, "output_dir": "o", "optim": {"kind": "lion.py:Lion"}}
     config = with_absolute_paths(RunConfig.model_validate(raw), lion.parent)
     assert config.optim.kind == f"{lion}:Lion"

@@ -94,7 +94,7 @@ def test_five_steps_have_the_losses_of_peft_and_bitsandbytes(
     assert run.losses[-1] < run.losses[0], "it trains"
 
 
-def test_quantized_embeddings_are_computed_with_as_if_the_files_had_their_values(train_here: Train) -> None:
+def test_quantized_embeddings_compute_as_if_the_files_had_their_values(train_here: Train) -> None:
     run = train_here(
         model={"quantize": "nf4", "quantize_embeddings": True},
         data={"packing": False},
@@ -162,9 +162,10 @@ class _Dense(TorchDispatchMode):
         return found
 
 
-def test_a_flipped_bit_in_packed_weights_or_scales_changes_the_digest_that_ranks_compare(
+def test_flipped_bit_in_packed_weights_or_scales_changes_compared_digest(
     train_here: Train,
 ) -> None:
+    """The digest is the one that ranks compare."""
     run = train_here(model={"quantize": "nf4", "quantize_embeddings": True}, duration="1 steps")
     loaded = loaded_again(run)
     layer = loaded.base.model.layers[1].mlp.up_proj.base_layer
@@ -216,9 +217,7 @@ def test_at_most_one_weight_is_dequantized_at_a_time(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_the_fast_layers_compute_with_quantized_weights_what_the_separate_products_do(
-    train_here: Train, kind: str
-) -> None:
+def test_fast_layers_match_separate_products_on_quantized_weights(train_here: Train, kind: str) -> None:
     run = train_here(model={"quantize": kind, "dtype": "bfloat16"}, duration="1 steps")
     rows = _rows(run)
     found = {}
@@ -262,7 +261,7 @@ def test_an_evaluation_changes_nothing_in_training(train_here: Train, rows_file:
 
 
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_a_resumed_run_is_bit_equal_and_its_checkpoint_says_what_it_was_trained_on(
+def test_resumed_run_is_bit_equal_and_checkpoint_says_what_it_trained_on(
     train_here: Train, *, embeddings: bool
 ) -> None:
     common: dict[str, Any] = {
@@ -293,7 +292,7 @@ def test_the_reference_of_a_preference_run_is_the_quantized_base(
     assert run.losses[-1] < run.losses[0]
 
 
-def test_files_that_are_quantized_already_train_like_those_quantized_on_loading(
+def test_already_quantized_files_train_like_those_quantized_on_loading(
     train_here: Train, model_dir: Path, tmp_path: Path
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -370,7 +369,7 @@ def test_a_quantized_embedding_cannot_be_trained(train_here: Train) -> None:
 
 
 @pytest.mark.parametrize("version", [None, "0.49.1"])
-def test_a_missing_or_old_library_is_refused_with_the_command_that_installs_it(
+def test_missing_or_old_library_is_refused_with_the_install_command(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:
     monkeypatch.setattr(file_settings, "installed", lambda _name: version)

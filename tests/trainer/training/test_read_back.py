@@ -172,7 +172,7 @@ def test_without_memory_for_the_model_digests_are_compared(
         read(run)
 
 
-def test_a_run_that_is_not_read_back_keeps_no_logits_and_removes_those_of_before(train_here: Train) -> None:
+def test_run_without_read_back_keeps_no_logits_and_removes_older_ones(train_here: Train) -> None:
     run = train_here(duration="1 steps")
     kept = run.directory / "result_logits.safetensors"
     assert kept.stat().st_mode & 0o777 == 0o600

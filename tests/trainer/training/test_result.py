@@ -46,7 +46,7 @@ def test_a_whole_model_is_stored_in_the_dtype_it_came_in_and_reports_it(train_he
     assert model.dtype == torch.bfloat16
 
 
-def test_a_model_that_is_larger_than_a_file_may_be_becomes_several_and_an_index(train_here: Train) -> None:
+def test_model_larger_than_the_file_limit_becomes_several_with_an_index(train_here: Train) -> None:
     whole = train_here(adapter=None)
     parts = train_here(adapter=None, checkpoint={"max_shard_size": "40 kB"})
     assert parse_bytes(whole.plan.config.checkpoint.max_shard_size) == 10**9

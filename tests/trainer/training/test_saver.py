@@ -54,7 +54,7 @@ class Poor(Staging):
 
 
 @pytest.mark.parametrize("staging", [Staging, Poor])
-def test_what_is_saved_is_the_state_at_the_beginning_whatever_training_does_then(
+def test_saved_state_is_that_of_the_start_whatever_training_does_later(
     staging: type[Staging],
 ) -> None:
     """Three hundred saves of tensors that change at once; the buffers are kept from one to the
@@ -77,7 +77,7 @@ def test_what_is_saved_is_the_state_at_the_beginning_whatever_training_does_then
         assert found["b"] == torch.full((21,), step, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
-def test_training_continues_before_the_copies_and_the_update_waits_for_them() -> None:
+def test_training_continues_before_copies_and_the_update_waits_for_them() -> None:
     staging = Held()
     saver = Saver(staging)
     weight = torch.ones(10)
@@ -278,7 +278,7 @@ def test_an_exception_in_a_step_does_not_cost_the_save_in_flight(
     assert (directory / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 
-def test_a_save_that_hangs_over_live_tensors_is_abandoned_and_training_continues(
+def test_save_hanging_over_live_tensors_is_abandoned_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without memory for copies the update would wait for the storage; what was read by then must

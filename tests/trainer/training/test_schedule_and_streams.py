@@ -30,7 +30,7 @@ def lr_factor(
 
 
 @given(total=st.integers(1, 500), warmup=st.integers(0, 500), schedule=_SCHEDULES, floor=st.floats(0, 0.9))
-def test_the_factor_rises_in_the_warm_up_never_leaves_its_bounds_and_never_rises_after_it(
+def test_factor_rises_in_the_warm_up_stays_in_bounds_and_then_never_rises(
     total: int, warmup: int, schedule: str, floor: float
 ) -> None:
     warmup = min(warmup, total)
@@ -90,7 +90,7 @@ def test_the_watch_names_each_generator_that_moved_once() -> None:
     ],
 )
 @pytest.mark.parametrize(("total", "warmup"), [(50, 5), (7, 0), (31, 30)])
-def test_from_position_zero_every_step_has_the_learning_rate_of_transformers(
+def test_from_position_zero_learning_rates_equal_those_of_transformers(
     name: str, extra: dict[str, float], ours: dict[str, float], total: int, warmup: int
 ) -> None:
     lr = 2e-4

@@ -59,7 +59,7 @@ def test_what_is_measured_after_the_last_step_is_left_for_the_next_start(train_h
     assert again.result["eval"]["exact_match"] is not None
 
 
-def test_an_evaluation_that_a_stop_cut_short_is_written_once_also_if_the_next_start_dies(
+def test_evaluation_cut_short_by_a_stop_is_written_once(
     train_here: Train,
 ) -> None:
     """The checkpoint says that it is due.

@@ -62,7 +62,7 @@ def saved(run: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("step", "reported"), [(2, [4, 6]), (6, [2, 4, 6])])
-def test_a_checkpoint_that_is_moved_away_when_it_is_reported_costs_a_warning_and_the_last_is_made_again(
+def test_checkpoint_moved_away_when_reported_warns_and_the_last_is_remade(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, step: int, reported: list[int]
 ) -> None:
     strike(monkeypatch, step, move_aside)
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_moved_away_when_it_is_reported_costs_a_warning_and
 
 
 @pytest.mark.skipif(bool(fuse.why_unavailable()), reason=fuse.why_unavailable())
-def test_a_network_disk_that_fails_when_a_checkpoint_is_reported_costs_a_warning(
+def test_network_disk_failing_when_a_checkpoint_is_reported_only_warns(
     train_here: Train, monkeypatch: pytest.MonkeyPatch, mounted: list[Path]
 ) -> None:
     def lose_the_server(path: Path) -> None:
@@ -104,9 +104,7 @@ def test_no_save_ends_with_an_error_of_the_storage(train_here: Train, tmp_path: 
     assert set(warnings_of(run)) == {"checkpoint_failed"}
 
 
-def test_a_damaged_line_of_metrics_is_kept_aside_and_reported_when_a_run_is_resumed(
-    train_here: Train, tmp_path: Path
-) -> None:
+def test_damaged_metrics_line_is_kept_aside_and_reported_on_resume(train_here: Train, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = train_here(directory=out, **EVERY_2)
     metrics = out / "metrics.jsonl"
@@ -144,7 +142,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, rows_fil
 
 @pytest.mark.parametrize("how", ["gone", "cut", "empty", "a directory", "other bytes"])
 @pytest.mark.parametrize("name", ["meta.json", "tokens.arrow", "train-rows.arrow"])
-def test_prepared_data_that_the_storage_does_not_give_back_are_its_fault_with_the_path(
+def test_unreadable_prepared_data_is_a_storage_failure_with_the_path(
     prepared: Path, tmp_path: Path, how: str, name: str
 ) -> None:
     folder = tmp_path / "broken"
@@ -196,9 +194,10 @@ sys.exit(run_child(body, parse_child_arguments(["x.json", "--report-fd", "1"], n
         ("raise ValueError('a row')", 5, None, "a row"),
     ],
 )  # fmt: skip
-def test_an_error_of_the_storage_that_nobody_foresaw_is_a_refusal_with_6_and_a_different_a_crash(
+def test_unforeseen_storage_error_is_a_refusal_and_another_error_a_crash(
     tmp_path: Path, body: str, code: int, cause: str | None, words: str
 ) -> None:
+    """The exit code of a refusal is 6."""
     done = subprocess.run(
         [sys.executable, "-c", _CHILD.format(body=body)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip

@@ -133,7 +133,7 @@ def test_curves_that_cannot_be_written_hold_up_no_step(hung: Disk) -> None:
 
 
 @pytest.mark.slow
-def test_a_line_that_is_not_taken_ends_the_rank_also_where_the_kernel_lets_signals_through(
+def test_untaken_line_ends_the_rank_even_if_the_kernel_passes_signals(
     tmp_path: Path,
 ) -> None:
     """As with FUSE. A pipe that nobody empties is such a file."""

@@ -60,7 +60,7 @@ def test_a_skipped_step_is_a_short_line_and_all_its_rows_are_in_the_events(
 
 
 @pytest.mark.parametrize("duration", ["2 steps", "30 steps"])
-def test_nan_before_any_update_names_the_model_and_no_row_and_is_not_completed(
+def test_nan_before_any_update_blames_model_not_rows_and_is_not_completed(
     train_here: Train, duration: str
 ) -> None:
     run = train_here(faults={"nan_loss": {"rank": 0, "steps": [1, 2, 3]}}, duration=duration)
@@ -114,7 +114,7 @@ def test_three_in_more_than_twenty_do_not(train_here: Train) -> None:
     assert run.result["outcome"] == "completed"
 
 
-def test_memory_that_does_not_suffice_is_reported_before_step_1_with_two_settings(train_here: Train) -> None:
+def test_too_little_memory_is_reported_before_step_1_with_two_settings(train_here: Train) -> None:
     """A model this small cannot fill the memory; so it is limited, and filled but for 2 MB, for the
     longest batch.
     """
@@ -149,7 +149,7 @@ def test_memory_that_does_not_suffice_is_reported_before_step_1_with_two_setting
     assert not any(message["kind"] == "step" for message in messages)
 
 
-def test_where_the_best_checkpoint_is_gone_the_best_that_is_there_is_the_result(train_here: Train) -> None:
+def test_best_checkpoint_still_there_is_the_result_if_the_best_is_gone(train_here: Train) -> None:
     """As where the save of the best has failed: its place is not left to the last weights.
 
     The rate rises until the steps do harm, so that the last evaluation is not the best.
@@ -190,7 +190,7 @@ def test_early_stop_and_the_best_checkpoint_is_the_result(train_here: Train) -> 
     assert (run.directory / "checkpoints" / f"step-{evals[best]['step']:08d}").is_dir()
 
 
-def test_a_run_that_stopped_early_and_died_before_its_result_does_not_train_on(train_here: Train) -> None:
+def test_early_stopped_run_that_died_before_its_result_trains_no_further(train_here: Train) -> None:
     sections: dict[str, Any] = {
         "data": {"eval": 0.3}, "eval": {"every": "2 steps", "stop_after": 2}, "optim": {"lr": 0.3, "schedule": "constant"},
         "duration": "60 steps",
@@ -313,7 +313,7 @@ def test_memory_that_runs_out_gives_no_advice_that_takes_more(train_here: Train)
     assert "optim.state_dtype" not in advice(), "a checkpoint of float32 moments would not be resumed"
 
 
-def test_memory_that_runs_out_names_the_fast_layers_that_the_estimate_counted_on(train_here: Train) -> None:
+def test_out_of_memory_names_the_fast_layers_the_estimate_counted_on(train_here: Train) -> None:
     plan = train_here(duration="1 steps").plan
     gpu = plan.device.model_copy(update={"kind": "cuda", "compiles": True})
     place = plan.ranks[0].model_copy(update={"device": gpu})

@@ -101,7 +101,7 @@ def test_tensors_that_are_made_of_several_are_left_to_transformers(tmp_path: Pat
     assert model_layout(made("mixtral"), dtype=torch.float32, max_file_bytes=10**9) is not None
 
 
-def test_the_plan_knows_all_types_of_language_models_whose_files_fuse_tensors() -> None:
+def test_plan_knows_every_language_model_type_whose_files_fuse_tensors() -> None:
     """It must warn before torch is imported; so it has a list, which a new transformers may make
     too short.
     """

@@ -87,7 +87,7 @@ def test_naming_one_tag_switches_the_others_off() -> None:
     assert found["columns"] == {"conversations": "messages", "messages": None, "system": None, "tools": None}
 
 
-def test_every_source_is_one_of_our_schema_and_the_default_tags_are_its_defaults() -> None:
+def test_every_source_fits_our_schema_and_default_tags_are_its_defaults() -> None:
     for entry in ({}, {"formatting": "sharegpt"}, {"formatting": "openai"}, {"num_samples": 9}):
         SourceSection.model_validate(source(entry))
     assert TagsSection().model_dump() == TAGS
@@ -211,7 +211,7 @@ def test_a_file_of_the_hub_names_no_file_of_this_machine(key: str, tmp_path: Pat
         assert "is not a relative path without `..`" in printed
 
 
-def test_a_remote_directory_is_a_dataset_of_the_hub_and_is_kept_in_its_cache(tmp_path: Path) -> None:
+def test_remote_directory_is_a_hub_dataset_and_is_kept_in_its_cache(tmp_path: Path) -> None:
     with hub(answer_with({"hf_hub_url": "org/rows"})) as (endpoint, calls):
         assert remote(tmp_path / "hub", endpoint) == "org/rows"
         assert calls

@@ -236,7 +236,7 @@ def test_a_misspelt_name_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("template", ["gemma2", "glm4", "chatglm3", "gpt_oss", "falcon"])
-def test_templates_whose_answers_end_with_the_next_question_refuse_to_train_on_prompts(template: str) -> None:
+def test_templates_ending_answers_in_next_question_refuse_prompt_training(template: str) -> None:
     with pytest.raises(DataError, match="cannot train on prompts"):
         make_encoder(template, loss_on="all")
 

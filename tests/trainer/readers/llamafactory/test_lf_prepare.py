@@ -54,7 +54,7 @@ def prepare(
     )
 
 
-def test_where_a_question_closes_an_answer_the_end_of_sequence_is_predicted(tmp_path: Path) -> None:
+def test_end_of_sequence_is_predicted_if_a_question_closes_an_answer(tmp_path: Path) -> None:
     summary = prepare(tmp_path, [{"conversations": TALK}], {"template": "lf:falcon", "packing": False})
     table = TokenTable.open(Path(summary.cache_dir), "train")
     ids, targets = table.row(0)

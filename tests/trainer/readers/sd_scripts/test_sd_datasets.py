@@ -264,7 +264,7 @@ def test_the_example_with_separators_wildcards_and_mirrored_pictures(tmp_path: P
     assert section.caption_suffix == ", anime screencap ||| masterpiece, rating: general"
 
 
-def test_each_subset_can_have_its_own_captions_and_may_take_back_those_of_others(tmp_path: Path) -> None:
+def test_each_subset_can_have_own_captions_and_undo_those_of_others(tmp_path: Path) -> None:
     more = (
         "[[datasets.subsets]]\nimage_dir = 'b'\nflip_aug = false\nenable_wildcard = false\ncaption_separator"
         " = ';'\ntoken_warmup_step = 0.25\ntoken_warmup_min = 0\n[[datasets.subsets]]\nimage_dir ="
