@@ -64,6 +64,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, 
     return captured.out, captured.err
 
 
+@pytest.mark.processes  # nvidia-smi is asked where nvidia-ml-py is not installed
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_prints_what_steers_a_terminal(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]

@@ -129,6 +129,7 @@ def rows_in(folder: Path, number: int = 300, **more: str) -> Path:
     return file
 
 
+@pytest.mark.processes  # nvidia-smi is asked where nvidia-ml-py is not installed
 def test_a_config_for_300_rows_has_steps_enough_and_intervals_within_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
