@@ -74,7 +74,7 @@ def of(events: list[unisono.Event], kind: type[Any]) -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_a_stream_gives_the_facts_of_the_start_all_steps_and_the_result_last(
+def test_stream_gives_facts_of_the_start_all_steps_and_the_result_last(
     streamed: list[unisono.Event],
 ) -> None:
     (planned,), (started,) = of(streamed, unisono.Planned), of(streamed, unisono.Started)
@@ -352,9 +352,8 @@ print(kinds.count("Step"), kinds[-1], again.outcome)
 
 
 @pytest.mark.ranks
-def test_a_program_without_a_main_guard_and_with_an_event_loop_trains_twice_and_only_it_writes(
-    place: Place, tmp_path: Path
-) -> None:
+def test_program_with_an_event_loop_and_no_main_guard_trains_twice(place: Place, tmp_path: Path) -> None:
+    """Nothing but the program's own line is on stdout and stderr."""
     (tmp_path / "c.yaml").write_text(
         place.config("program").model_copy(update={"output_dir": "out"}).to_yaml()
     )

@@ -94,9 +94,10 @@ def steps(result: unisono.Result) -> list[dict[str, Any]]:
     return [line for line in result.metrics if "loss" in line]
 
 
-def test_it_trains_on_one_and_two_ranks_and_resumes_bit_exactly_unless_its_file_has_changed(
+def test_it_trains_on_one_and_two_ranks_and_resumes_if_file_is_unchanged(
     place: Place,
 ) -> None:
+    """The resumed run equals the whole one bit for bit."""
     constant: Any = {"optim": {"lr": 1e-2, "schedule": "constant"}}  # the same for any duration
     whole = place.train("whole", **constant)
     assert whole.outcome == "completed"
@@ -207,7 +208,7 @@ def test_an_exception_in_the_loss_is_a_verdict_with_its_line(place: Place) -> No
     ],
     ids=["ends at import", "ends in the loss", "gives nothing"],
 )  # fmt: skip
-def test_a_rank_that_its_file_ends_has_a_verdict_summary_and_fix_about_the_file(
+def test_verdict_of_a_rank_ended_by_the_objective_is_about_its_file(
     place: Place, change: tuple[str, str], line: str, said: str
 ) -> None:
     place.file.write_text(OURS.replace(*change))
@@ -221,7 +222,7 @@ def test_a_rank_that_its_file_ends_has_a_verdict_summary_and_fix_about_the_file(
     assert f"{place.file}{line}" in result.verdict.fix[0]
 
 
-def test_the_file_of_the_how_to_trains_and_is_not_needed_to_load_the_result(place: Place) -> None:
+def test_file_of_the_how_to_trains_and_is_not_needed_to_load_the_result(place: Place) -> None:
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "python.md").read_text()
     (focal,) = re.findall(r"```python\n(# focal.py\n.*?)```", page, re.DOTALL)
     place.file.write_text(focal)

@@ -117,7 +117,7 @@ def test_every_region_of_a_finished_run_is_shown(tmp_path: Path) -> None:
     assert len(shown(run, "log", q="OUT OF MEMORY", rank="1")["lines"]) == 1
 
 
-def test_a_verdict_is_shown_in_the_words_of_the_terminal_with_the_text_of_explain(tmp_path: Path) -> None:
+def test_verdict_has_the_words_of_the_terminal_and_the_text_of_explain(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", outcome="stalled")
     region = shown(followed(root), "verdict")
     assert region["verdict"]["lines"][0][0] == "WHAT"
@@ -331,7 +331,7 @@ def test_a_timeline_that_was_thinned_is_not_counted_twice(tmp_path: Path) -> Non
     assert shown(run, "ranks")["ranks"][0]["seconds"] == before["ranks"][0]["seconds"]
 
 
-def test_the_library_of_curves_is_the_one_that_was_published_with_its_licence() -> None:
+def test_bundled_curve_library_is_the_published_one_with_its_licence() -> None:
     for line in (STATIC / "uPlot.sha256").read_text().splitlines():
         digest, name = line.split()
         assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest, name
@@ -359,7 +359,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_lines_of_runs_are_seen_on_their_background_and_told_apart_without_colours() -> None:
+def test_lines_of_runs_contrast_with_the_background_and_differ_by_dashes() -> None:
     script, sheet = (STATIC / "board.js").read_text(), (STATIC / "board.css").read_text()
     cards = re.findall(r"--card: (#\w{6})", sheet)[:2]
     palettes = [re.findall(r"#\w{6}", part) for part in re.findall(r"(?:light|dark): \[([^\]]+)\]", script)]

@@ -71,7 +71,7 @@ def test_without_the_token_nothing_is_given(board: RunningBoard, path: str) -> N
         assert board.ask(f"{path}?token={board.token}", cookie=False).status == 401
 
 
-def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_cannot_use(board: RunningBoard) -> None:
+def test_token_becomes_a_cookie_closed_to_scripts_and_other_sites(board: RunningBoard) -> None:
     answer = board.ask(f"/?token={board.token}&lang=zh", cookie=False)
     cookie = answer.getheader("Set-Cookie") or ""
     assert answer.status == 200
@@ -136,7 +136,7 @@ def test_runs_of_any_name_are_listed_under_a_name_that_leads_to_them(tmp_path: P
             assert made.json(f"/api/runs/{quote(name, safe='')}/status")["schema"] == 1
 
 
-def test_a_run_named_by_a_path_that_ends_in_dots_is_called_as_its_directory(tmp_path: Path) -> None:
+def test_run_given_as_a_path_ending_in_dots_is_named_after_its_directory(tmp_path: Path) -> None:
     make_run(tmp_path / "demo")
     (tmp_path / "demo" / "logs").mkdir(exist_ok=True)
     with board_of(tmp_path / "demo" / "logs" / "..") as made:
@@ -362,7 +362,7 @@ def test_the_file_is_reported_as_json_and_needs_no_extra(tmp_path: Path) -> None
     assert out.read_text().startswith("<!doctype html>")
 
 
-def test_without_the_extra_the_server_is_refused_with_the_command_that_installs_it(tmp_path: Path) -> None:
+def test_missing_extra_is_refused_with_the_command_that_installs_it(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", steps=3)
     program = "import sys; sys.modules['uvicorn'] = None; from unisono.front.cli.app import main; main(sys.argv[1:])"
     words = [sys.executable, "-c", program, "board", str(root)]

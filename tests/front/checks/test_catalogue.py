@@ -49,7 +49,7 @@ def test_ids_are_unique_and_begin_with_their_area() -> None:
     assert {area for area, _ in REGISTRY} <= set(AREAS)
 
 
-def test_every_check_reports_why_and_how_and_its_causes_are_in_the_catalogue() -> None:
+def test_every_check_says_why_and_how_and_has_catalogued_causes() -> None:
     for check in CATALOGUE:
         assert all((check.title, check.why, check.how)), check.id
         assert check.how.endswith("."), check.id

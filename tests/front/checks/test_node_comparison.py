@@ -27,7 +27,7 @@ def checks(front: Front) -> dict[str, list[dict[str, object]]]:
 
 
 @pytest.mark.makes("peers.agreement", "pass")
-def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pair: Job) -> None:
+def test_nodes_that_agree_show_the_same_table_and_start_nothing(pair: Job) -> None:
     fronts = [pair.start(node, command="doctor", config=False, json=True) for node in range(2)]
     assert together(fronts) == [0, 0], pair.transcript()
     one, other = map(checks, fronts)
@@ -47,7 +47,7 @@ def test_nodes_that_agree_show_the_same_table_on_each_and_nothing_was_started(pa
     pair.wait_gone()
 
 
-def test_nodes_that_are_wrong_in_the_same_way_share_a_line_whenever_each_has_looked() -> None:
+def test_nodes_wrong_in_the_same_way_share_a_line_whenever_they_looked() -> None:
     looks = {
         Member(node, -1, host): [judge_clock(1.7e9 + node, installed_s=1.6e9, synchronised=False)]
         for node, host in enumerate("abc")
@@ -79,7 +79,7 @@ def test_a_run_that_is_at_work_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.makes("peers.agreement", "fail")
-def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pair: Job) -> None:
+def test_differing_setting_exits_3_on_all_nodes_with_same_words_and_fix(pair: Job) -> None:
     odd = {"NCCL_ALGO": "Tree"}
     fronts = [
         pair.start(node, command="doctor", config=False, json=False, env=odd if node else {})
@@ -93,9 +93,10 @@ def test_a_setting_that_differs_ends_with_3_in_the_same_words_and_the_remedy(pai
 
 
 @pytest.mark.long
-def test_what_one_node_has_found_of_itself_is_reported_on_all_with_its_name_and_the_same_code(
+def test_findings_of_one_node_are_reported_on_all_with_the_same_code(
     pair: Job,
 ) -> None:
+    """Each finding names the node that it is about."""
     pair.config(1, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
     pair.config(0, track=["tensorboard"], checkpoint={"storage": "gs://bucket/x"})
     fronts = [

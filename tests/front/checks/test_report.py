@@ -42,7 +42,7 @@ def test_json_has_what_the_contract_says_and_nothing_else_is_on_stdout(tmp_path:
         assert finding["evidence"]
 
 
-def test_the_table_names_what_to_do_only_where_something_is_wrong_and_counts() -> None:
+def test_table_names_fixes_only_for_problems_and_counts_the_checks() -> None:
     text = "\n".join(report_lines(Examination("h", _BAD)))
     assert "FAIL   system.output" in text
     assert "fix: `df -h`" in text
@@ -70,7 +70,7 @@ def test_exit_codes_are_those_of_the_contract() -> None:
     ]
 
 
-def test_the_page_is_one_file_without_scripts_or_links_and_escapes_what_it_quotes(tmp_path: Path) -> None:
+def test_page_is_one_file_without_scripts_or_links_and_escapes_quotations(tmp_path: Path) -> None:
     text = html_page(Examination("<h>", _BAD), made="now")
     reader = _Reader()
     reader.feed(text)

@@ -48,7 +48,7 @@ def look(config: Path, *words: str, **named: Any) -> Seen:
 @pytest.mark.makes("config.disk", "pass")
 @pytest.mark.makes("config.packages", "pass")
 @pytest.mark.makes("config.hub", "pass")
-def test_a_config_that_could_start_passes_and_nothing_is_left_in_its_output_dir(run_config: Path) -> None:
+def test_config_that_could_start_passes_and_leaves_no_output_dir(run_config: Path) -> None:
     seen = look(run_config, "track=[tensorboard]")
     assert seen.code == 0, seen.out + seen.err
     for name in ("start", "model", "data", "memory", "disk", "packages", "hub"):
@@ -85,7 +85,7 @@ def test_a_model_without_its_config_fails(run_config: Path, model_dir: Path, tmp
 
 @pytest.mark.makes("config.memory", "fail")
 @pytest.mark.makes("config.disk", "fail")
-def test_a_model_that_is_too_large_fails_for_memory_and_disk_with_both_numbers(
+def test_too_large_model_fails_for_memory_and_disk_with_both_numbers(
     run_config: Path, model_dir: Path, tmp_path: Path
 ) -> None:
     large = tmp_path / "large"

@@ -41,14 +41,15 @@ def test_a_value_that_is_not_understood_is_named_with_those_that_are(tmp_path: P
 
 
 @pytest.mark.makes("settings.values", "fail")
-def test_a_value_with_which_torch_makes_no_group_fails_where_there_are_devices(tmp_path: Path) -> None:
+def test_value_that_torch_cannot_use_fails_if_there_are_devices(tmp_path: Path) -> None:
+    """With such a value, torch makes no process group."""
     answers = {"gpus": TWO_DEVICES, "packages": {"torch": "2.13.0+cu130"}}
     seen = doctor(tmp_path, env={"TORCH_NCCL_BLOCKING_WAIT": "on"}, answers=answers)
     assert (seen.status("settings.values"), seen.code) == ("fail", 6)
 
 
 @pytest.mark.makes("settings.suspicious", "warn")
-def test_obsolete_contradicting_and_unknown_settings_warn_with_what_to_type(tmp_path: Path) -> None:
+def test_obsolete_contradicting_and_unknown_settings_warn_with_a_remedy(tmp_path: Path) -> None:
     env = {
         "NCCL_BLOCKING_WAIT": "1", "NCCL_TIMEOUT": "1800", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_IB_DISABEL": "1",
     }  # fmt: skip

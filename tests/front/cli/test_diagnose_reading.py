@@ -5,7 +5,7 @@ import pytest
 from unisono.front.cli.terminal import ReadingLine
 
 
-def test_where_there_is_no_terminal_a_line_now_and_then_reports_how_far_it_is(
+def test_progress_is_an_occasional_line_without_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = 100.0

@@ -241,7 +241,7 @@ def faults_of(words: list[str], code: int, text: str) -> str:
 
 @pytest.mark.slow
 @of_kinds
-def test_commands_of_the_front_bear_any_file_of_a_run_that_is_something_else(
+def test_front_commands_bear_any_file_of_a_run_being_something_else(
     kind: Callable[[Path], None], run: Path, copies: Path, tmp_path: Path, forks: Forks
 ) -> None:
     wrong = []
@@ -272,7 +272,7 @@ def starting_torch(copy: Path) -> list[tuple[list[str], str]]:
 @pytest.mark.long
 @of_kinds
 @pytest.mark.parametrize("number", range(8))
-def test_commands_that_start_torch_bear_any_file_of_a_run_that_is_something_else(
+def test_commands_that_start_torch_bear_any_file_being_something_else(
     number: int, kind: Callable[[Path], None], run: Path, tmp_path: Path, forks: Forks
 ) -> None:
     out, wrong = tmp_path / "out", []
@@ -371,9 +371,7 @@ def test_commands_of_the_front_bear_a_directory_that_is_gone_and_no_home(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_started_with_closed_streams_trains_and_writes_its_logs(
-    run: Path, tmp_path: Path
-) -> None:
+def test_run_started_with_closed_streams_trains_and_writes_its_logs(run: Path, tmp_path: Path) -> None:
     """As daemons start it.
 
     The numbers of the streams must not go to files of the run, into which ranks would then write.
@@ -457,7 +455,7 @@ def test_a_path_that_this_user_may_not_use_is_refused_with_2(
 
 
 @pytest.mark.slow
-def test_diagnose_reads_pipes_that_are_written_into_and_refuses_what_is_not_a_log(tmp_path: Path) -> None:
+def test_diagnose_reads_pipes_with_a_writer_and_refuses_what_is_not_a_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, why in (
         (tmp_path / "pipe", "a named pipe without a writer"),

@@ -147,7 +147,7 @@ Output().answer(TEXT)
 """
 
 
-def test_an_answer_comes_through_a_pipe_as_it_is_and_is_escaped_on_a_terminal() -> None:
+def test_answer_is_unchanged_in_a_pipe_and_escaped_on_a_terminal() -> None:
     text = f"a{EVIL}\tb\n\u200b\x00 👩\u200d👧 می\u200cخواهم c"
     command = [sys.executable, "-c", f"TEXT = {text!r}\n{_ANSWER}"]
     done = subprocess.run(command, capture_output=True, check=True)

@@ -66,7 +66,7 @@ def test_a_file_is_trained_and_its_config_runs_as_it_is(capsys: pytest.CaptureFi
 
 
 @pytest.mark.processes
-def test_overwrite_output_dir_renames_a_finished_run_and_resumes_an_unfinished_one(
+def test_overwrite_output_dir_renames_finished_and_resumes_unfinished_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("x.yaml").write_text(

@@ -70,9 +70,7 @@ def answer(folder: Path, command: str, out: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_output_where_no_file_can_be_made_is_refused_with_the_reason_before_the_work(
-    cached: Path, command: str
-) -> None:
+def test_unwritable_output_is_refused_with_the_reason_before_the_work(cached: Path, command: str) -> None:
     before = sorted(cached.iterdir())
     for place, reason in PLACES.items():
         code, said = answer(cached, command, f"{place}/x")

@@ -84,7 +84,7 @@ def test_a_setting_that_the_objective_cannot_use_is_refused_with_its_line(
         ("dpo", "optim: {label_smoothing: 0.1}", "", "optim.label_smoothing: objective dpo has no token targets"),
     ],
 )  # fmt: skip
-def test_settings_of_other_sections_that_do_not_go_with_preferences_are_refused(
+def test_settings_of_other_sections_unfit_for_preferences_are_refused(
     capsys: pytest.CaptureFixture[str], objective: str, more: str, data: str, words: str
 ) -> None:
     write(objective, [PAIR], more, data)

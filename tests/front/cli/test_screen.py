@@ -199,7 +199,7 @@ def test_steps_whose_lines_come_together_have_the_rate_of_their_own_times() -> N
     assert "left" not in line.shown[-1][0]
 
 
-def test_after_a_restart_the_rate_counts_from_the_step_that_it_resumed_from() -> None:
+def test_rate_after_a_restart_counts_from_the_resumed_step() -> None:
     clock, line = Clock(), Lines()
     screen = Screen(Output(), line, clock)
     for steps in ((175, 176, 177), (2, 3)):
@@ -312,7 +312,7 @@ def test_without_a_checkpoint_the_end_reports_it(tmp_path: Path) -> None:
     assert lines[1:] == ["there is no checkpoint yet", "next:   the same command starts at step 1"]
 
 
-def test_where_the_directory_was_taken_away_the_end_does_not_report_that_nothing_was_ever_saved(
+def test_end_without_the_directory_does_not_claim_nothing_was_ever_saved(
     tmp_path: Path,
 ) -> None:
     result = {

@@ -70,7 +70,7 @@ def test_a_head_that_is_killed_is_named_by_the_others_alone() -> None:
     assert (rows[0].named_after_s, rows[0].ended_after_s) == (0.5, 1.0)
 
 
-def test_a_victim_that_was_blamed_first_is_not_fixed_by_the_right_name_later() -> None:
+def test_victim_blamed_first_is_not_fixed_by_the_right_name_later() -> None:
     blamed = NamedCause(102.0, 0, "user_code_stuck", (0,), is_end=False)
     row = judge(STOPPED, replace(GOOD, detected=[blamed, NAMED]))
     assert (row.right, row.why) == (False, "reported user_code_stuck, rank 0")
@@ -118,7 +118,8 @@ def test_what_was_skipped_is_reported_and_is_nobodys_fault() -> None:
     assert row.to_json()["skipped"] == "mounts need root"
 
 
-def test_names_are_read_from_verdicts_from_warnings_that_hold_one_and_from_agreed_words() -> None:
+def test_names_are_read_from_verdicts_warnings_and_agreed_words() -> None:
+    """A warning counts if it holds a verdict or has the agreed words."""
     verdict = {"cause": "gil_held", "ranks": [1], "hosts": ["here"], "summary": "rank 1 …"}
     read = {"at": 1.0, "node": 0, "words": ("checkpoint_failed", "not enough space", "No space")}
     ended = named_cause_in({"kind": "verdict", **verdict}, **read)  # type: ignore[arg-type]
@@ -137,7 +138,7 @@ def test_the_json_of_a_row_is_that_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.fault)
-def test_the_table_names_causes_of_the_catalogue_and_asks_for_a_fault_or_for_a_blow(drill: Drill) -> None:
+def test_drill_wants_catalogued_causes_and_has_a_fault_or_a_blow(drill: Drill) -> None:
     assert all(find_cause(cause) for cause in drill.want)
     assert bool(drill.faults) or drill.sandbox is not Sandbox
     assert all(rank < drill.nproc * drill.sandbox().nodes for rank in drill.ranks)

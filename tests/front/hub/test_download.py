@@ -254,9 +254,7 @@ def test_an_impossible_size_is_refused_before_any_download(size: Any, hub: Hub, 
 @pytest.mark.parametrize(
     "sha", ["../../../../../out", "/srv/x", "\x1b]52;c;ZXZpbA==\x07", "main", "", None, 7]
 )
-def test_a_commit_that_is_not_a_digest_is_refused_and_shown_without_control_characters(
-    sha: Any, hub: Hub, tmp_path: Path
-) -> None:
+def test_non_digest_commit_is_refused_without_control_characters(sha: Any, hub: Hub, tmp_path: Path) -> None:
     hub.described["sha"] = sha
     done = download(hub, tmp_path / "home", "a/model")
     assert done.returncode == 2, done.stderr
@@ -309,9 +307,7 @@ def test_names_and_revisions_that_lead_out_of_the_cache_are_refused(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_branch_is_noted_with_its_commit_and_a_note_that_leads_elsewhere_is_not_followed(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_note_of_a_branch_has_its_commit_and_is_not_followed_elsewhere(hub: Hub, tmp_path: Path) -> None:
     got = result(download(hub, tmp_path, "a/model", "--json"))
     note = Path(got["path"]).parents[1] / "refs/main"
     assert note.read_text() == got["commit"]
@@ -335,9 +331,7 @@ def test_of_a_damaged_file_only_what_lies_in_the_cache_is_removed(hub: Hub, tmp_
     assert result(download(hub, home, "a/model", "--json"))["verified"] == 3
 
 
-def test_a_blob_in_the_store_that_repositories_share_is_verified_by_the_digest_of_its_link(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_blob_in_the_shared_store_is_verified_by_the_digest_of_its_link(hub: Hub, tmp_path: Path) -> None:
     blob = cached_blob_of(result(download(hub, tmp_path, "a/model", "--json")))
     shared = tmp_path / "hub/blobs/ab" / "ab".ljust(64, "0")
     shared.parent.mkdir(parents=True)

@@ -106,7 +106,7 @@ def refused(served: Served) -> bool:
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_an_answer_that_outlives_the_grace_or_a_second_signal_is_cut_with_an_error(
+def test_answer_beyond_the_grace_or_a_second_signal_is_cut_with_an_error(
     serve: Serve,
     endless: Path,
     second: bool,  # noqa: FBT001
@@ -132,9 +132,7 @@ def kill_while_answering(served: Served) -> None:
     assert last["error"]["code"] == "model_lost"
 
 
-def test_the_death_of_the_model_is_a_503_then_a_restart_and_the_end_only_if_it_dies_too_often(
-    serve: Serve, endless: Path
-) -> None:
+def test_model_that_dies_is_restarted_and_ends_the_server_if_too_often(serve: Serve, endless: Path) -> None:
     served = serve(endless)
     wanted = served.post(max_tokens=8).body["choices"][0]["text"]
     for _ in range(RESTARTS):
@@ -236,7 +234,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
     assert len(restarts) == 1
 
 
-def test_patience_grows_with_the_longest_forward_and_not_while_the_front_is_stopped() -> None:
+def test_patience_grows_with_the_longest_forward_but_not_with_front_stops() -> None:
     silence = ModelSilence(60.0)
     silence.pass_time(500.0)  # the front itself was stopped, or the machine slept
     assert silence.seconds <= 1.0

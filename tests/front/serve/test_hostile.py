@@ -133,7 +133,7 @@ def test_a_second_server_on_the_port_names_the_first(server: Served) -> None:
     assert "loading" not in done.stderr
 
 
-def test_a_program_that_has_bound_the_port_before_cannot_take_it_while_the_model_is_loaded(
+def test_program_bound_to_the_port_cannot_take_it_while_the_model_loads(
     own_cache: None, endless: Path
 ) -> None:
     with socket.socket() as thief:

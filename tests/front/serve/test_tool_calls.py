@@ -181,9 +181,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
 
 
 @pytest.mark.slow
-def test_the_official_client_reads_the_calls_of_a_trained_model_and_answers_them(
-    serve: Serve, trained: Path
-) -> None:
+def test_official_client_reads_and_answers_the_calls_of_a_trained_model(serve: Serve, trained: Path) -> None:
     served = serve(trained)
 
     def ask(*messages: Any, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def answer(target: object, listening: Any, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "adapter", [{"rank": 4, "alpha": 8}, {"kind": "dora", "rank": 2}, None], ids=["lora", "dora", "full"]
 )
-def test_a_result_its_last_checkpoint_and_plain_transformers_give_the_same_answer(
+def test_result_last_checkpoint_and_transformers_give_the_same_answer(
     train_here: Train, listening: Any, adapter: dict[str, Any] | None
 ) -> None:
     run = train_here(adapter=adapter)
@@ -229,7 +229,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     assert listening.of_kind("answer")[-1]["text"] == answer(model_dir, listening, prompt="call me")["answer"]
 
 
-def test_a_conversation_that_outgrows_the_model_is_reported_and_continues_after_clear(
+def test_turn_that_outgrows_the_model_is_reported_and_the_next_is_answered(
     model_dir: Path, listening: Any
 ) -> None:
     opened = open_for_inference(str(model_dir), report=listening)

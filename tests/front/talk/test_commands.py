@@ -85,7 +85,7 @@ def test_generate_answers_a_file_into_a_file(model_dir: Path, tmp_path: Path) ->
     assert "overwritten" in refused(*words)
 
 
-def test_a_file_for_the_answers_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+def test_unwritable_file_of_answers_is_refused_before_the_model_is_loaded(
     model_dir: Path, rows_file: Path, tmp_path: Path
 ) -> None:
     for out in (tmp_path / "missing" / "answers.jsonl", rows_file / "answers.jsonl", tmp_path):

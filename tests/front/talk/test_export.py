@@ -104,7 +104,7 @@ def test_a_fully_trained_run_exports_its_model(
 
 
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None], ids=["adapter", "model"])
-def test_what_is_exported_of_an_older_step_is_the_result_of_a_run_that_ends_there(
+def test_export_of_an_older_step_equals_the_result_of_a_run_ending_there(
     train_here: Train, tmp_path: Path, listening: Any, adapter: dict[str, Any] | None
 ) -> None:
     same = {"adapter": adapter, "optim": {"lr": 2e-2, "schedule": "constant", "warmup": "0%"}}
@@ -120,7 +120,7 @@ def test_what_is_exported_of_an_older_step_is_the_result_of_a_run_that_ends_ther
 
 
 @pytest.mark.parametrize("what", ["adapter", "merged", "model", "checkpoint"])
-def test_an_export_has_a_list_of_its_files_and_is_verified_where_it_is_read(
+def test_export_lists_its_files_and_is_verified_when_it_is_read(
     train_here: Train, tmp_path: Path, listening: Any, what: str
 ) -> None:
     run = train_here(adapter=None if what == "model" else {"rank": 4})
@@ -227,7 +227,7 @@ def test_an_adapter_on_experts_is_merged_into_each_of_them(
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of its own
 @pytest.mark.parametrize("settings", [{"init": "pissa"}, {"merge": True}], ids=["pissa", "merge"])
-def test_what_cannot_be_stored_for_experts_is_refused_with_the_targets_that_can(
+def test_settings_unfit_for_experts_are_refused_with_targets_that_work(
     train_here: Train, model_dir: Path, settings: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)

@@ -539,7 +539,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("folder", ["model", "my-Phi-3-clone"])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_llama_cpp_splits_conversations_as_a_tokenizer_of_sentencepiece_does(
+def test_llama_cpp_splits_conversations_as_a_sentencepiece_tokenizer_does(
     name: str, folder: str, tmp_path: Path
 ) -> None:
     """llama.cpp has special tokens take the white space after them where the model's name has
@@ -562,7 +562,7 @@ def test_llama_cpp_splits_conversations_as_a_tokenizer_of_sentencepiece_does(
             )
 
 
-def test_spaces_beside_special_tokens_that_llama_cpp_cannot_treat_are_refused(
+def test_spaces_by_special_tokens_that_llama_cpp_cannot_treat_are_refused(
     make_tokenizer: Callable[[], Any], tmp_path: Path
 ) -> None:
     """Without the tokens of Phi-3, no name makes special tokens take the white space after them."""

@@ -147,7 +147,7 @@ def test_the_frequencies_of_sampled_tokens_are_their_probabilities(make_model: M
 
 
 @pytest.mark.parametrize("penalty", [1.2, 0.8])
-def test_a_repetition_penalty_is_that_of_transformers_and_is_the_same_in_a_padded_batch(
+def test_repetition_penalty_is_that_of_transformers_also_in_a_padded_batch(
     make_model: Make, penalty: float
 ) -> None:
     model = make_model()
@@ -166,7 +166,7 @@ def test_a_repetition_penalty_is_that_of_transformers_and_is_the_same_in_a_padde
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_beams_find_what_transformers_finds_and_an_answer_ends_before_its_stop_token(
+def test_beams_match_transformers_and_answers_end_before_the_stop_token(
     make_model: Make, penalty: float
 ) -> None:
     model = make_model()
@@ -226,7 +226,7 @@ def test_the_model_and_all_generators_are_left_as_they_were_found(
     assert model.generation_config.repetition_penalty == 3.0
 
 
-def test_a_repetition_penalty_in_the_models_files_does_not_change_what_greedy_means(make_model: Make) -> None:
+def test_repetition_penalty_in_the_models_files_does_not_change_greedy(make_model: Make) -> None:
     model = make_model()
     plain = generate(model, PROMPTS, max_new_tokens=12, stop_ids=set(), pad_id=0)
     model.generation_config.repetition_penalty = 5.0

@@ -49,7 +49,7 @@ def _on_quantized_base(run: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("step", [None, 4], ids=["result", "checkpoint"])
-def test_a_merged_model_is_dense_and_gives_the_logits_of_the_quantized_base_plus_adapter(
+def test_merged_model_is_dense_with_logits_of_quantized_base_plus_adapter(
     train_here: Train, model_dir: Path, tmp_path: Path, listening: Any, kind: str, step: int | None
 ) -> None:
     run = train_here(
@@ -67,7 +67,7 @@ def test_a_merged_model_is_dense_and_gives_the_logits_of_the_quantized_base_plus
     assert (_logits(unquantized) - wanted).abs().max() > 1e-2 * wanted.std(), "the base is the quantized one"
 
 
-def test_eval_generate_and_export_use_the_quantized_base_with_its_embeddings(
+def test_eval_generate_and_export_use_the_quantized_base_and_embeddings(
     train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any
 ) -> None:
     run = train_here(
@@ -98,7 +98,7 @@ def test_eval_generate_and_export_use_the_quantized_base_with_its_embeddings(
     assert after["loss"] == pytest.approx(figures["loss"], rel=1e-5)
 
 
-def test_files_that_are_quantized_already_are_evaluated_continued_and_merged(
+def test_already_quantized_files_are_evaluated_continued_and_merged(
     train_here: Train, model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any
 ) -> None:
     settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

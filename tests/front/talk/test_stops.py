@@ -54,7 +54,7 @@ def stops_of_llama_cpp(directory: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("adapter", [{"rank": 2}, None], ids=["adapter", "model"])
-def test_result_exports_gguf_and_answers_stop_at_the_tokens_of_the_training(
+def test_result_exports_gguf_and_answers_stop_at_the_training_tokens(
     train_here: Train,
     base_model: set[int],
     tmp_path: Path,

@@ -41,7 +41,7 @@ def test_a_finished_run_gives_its_result_and_its_steps(train_here: Train) -> Non
     assert "2, 4" in error.problems[0].fix
 
 
-def test_an_unfinished_run_gives_its_newest_intact_checkpoint_and_reports_it(train_here: Train) -> None:
+def test_unfinished_run_gives_its_newest_intact_checkpoint_and_reports_it(train_here: Train) -> None:
     run = train_here()
     run.unfinish()
     found = find_target(str(run.directory))
@@ -121,7 +121,7 @@ def cut(file: Path) -> None:
 
 @pytest.mark.parametrize("change", [flip, cut, Path.unlink], ids=["flipped", "cut", "missing"])
 @pytest.mark.parametrize("adapter", [{"rank": 4}, None], ids=["adapter", "model"])
-def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_file_and_tensor(
+def test_altered_file_of_a_result_is_refused_naming_file_and_tensor(
     train_here: Train, listening: Any, change: Callable[[Path], None], adapter: Any
 ) -> None:
     """Weights, config, tokenizer and template: by the run's name and by the directory's.
@@ -164,9 +164,8 @@ def test_a_result_of_which_a_file_is_not_as_it_was_written_is_refused_naming_fil
     assert listening.of_kind("warning") == []
 
 
-def test_a_deliberate_change_is_accepted_without_the_list_and_an_old_run_opens_with_a_word(
-    train_here: Train, listening: Any
-) -> None:
+def test_run_without_its_list_of_files_opens_with_a_warning(train_here: Train, listening: Any) -> None:
+    """So does a deliberate change whose list was deleted, and an old run."""
     run = train_here()
     flip(run.directory / "adapter" / "adapter_model.safetensors")
     (run.directory / "adapter" / MODEL_MANIFEST).unlink()
@@ -177,7 +176,7 @@ def test_a_deliberate_change_is_accepted_without_the_list_and_an_old_run_opens_w
     assert len(listening.of_kind("warning")) == 1
 
 
-def test_the_place_of_the_model_beneath_an_adapter_may_be_edited_and_nothing_else_in_its_settings(
+def test_only_the_base_model_path_in_settings_of_an_adapter_may_be_edited(
     train_here: Train, model_dir: Path, listening: Any
 ) -> None:
     adapter = train_here().directory / "adapter"

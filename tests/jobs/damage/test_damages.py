@@ -50,7 +50,7 @@ def _is_found(specimen: Specimen, root: Path, injected: Injected) -> None:
 
 
 @pytest.mark.parametrize("how", [*OF_A_FILE, *OF_A_DIRECTORY, *IN_PLACE])
-def test_each_damage_to_each_kind_of_file_is_named_and_the_last_intact_checkpoint_is_taken(
+def test_each_damage_of_each_file_kind_is_named_and_last_intact_one_taken(
     specimen: Specimen, how: How, tmp_path: Path
 ) -> None:
     newest = max(specimen.root.glob("step-*")).name
@@ -70,7 +70,7 @@ def test_random_damages_are_all_found(specimen: Specimen, tmp_path: Path) -> Non
         _is_found(specimen, root, damage(specimen, path, chance.choice(files_of(path)), how, chance))
 
 
-def test_a_whole_checkpoint_of_a_different_run_is_named_as_such_and_not_taken(
+def test_whole_checkpoint_of_a_different_run_is_named_and_not_taken(
     specimen: Specimen, tmp_path: Path
 ) -> None:
     root = specimen.copy(tmp_path / "copy")
@@ -83,7 +83,7 @@ def test_a_whole_checkpoint_of_a_different_run_is_named_as_such_and_not_taken(
     assert found.is_as_written
 
 
-def test_a_whole_checkpoint_of_a_different_step_is_named_as_such_and_not_taken(
+def test_whole_checkpoint_of_a_different_step_is_named_and_not_taken(
     specimen: Specimen, tmp_path: Path
 ) -> None:
     root = specimen.copy(tmp_path / "copy")
@@ -96,7 +96,7 @@ def test_a_whole_checkpoint_of_a_different_step_is_named_as_such_and_not_taken(
 
 
 @pytest.mark.parametrize("name", POINTERS)
-def test_there_is_no_pointer_that_could_be_stale_and_a_strangers_is_ignored(
+def test_no_pointer_could_be_stale_and_a_strangers_is_ignored(
     specimen: Specimen, name: str, tmp_path: Path
 ) -> None:
     """Which checkpoint is the newest is read off the directories themselves."""

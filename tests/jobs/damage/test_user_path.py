@@ -75,7 +75,7 @@ def _names_and_goes_on(trained: Trained, job: Job, how: How, *, seed: int) -> No
     assert f"from step {STEPS - 1}" in front.text()
 
 
-def test_a_start_names_the_damage_and_continues_from_the_last_intact_checkpoint(
+def test_start_names_the_damage_and_continues_from_last_intact_checkpoint(
     trained: Trained, again: Job
 ) -> None:
     _names_and_goes_on(trained, again, "flipped bit", seed=3)
@@ -120,7 +120,7 @@ def test_verify_names_the_file_and_the_tensor(trained: Trained, again: Job, how:
 
 
 @pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer-adamw.safetensors", "state.json"])
-def test_a_rank_reads_nothing_of_a_checkpoint_that_was_damaged_after_its_front_looked(
+def test_rank_refuses_a_checkpoint_damaged_after_its_front_looked(
     train_here: Callable[..., RanHere], tmp_path: Path, name: str
 ) -> None:
     run = train_here(directory=tmp_path / "run", duration="4 steps", checkpoint={"every": "2 steps"})

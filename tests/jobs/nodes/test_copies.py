@@ -22,9 +22,7 @@ from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def test_a_storage_that_refuses_ends_every_node_before_step_1_with_the_same_words(
-    ground: Ground, pair: Job
-) -> None:
+def test_refusing_storage_ends_every_node_before_step_1_in_the_same_words(ground: Ground, pair: Job) -> None:
     del ground
     pair.config(checkpoint={"storage": "file:///proc/nowhere"})
     fronts = pair.start_all()
@@ -36,9 +34,7 @@ def test_a_storage_that_refuses_ends_every_node_before_step_1_with_the_same_word
 
 
 @pytest.mark.long
-def test_a_fetch_that_takes_longer_than_the_join_timeout_is_waited_for_with_a_line(
-    ground: Ground, pair: Job
-) -> None:
+def test_fetch_longer_than_the_join_timeout_is_waited_for_with_a_line(ground: Ground, pair: Job) -> None:
     """The child that fetches is stopped for so long; it starts by itself, since a forked one would
     be done before it is found.
     """
@@ -79,7 +75,7 @@ def reaching(job: Job) -> list[psutil.Process]:
 
 
 @pytest.mark.long
-def test_parts_of_nodes_with_disks_of_their_own_end_whole_at_the_head_and_in_the_storage(
+def test_parts_from_own_disks_end_whole_at_the_head_and_in_the_storage(
     networks: Namespaces, trio: Job, caches: Path
 ) -> None:
     """FSDP2: what two nodes stream to the head goes from there to a storage that only the head has,

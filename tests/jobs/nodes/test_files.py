@@ -109,7 +109,7 @@ def test_one_flipped_bit_in_the_weights_of_one_node_is_found(trio: Job, model_di
 
 
 @pytest.mark.slow  # three nodes train after the refusal
-def test_one_flipped_bit_in_the_reference_of_one_node_is_found_and_its_path_may_differ(
+def test_flipped_bit_in_one_nodes_reference_is_found_and_paths_may_differ(
     trio: Job, model_dir: Path, pair_files: tuple[Path, Path]
 ) -> None:
     trio.config(objective="dpo", data={"train": str(pair_files[0])}, duration="1 steps")

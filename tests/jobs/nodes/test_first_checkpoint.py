@@ -15,7 +15,7 @@ from tests.jobs.nodes.network_namespaces import Namespaces, Own
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with_6(
+def test_first_checkpoint_beyond_the_heads_disk_ends_every_node_with_6(
     networks: Namespaces, pair: Job
 ) -> None:
     del networks
@@ -34,9 +34,10 @@ def test_a_first_checkpoint_that_the_heads_disk_cannot_hold_ends_every_node_with
 
 
 @pytest.mark.long  # on one node it is in tests/nproc
-def test_checkpoints_that_cannot_all_fit_on_the_heads_disk_are_the_same_verdict_on_every_node(
+def test_checkpoints_that_cannot_all_fit_give_every_node_the_same_verdict(
     networks: Namespaces, pair: Job
 ) -> None:
+    """It is the head's disk that is too small for them."""
     del networks
     pair.config(
         duration="2000 steps", checkpoint={"every": "20 steps", "keep": 99}, parallel={"strategy": "ddp"}

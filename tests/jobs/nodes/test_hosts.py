@@ -175,7 +175,7 @@ def test_a_killed_rank_on_the_host_is_named_and_the_run_continues(hosts: Hosts) 
     job.wait_gone()
 
 
-def test_a_preempted_host_ends_all_with_a_checkpoint_and_the_same_command_continues(hosts: Hosts) -> None:
+def test_preempted_host_saves_a_checkpoint_and_the_same_command_continues(hosts: Hosts) -> None:
     job = hosts.job
     job.config(duration="40 steps", batch={"global": 8, "micro": 1})
     front = hosts.type()

@@ -34,7 +34,7 @@ def line_with(front: Front, words: str) -> str:
 
 @pytest.mark.fault("the shared storage of the checkpoints does not answer on one node of several")
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_shared_path_that_hangs_on_one_node_is_named_with_it_and_nothing_but_checkpoints_is_lost(
+def test_hung_shared_path_of_one_node_is_named_and_costs_only_checkpoints(
     networks: Namespaces, pair: Job, mounts: ExitStack, node: int
 ) -> None:
     del networks
@@ -60,7 +60,7 @@ def test_a_shared_path_that_hangs_on_one_node_is_named_with_it_and_nothing_but_c
 @pytest.mark.fault(
     "the shared storage of the checkpoints does not answer on one node, and the run is to stop"
 )
-def test_a_run_whose_shared_path_hangs_on_one_node_ends_on_all_in_its_grace_time(
+def test_hung_shared_path_of_one_node_lets_all_nodes_end_in_grace_time(
     networks: Namespaces, pair: Job, mounts: ExitStack
 ) -> None:
     del networks

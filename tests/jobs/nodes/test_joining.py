@@ -194,7 +194,7 @@ def test_a_wrong_token_is_reported_on_both_sides(pair: Job) -> None:
     assert "another" * 8 not in pair.transcript()
 
 
-def test_without_a_token_several_nodes_are_refused_with_the_command_that_makes_one(pair: Job) -> None:
+def test_several_nodes_without_a_token_are_refused_with_how_to_make_one(pair: Job) -> None:
     front = pair.start(0, env={"UNISONO_TOKEN": ""})
     assert front.wait() == 2, front.text()
     assert "UNISONO_TOKEN" in front.text()

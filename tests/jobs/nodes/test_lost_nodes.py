@@ -52,7 +52,7 @@ def test_a_killed_rank_ends_all_nodes_and_is_named_on_each(pair: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("an exception in one rank, two nodes")
-def test_an_exception_in_one_rank_is_named_with_its_place_and_the_others_are_not_blamed(pair: Job) -> None:
+def test_exception_in_one_rank_is_named_and_the_others_are_not_blamed(pair: Job) -> None:
     """Rank 0 loses its peer, and says so in its log; rank 1's own error is what every node
     prints.
     """
@@ -98,7 +98,7 @@ def test_a_rank_that_refuses_ends_all_nodes_with_its_own_words(pair: Job) -> Non
 
 @pytest.mark.fault("a front is killed (kill -9)")
 @pytest.mark.long  # test_restart has it with a run that goes on
-def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_reported(pair: Job) -> None:
+def test_killed_front_takes_its_ranks_and_the_other_node_reports_it(pair: Job) -> None:
     fronts = training(pair)
     moment = time.monotonic()
     fronts[1].signal(signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_front_that_is_killed_takes_its_ranks_and_the_others_are_reported(pair
 
 
 @pytest.mark.fault("the head is killed (kill -9)")
-def test_without_the_head_the_others_end_report_it_and_write_down_how_far_it_is(pair: Job) -> None:
+def test_without_the_head_the_others_end_report_it_and_record_the_progress(pair: Job) -> None:
     fronts = training(pair, json=True, step=5)
     moment = time.monotonic()
     fronts[0].signal(signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_without_the_head_the_others_end_report_it_and_write_down_how_far_it_is(
 
 @pytest.mark.fault("a front is stopped for 8 s and more, and continued")
 @pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_a_front_that_was_stopped_reports_what_the_others_have_reported_of_it(pair: Job, node: int) -> None:
+def test_stopped_front_reports_what_the_others_have_reported_of_it(pair: Job, node: int) -> None:
     fronts = training(pair)
     fronts[node].signal(signal.SIGSTOP)
     assert fronts[1 - node].wait(limit_s=60) == 4, pair.transcript()
@@ -161,12 +161,12 @@ def stopped(job: Job, node: int, number: signal.Signals, code: int, outcome: str
     return step
 
 
-def test_ctrl_c_on_the_head_ends_all_nodes_after_the_same_step_with_a_checkpoint(pair: Job) -> None:
+def test_ctrl_c_on_the_head_saves_and_ends_all_nodes_after_the_same_step(pair: Job) -> None:
     stopped(pair, 0, signal.SIGINT, 130, "interrupted")
 
 
 @pytest.mark.long
-def test_sigterm_on_a_different_node_does_the_same_and_the_same_command_continues(pair: Job) -> None:
+def test_sigterm_on_another_node_does_the_same_and_same_command_continues(pair: Job) -> None:
     more = stopped(pair, 1, signal.SIGTERM, 75, "preempted") + 2
     assert together(pair.start_all(f"duration={more} steps")) == [0, 0], pair.transcript()
     assert [line["step"] for line in pair.metrics()] == list(range(1, more + 1))
@@ -184,7 +184,7 @@ def test_a_second_start_is_refused_while_the_first_one_runs(pair: Job) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_rank_continues_from_the_checkpoint_where_restarts_are_allowed(pair: Job) -> None:
+def test_killed_rank_continues_from_the_checkpoint_if_restarts_are_allowed(pair: Job) -> None:
     pair.config(duration="400 steps", checkpoint={"every": "3 steps"}, restarts=1)
     fronts = pair.start_all()
     pair.waits_for_step(8)

@@ -67,9 +67,7 @@ def test_closed_ephemeral_ports_between_two_nodes_are_named(firewalls: Namespace
 
 
 @pytest.mark.fault("one-way link")
-def test_a_way_that_is_open_in_one_direction_only_is_named_with_its_direction(
-    firewalls: Namespaces, trio: Job
-) -> None:
+def test_way_open_in_one_direction_only_is_named_with_its_direction(firewalls: Namespaces, trio: Job) -> None:
     firewalls.drop(2, "-p", "tcp", "--syn", "-s", firewalls.address(1))
     fronts = trio.start_all()
     verdict = refused(fronts, "address_unreachable")

@@ -17,7 +17,7 @@ from unisono.trainer.checkpoint.retention import row_of
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def test_parts_of_three_nodes_end_whole_at_the_head_and_a_killed_run_continues_from_there(
+def test_parts_of_three_nodes_end_whole_at_the_head_also_after_a_kill(
     networks: Namespaces, trio: Job, caches: Path
 ) -> None:
     del networks

@@ -65,7 +65,7 @@ def test_the_last_step_is_saved_beside_a_removed_directory_of_the_head(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_removed_directory_of_a_member_ends_the_run_and_the_head_keeps_the_last_step(
+def test_removed_directory_of_a_member_ends_all_and_the_head_saves_a_step(
     networks: Namespaces, pair: Job, strategy: str
 ) -> None:
     del networks
@@ -83,7 +83,7 @@ def test_a_removed_directory_of_a_member_ends_the_run_and_the_head_keeps_the_las
     pair.wait_gone()
 
 
-def test_a_member_whose_directory_is_replaced_ends_the_run_on_all_nodes_and_writes_nothing_there(
+def test_replaced_directory_of_a_member_ends_all_nodes_and_stays_untouched(
     networks: Namespaces, pair: Job
 ) -> None:
     del networks
@@ -97,7 +97,7 @@ def test_a_member_whose_directory_is_replaced_ends_the_run_on_all_nodes_and_writ
     pair.wait_gone()
 
 
-def test_a_head_whose_directory_is_replaced_ends_the_run_on_all_nodes_and_no_node_writes_there(
+def test_replaced_directory_of_the_head_ends_all_nodes_and_stays_untouched(
     pair: Job,
 ) -> None:
     fronts, (out, _) = train(pair, apart=False, strategy="ddp")

@@ -134,7 +134,7 @@ def test_whoever_gets_the_signal_every_node_ends_alike_with_a_checkpoint(
 
 
 @pytest.mark.long
-def test_three_nodes_of_which_one_is_taken_away_save_and_the_same_command_continues(trio: Job) -> None:
+def test_losing_one_of_three_nodes_saves_and_the_same_command_continues(trio: Job) -> None:
     trio.config(duration="30 steps", restarts=0, checkpoint={"every": "10 steps"})
     fronts = trio.start_all()
     trio.waits_for_step(4)
@@ -197,7 +197,7 @@ def test_a_node_that_is_stopped_before_there_are_ranks_ends_all_alike(pair: Job,
 
 
 @pytest.mark.long
-def test_a_head_that_goes_first_after_all_were_asked_is_not_a_fault_of_the_others(pair: Job) -> None:
+def test_head_that_goes_first_after_all_were_asked_is_nobodys_fault(pair: Job) -> None:
     """Machines are taken back one after the other."""
     fronts = training(pair)
     pair.ranks()[1].send_signal(signal.SIGSTOP)

@@ -98,7 +98,7 @@ def test_a_run_continues_without_the_node_that_was_lost(trio: Job, job_of: Any) 
 
 
 @pytest.mark.long
-def test_a_job_that_needs_all_its_nodes_ends_with_one_and_reports_how_it_would_continue(trio: Job) -> None:
+def test_job_that_needs_all_its_nodes_ends_and_reports_how_to_continue(trio: Job) -> None:
     prepared(trio)
     fronts = trio.start_all("duration=5000 steps", json=False)
     trio.waits_for_step(3)
@@ -112,9 +112,7 @@ def test_a_job_that_needs_all_its_nodes_ends_with_one_and_reports_how_it_would_c
 
 @pytest.mark.long
 @pytest.mark.fault("one of three nodes never comes, --nodes 2:3")
-def test_enough_nodes_start_when_the_time_is_over_and_one_that_is_late_is_not_let_in(
-    trio: Job, job_of: Any
-) -> None:
+def test_enough_nodes_start_at_the_timeout_and_a_late_one_is_not_let_in(trio: Job, job_of: Any) -> None:
     rows = prepared(trio)
     words = (*EITHER, "--join-timeout", "15")
     slow = {"rank": 0, "step": 2, "seconds": 0.3}  # the late one is to find a run that goes on
@@ -151,7 +149,7 @@ def test_a_node_that_is_cut_off_ends_by_itself_and_the_others_continue(
 
 @pytest.mark.long
 @pytest.mark.fault("a process of the ranks before still lives")
-def test_a_node_on_which_old_ranks_live_is_named_on_all_nodes_and_nothing_is_started(pair: Job) -> None:
+def test_node_with_old_ranks_is_named_on_all_nodes_and_nothing_is_started(pair: Job) -> None:
     """What stays alive is a stand-in for a rank that waits in the kernel: it has a rank's command
     line, and nobody kills it.
     """

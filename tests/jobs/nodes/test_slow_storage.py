@@ -47,7 +47,7 @@ def slow_to_the_head(networks: Namespaces, node: int) -> None:
 
 
 @pytest.mark.fault("the way to the head's disk is slow, and a checkpoint takes longer than any limit")
-def test_the_last_checkpoint_comes_though_its_way_takes_longer_than_others_are_waited_for(
+def test_last_checkpoint_comes_though_its_way_exceeds_the_usual_patience(
     networks: Namespaces, pair: Job, tmp_path: Path
 ) -> None:
     pair.config(

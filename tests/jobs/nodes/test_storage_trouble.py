@@ -72,7 +72,7 @@ def silent(disk: Disk) -> Callable[[], None]:
     ],
     ids=["full", "read-only", "silent"],
 )
-def test_problem_with_one_nodes_disk_is_reported_with_its_rank_and_training_continues(
+def test_trouble_with_one_nodes_disk_names_its_rank_and_training_continues(
     networks: Namespaces, pair: Job, mounts: ExitStack, tmp_path: Path, harm: Callable[[Disk], Callable[[], None]], words: str
 ) -> None:  # fmt: skip
     del networks

@@ -50,7 +50,7 @@ def job(tmp_path: Path, model_dir: Path, rows_file: Path, caches: Path) -> Itera
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_stopping_the_container_ends_the_run_with_a_checkpoint_and_it_continues(job: Job) -> None:
+def test_stopping_the_container_saves_a_checkpoint_and_the_run_continues(job: Job) -> None:
     """The kernel keeps from process 1 every signal that it has not asked for."""
     job.config(duration="30 steps", checkpoint={"every": "10 steps"})
     front = job.start(0, "--nproc", "2", topology=False, json=False)
@@ -70,7 +70,7 @@ def test_stopping_the_container_ends_the_run_with_a_checkpoint_and_it_continues(
     assert [line["step"] for line in job.metrics()] == list(range(1, 31))
 
 
-def test_the_image_is_made_of_files_that_are_here_and_of_extras_that_there_are() -> None:
+def test_dockerfile_copies_existing_files_and_has_a_supported_python() -> None:
     lines = (ROOT / "examples/container/Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert copied

@@ -57,7 +57,7 @@ def test_the_rank_that_ended_is_named_and_the_other_does_not_outlive_it(
 
 
 @pytest.mark.long
-def test_rank_0_that_leaves_a_step_early_does_not_make_it_a_run_that_came_to_its_end(solo: Job) -> None:
+def test_rank_0_that_leaves_a_step_early_does_not_complete_the_run(solo: Job) -> None:
     solo.config(duration="40 steps", restarts=0)
     answers = {"faults": {"one_step_less": [0]}}
     front = solo.start(0, "--nproc", "2", topology=False, answers=answers)

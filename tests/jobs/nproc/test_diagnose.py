@@ -36,7 +36,7 @@ def training(job: Job, env: dict[str, str] | None = None) -> Front:
     return front
 
 
-def test_a_run_whose_front_was_killed_is_distinguished_from_its_ranks_events_and_how_to_continue(
+def test_killed_front_is_told_from_events_of_ranks_with_how_to_continue(
     solo: Job,
 ) -> None:
     front = training(solo)
@@ -73,7 +73,7 @@ def test_the_verdict_that_the_run_left_is_given_as_it_is(solo: Job) -> None:
 
 
 @pytest.mark.long
-def test_an_exception_is_found_in_the_events_where_the_front_left_no_verdict(solo: Job) -> None:
+def test_exception_is_found_in_events_if_the_front_left_no_verdict(solo: Job) -> None:
     front = training(solo, INJECTED)
     solo.ranks()[1].send_signal(injected.RAISE)
     front.wait(limit_s=60)

@@ -39,9 +39,8 @@ def saved(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
-def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_reports_what_all_of_them_take(
-    solo: Job, strategy: str
-) -> None:
+def test_first_checkpoint_and_its_copy_are_read_back_and_reported(solo: Job, strategy: str) -> None:
+    """The line also reports what all checkpoints of the run will take."""
     storage = f"file://{solo.folder}/copies"
     solo.config(
         duration=LONG, checkpoint={"every": "500 steps", "keep": 1, "storage": storage}, parallel={"strategy": strategy}
@@ -68,7 +67,7 @@ def test_the_first_checkpoint_and_its_copy_are_read_back_and_the_run_reports_wha
 
 
 @pytest.mark.long
-def test_a_run_that_continues_rehearses_only_where_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
+def test_continued_run_rehearses_only_if_its_ranks_are_laid_out_otherwise(solo: Job) -> None:
     solo.config(duration="2 steps")
     assert solo.start(0, topology=False).wait() == 0, solo.transcript()
     solo.config(duration="4 steps", checkpoint={"every": "100 steps"})
@@ -84,9 +83,10 @@ def size_of_one(job: Job) -> int:
     return sum(file.stat().st_size for file in newest.iterdir())
 
 
-def test_without_it_nothing_is_saved_before_its_time_and_with_it_checkpoints_that_cannot_all_fit_are_refused(
+def test_checkpoints_that_cannot_all_fit_are_refused_after_the_first_one(
     solo_of: Callable[[], Job],
 ) -> None:
+    """Without the first checkpoint, nothing is saved before its time."""
     without, job = solo_of(), solo_of()
     assert start(without, "--no-first-checkpoint").wait() == 0
     assert saved(without) == [2, 4]
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_comes_back_otherwise_ends_the_run_with_7(
 
 
 @pytest.mark.long  # without ranks it is in tests/jobs/runs/test_storage_trial.py
-def test_a_copy_that_comes_back_otherwise_ends_the_run_with_7_and_no_longer_counts(
+def test_copy_that_reads_back_differently_ends_with_7_and_does_not_count(
     solo: Job,
 ) -> None:
     """The disk of the storage flips a byte of the first copy."""

@@ -105,7 +105,7 @@ def preempted(job: Job, front: Front, *, within_s: float) -> int:
         pytest.param(to_all(signal.SIGUSR1), id="SIGUSR1 to all at once", marks=pytest.mark.long),
     ],
 )
-def test_whoever_gets_the_signal_all_ranks_save_after_the_same_step_and_the_run_continues_bit_equal(
+def test_whoever_gets_the_signal_all_save_one_step_and_continue_bit_equal(
     solo: Job, undisturbed: list[float], strike: Strike
 ) -> None:
     front = start(configure(solo), paced=True)
@@ -192,9 +192,7 @@ def leaves_without_saving(job: Job, *, again: bool) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the deadline", "a second signal"])
-def test_ranks_that_cannot_save_are_ended_by_the_deadline_or_by_a_second_signal(
-    solo: Job, *, again: bool
-) -> None:
+def test_ranks_that_cannot_save_are_ended_by_deadline_or_second_signal(solo: Job, *, again: bool) -> None:
     leaves_without_saving(solo, again=again)
 
 

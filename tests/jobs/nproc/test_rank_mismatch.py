@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
     ],
     ids=["one row more", "unseeded split", "flipped weight bit", "another tokenizer"],
 )
-def test_a_rank_that_would_train_on_something_else_is_found_before_the_first_collective(
+def test_rank_training_on_something_else_is_found_before_a_collective(
     solo: Job, faults: dict[str, Any], cause: str
 ) -> None:
     """Seed 4 of the field: a split drawn on each rank without a seed hangs at the end of an
@@ -51,7 +51,7 @@ def test_a_rank_that_would_train_on_something_else_is_found_before_the_first_col
     [pytest.param(2, (), marks=pytest.mark.long), (3, (1,))],
     ids=["a tie", "one of three"],
 )
-def test_a_rank_that_would_compare_with_another_reference_is_found_before_step_1(
+def test_rank_comparing_with_another_reference_is_found_before_step_1(
     solo: Job, pair_files: tuple[Path, Path], ranks: int, culprits: tuple[int, ...]
 ) -> None:
     solo.config(

@@ -170,7 +170,7 @@ def test_no_step_is_lost_and_the_end_is_that_of_an_undisturbed_run(
     ],
     ids=["shards", "replicas", "shards, often", "replicas, often"],
 )
-def test_no_step_is_lost_to_a_rank_that_stalls_until_the_watch_ends_the_ranks(
+def test_no_step_is_lost_to_a_stalled_rank_until_the_watch_ends_the_ranks(
     solo_of: Callable[[], Job], strategy: str, stops: int
 ) -> None:
     restarts = goes_through(solo_of, 2, strategy, [stop_any] * stops)
@@ -206,9 +206,10 @@ def measured(job: Job) -> dict[str, Any]:
     return next((message for message in messages if message["kind"] == "kept"), {})
 
 
-def test_where_it_costs_too_much_fewer_steps_are_kept_and_a_death_costs_no_more_than_the_plan_reports(
+def test_costly_steps_are_kept_less_often_and_a_death_costs_as_planned(
     solo: Job,
 ) -> None:
+    """The plan reports what a death costs at most."""
     configure(solo, restarts=1)
     solo.config(
         adapter={"rank": 256, "dropout": 0.0}, batch={"global": 1, "micro": 1}, checkpoint={"every": "1000 steps"},

@@ -34,7 +34,7 @@ def saved(front: Front) -> dict[int, float]:
 
 
 @pytest.mark.fault("a save without memory for copies takes longer than the process group is patient")
-def test_a_save_that_reads_the_live_weights_is_waited_for_in_turns_by_all_ranks(solo: Job) -> None:
+def test_save_that_reads_live_weights_is_waited_for_in_turns_by_all_ranks(solo: Job) -> None:
     """Thirty minutes of patience and a save of hours; here twenty seconds, and fifty."""
     solo.config(duration="4 steps", restarts=0, checkpoint={"every": "2 steps"}, parallel={"strategy": "ddp"})
     limits = {

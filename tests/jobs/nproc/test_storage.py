@@ -22,7 +22,7 @@ def start(job: Job, *words: str) -> Front:
     return job.start(0, "--nproc", "2", *words, topology=False, json=False)
 
 
-def test_two_ranks_continue_elsewhere_from_the_copies_as_if_nothing_had_been(
+def test_two_ranks_continue_elsewhere_from_copies_as_if_undisturbed(
     solo_of: Callable[[], Job], tmp_path: Path
 ) -> None:
     """Preempted after step 7; the next job has the config, the rows, the model and the key, but

@@ -106,7 +106,7 @@ def test_a_full_disk_costs_the_new_checkpoint_and_nothing_else(
 @pytest.mark.parametrize(
     "world", [(1, "auto"), pytest.param((2, "fsdp"), marks=pytest.mark.long)], ids=["one rank", "fsdp"]
 )
-def test_a_run_that_is_stopped_and_could_save_nothing_ends_with_the_full_disk_as_its_verdict(
+def test_stopped_run_that_saved_nothing_has_the_full_disk_as_its_verdict(
     solo: Job, mounts: ExitStack, world: tuple[int, str]
 ) -> None:
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_and_could_save_nothing_ends_with_the_full_disk_as
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [(1, "auto"), (2, "fsdp")], ids=["one rank", "fsdp"])
-def test_where_only_the_checkpoints_find_no_room_the_run_ends_well_with_its_weights(
+def test_run_without_room_for_checkpoints_still_ends_with_its_weights(
     solo: Job, mounts: ExitStack, world: tuple[int, str]
 ) -> None:
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=2 * MIB))
@@ -140,9 +140,7 @@ def test_where_only_the_checkpoints_find_no_room_the_run_ends_well_with_its_weig
 
 
 @pytest.mark.long
-def test_where_not_even_the_weights_fit_it_is_reported_and_the_same_command_continues_after_making_room(
-    solo: Job, mounts: ExitStack
-) -> None:
+def test_run_whose_weights_do_not_fit_continues_after_making_room(solo: Job, mounts: ExitStack) -> None:
     disk = mounts.enter_context(in_memory(solo.out, size=4 * MIB))
     front = start(solo, (1, "auto"), duration="60 steps")
     newer(solo, "")
@@ -158,7 +156,7 @@ def test_where_not_even_the_weights_fit_it_is_reported_and_the_same_command_cont
 
 @pytest.mark.fault("the storage turns read-only while a checkpoint is written")
 @pytest.mark.parametrize("world", CHEAPEST)
-def test_a_directory_that_turns_read_only_costs_the_new_checkpoint_and_nothing_else(
+def test_directory_that_turns_read_only_costs_only_the_new_checkpoint(
     solo: Job, mounts: ExitStack, world: tuple[int, str]
 ) -> None:
     disk = mounts.enter_context(in_memory(solo.out / "checkpoints", size=8 * MIB))
@@ -218,7 +216,7 @@ def test_a_rank_that_not_even_sigkill_ends_is_not_waited_for(
 
 @pytest.mark.fault("the whole output_dir does not answer")
 @pytest.mark.parametrize("world", CHEAPEST)
-def test_where_no_step_can_be_kept_the_run_ends_and_reports_why_and_continues_later(
+def test_run_that_can_keep_no_step_ends_with_a_reason_and_continues_later(
     solo: Job, mounts: ExitStack, world: tuple[int, str], tmp_path: Path
 ) -> None:
     """Nobody waits for ever: the ranks, their front, and the shell that waits for it."""

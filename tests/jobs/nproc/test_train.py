@@ -28,7 +28,7 @@ def train(job: Job, *words: str, **named: object) -> Job:
     return job
 
 
-def test_two_ranks_train_and_leave_a_whole_record_whatever_a_different_launcher_left(solo: Job) -> None:
+def test_two_ranks_leave_a_whole_record_despite_leftovers_of_a_launcher(solo: Job) -> None:
     """Seed 3: with these variables, other trainers wait for ranks that nobody starts."""
     train(solo, "--nproc", "2", env=LEFTOVERS)
     assert [line["step"] for line in solo.metrics()] == [1, 2, 3, 4]
@@ -60,7 +60,7 @@ def test_two_ranks_train_and_leave_a_whole_record_whatever_a_different_launcher_
     assert not (solo.out / "verdict.json").exists()
 
 
-def test_a_node_that_is_alone_and_has_too_few_open_files_is_unfit_and_disagrees_with_nobody(
+def test_lone_node_with_too_few_open_files_is_unfit_and_does_not_disagree(
     solo: Job,
 ) -> None:
     words = [sys.executable, "-m", "unisono", "train", "c.yaml", "--nproc", "2"]
@@ -93,7 +93,7 @@ def test_batches_that_do_not_divide_train_what_one_rank_trains(
 
 
 @pytest.mark.long
-def test_what_a_different_launcher_left_makes_no_process_group_for_one_device(solo: Job) -> None:
+def test_leftovers_of_a_launcher_make_no_process_group_for_one_device(solo: Job) -> None:
     train(solo, "--nproc", "1", env=LEFTOVERS)
     plan = solo.read("plan.json")
     assert (plan["world_size"], plan["strategy"]) == (1, "single")

@@ -107,7 +107,7 @@ def test_a_stopped_rank_on_a_different_node_is_named(cluster: RayCluster, config
     cluster.nothing_left()
 
 
-def test_a_node_that_is_lost_beside_the_heads_is_named_and_the_run_continues_without_it(
+def test_lost_node_beside_the_heads_is_named_and_run_continues_without_it(
     cluster: RayCluster, config: Config
 ) -> None:
     path = config(cluster, duration="60 steps")
@@ -166,7 +166,7 @@ _LONGER_THAN_IT_TAKES = (  # Ray's monitor needs seconds, and 200 steps six of t
 )
 
 
-def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_continues(
+def test_rays_memory_monitor_on_the_heads_node_is_named_and_run_continues(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:
     memory = small(1)
@@ -185,7 +185,7 @@ def test_rays_memory_monitor_on_the_heads_node_is_named_and_the_run_continues(
     cluster.nothing_left()
 
 
-def test_rays_memory_monitor_on_a_different_node_is_the_verdict_and_the_run_continues_without_it(
+def test_rays_memory_monitor_on_another_node_is_named_and_run_continues(
     cluster: RayCluster, config: Config, small: Callable[[int], SmallMemory]
 ) -> None:
     """The head sees a connection that closes; why, Ray says to the driver a moment later."""
@@ -209,7 +209,7 @@ def test_rays_memory_monitor_on_a_different_node_is_the_verdict_and_the_run_cont
     cluster.nothing_left()
 
 
-def test_a_driver_with_a_different_ray_or_python_is_refused_with_both_versions(
+def test_driver_with_another_ray_or_python_is_refused_with_both_versions(
     cluster: RayCluster, config: Config, other_python: str
 ) -> None:
     front = cluster.type(

@@ -46,7 +46,7 @@ def ended(reported: Verdict | None) -> Ending:
     return with_launcher_cause(ending_of(attempt, two), attempt, two, Told())
 
 
-def test_a_node_whose_memory_is_over_is_named_with_its_ranks_and_rays_words() -> None:
+def test_node_out_of_memory_is_named_with_its_ranks_and_rays_words() -> None:
     ending = ended(lost(OF_MEMORY))
     assert ending.verdict is not None
     verdict = ending.verdict
@@ -61,7 +61,7 @@ def test_a_node_whose_memory_is_over_is_named_with_its_ranks_and_rays_words() ->
     assert "running low on memory" in verdict.evidence[0].text
 
 
-def test_of_a_node_that_has_left_the_cluster_ray_is_cited_and_the_verdict_is_the_heads() -> None:
+def test_node_that_left_the_cluster_has_the_heads_verdict_and_cites_ray() -> None:
     ending, alone = ended(lost("The actor died because its node has died.")), ended(None)
     assert ending.verdict is not None
     assert alone.verdict is not None

@@ -61,9 +61,7 @@ def test_a_log_is_brought_by_whole_lines_and_at_the_end_to_its_last_byte(disks: 
 
 
 @pytest.mark.parametrize("lines", [40, 2])
-def test_a_log_that_was_cut_is_brought_again_also_when_it_has_grown_again_meanwhile(
-    disks: Disks, lines: int
-) -> None:
+def test_truncated_log_is_brought_again_even_if_it_has_grown_again(disks: Disks, lines: int) -> None:
     disks.write("metrics.jsonl", "".join(f'{{"step": {n}}}\n' for n in range(20)))
     disks.mirror.sync()
     text = "".join(f'{{"step": {n}, "again": true}}\n' for n in range(lines))
@@ -74,7 +72,7 @@ def test_a_log_that_was_cut_is_brought_again_also_when_it_has_grown_again_meanwh
     assert disks.read("metrics.jsonl") == text
 
 
-def test_a_checkpoint_is_here_whole_or_not_at_all_and_goes_when_it_is_pruned_there(disks: Disks) -> None:
+def test_checkpoint_is_mirrored_whole_or_not_at_all_and_goes_when_pruned(disks: Disks) -> None:
     disks.write("checkpoints/step-00000002.tmp-0a1b/weights.safetensors", "half")
     disks.mirror.sync()
     assert disks.names() == []
@@ -113,7 +111,7 @@ def test_what_is_lost_there_is_not_lost_here(disks: Disks) -> None:
     assert disks.names() == kept
 
 
-def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silent_is_reported(
+def test_slow_node_is_followed_on_and_one_that_stays_silent_is_reported(
     disks: Disks,
 ) -> None:
     class Slow(NodeActor):
@@ -138,7 +136,7 @@ def test_a_node_that_is_slow_for_a_while_is_followed_on_and_one_that_stays_silen
 
 
 @pytest.mark.parametrize("name", ["../precious", "/etc/x", "checkpoints/step-00000002/../../../precious"])
-def test_a_file_that_a_node_lists_outside_the_directory_is_not_written_here(name: str, disks: Disks) -> None:
+def test_file_listed_outside_the_directory_is_not_written_here(name: str, disks: Disks) -> None:
     class Astray(NodeActor):
         def listing(self, root: str) -> dict[str, tuple[int, int, int]]:
             return {**super().listing(root), name: (1, 1, 1)}

@@ -19,7 +19,7 @@ def cluster(cluster_of: Callable[[list[int]], RayCluster]) -> RayCluster:
     return cluster_of([2])
 
 
-def test_two_ranks_train_on_ray_and_their_run_is_whole_where_the_command_was_typed(
+def test_two_ranks_on_ray_leave_a_whole_run_at_the_place_of_the_command(
     cluster: RayCluster, config: Config
 ) -> None:
     path = config(cluster)

@@ -148,7 +148,7 @@ def test_where_rays_head_is_gone_the_run_is_saved_and_ends(whole: Whole, body: d
     whole.nothing_left((1, 2))
 
 
-def test_where_rays_head_takes_our_connection_with_it_its_loss_is_the_verdict_all_the_same(
+def test_loss_of_rays_head_is_the_verdict_though_it_takes_our_connection(
     whole: Whole, body: dict[str, Any]
 ) -> None:
     cluster = whole.cluster

@@ -35,9 +35,10 @@ def steps_in(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_run_is_whole_where_it_was_typed_though_its_ranks_were_on_other_disks(
+def test_run_is_whole_at_the_place_of_its_command_despite_other_disks(
     cluster: RayCluster, config: Config
 ) -> None:
+    """Its ranks write to the disks of their own nodes."""
     path = config(cluster)
     front = cluster.type("train", path, *_TWO)
     assert front.wait(limit_s=_LIMIT_S) == 0, front.text()

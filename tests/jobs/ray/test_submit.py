@@ -64,7 +64,7 @@ class Jobs:
         return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_submitted_folder_trains_on_other_nodes_and_the_run_is_whole_on_the_head(
+def test_submitted_folder_trains_on_other_nodes_and_is_whole_on_the_head(
     cluster: RayCluster, model_dir: Path, rows_file: Path
 ) -> None:
     jobs = Jobs(cluster, model=model_dir, rows=rows_file)

@@ -83,7 +83,7 @@ def _says_what_is_not_to_the_bit(front: Front, layouts: list[Layout]) -> None:
         pytest.param([DDP, FSDP, DDP], id="ddp to fsdp to ddp", marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_changes_its_ranks_takes_the_same_rows_as_the_undisturbed_one(
+def test_run_that_changes_its_ranks_takes_the_rows_of_the_undisturbed_one(
     job_of: JobOf, reference: Reference, layouts: list[Layout]
 ) -> None:
     _chain(job_of, layouts, reference)

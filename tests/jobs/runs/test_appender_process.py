@@ -42,7 +42,7 @@ def keep_adding(appender: Appender, line: bytes) -> None:
         time.sleep(0.001)
 
 
-def test_lines_come_after_what_was_there_in_their_order_and_only_their_owner_reads_them(
+def test_lines_are_appended_in_order_and_only_their_owner_reads_them(
     tmp_path: Path,
 ) -> None:
     first, second = tmp_path / "it's a log.times", tmp_path / "new.times"
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_written_is_reported_once_with_the_reason(tmp_path
         appender.close()
 
 
-def test_one_that_does_not_answer_is_waited_for_neither_while_it_is_written_nor_at_the_end(
+def test_file_that_does_not_answer_delays_neither_the_writing_nor_the_end(
     tmp_path: Path,
 ) -> None:
     """A pipe without a reader stands for the disk: the process waits in open()."""

@@ -37,9 +37,10 @@ def died(front: Any) -> Any:
     return front
 
 
-def test_what_makes_a_different_run_is_refused_at_once_and_typing_what_it_reports_continues(
+def test_changes_that_make_a_different_run_are_refused_until_allowed(
     died: Any,
 ) -> None:
+    """They are refused before anything is touched, with the words that continue."""
     before = contents(died.out)
     overrides = ("optim.lr=1e-3", "seed=4", "checkpoint.keep=5")
     done = died.run(*overrides)
@@ -111,7 +112,7 @@ def test_what_costs_only_exactness_continues_with_a_line_that_reports_why(died: 
     assert "losses may not be bit-exact" in reported["torch"]
 
 
-def test_a_different_number_of_ranks_reports_on_the_first_screen_what_is_the_same_and_what_is_not(
+def test_different_number_of_ranks_reports_what_is_and_is_not_the_same(
     died: Any,
 ) -> None:
     done = died.run("--nproc", "2", "--dry-run")
@@ -125,7 +126,8 @@ def test_a_different_number_of_ranks_reports_on_the_first_screen_what_is_the_sam
     assert "strategy is fsdp, and was single: the same rows in the same order" in cut.stdout
 
 
-def test_an_unknown_word_is_refused_with_the_nearest_key_and_an_unneeded_one_is_reported(died: Any) -> None:
+def test_allow_refuses_unknown_words_and_reports_unneeded_ones(died: Any) -> None:
+    """A refusal names the nearest key."""
     before = contents(died.out)
     done = died.run("--allow", "optim.lrr")
     assert done.returncode == 2
@@ -140,9 +142,10 @@ LONGER = ("--resume", "duration=5 steps")
 
 
 @pytest.mark.slow
-def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can_be_allowed(
+def test_changed_data_model_and_tokenizer_are_refused_until_each_allowed(
     finished: Any,
 ) -> None:
+    """They are refused together."""
     finished.change_rows()
     finished.change_weights()
     finished.change_tokenizer()
@@ -165,9 +168,10 @@ def test_data_model_and_tokenizer_that_changed_are_refused_together_and_each_can
 
 
 @pytest.mark.slow
-def test_a_model_of_a_different_shape_is_refused_though_it_was_allowed_and_the_run_is_as_it_was(
+def test_model_of_a_different_shape_is_refused_though_it_was_allowed(
     finished: Any,
 ) -> None:
+    """The run stays as it was."""
     config = json.loads((finished.model / "config.json").read_text())
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -188,9 +192,7 @@ def test_a_model_of_a_different_shape_is_refused_though_it_was_allowed_and_the_r
 
 
 @pytest.mark.slow
-def test_files_that_were_moved_continue_and_a_setting_that_was_allowed_has_its_effect(
-    finished: Any, straight: Any
-) -> None:
+def test_moved_files_continue_and_an_allowed_setting_has_its_effect(finished: Any, straight: Any) -> None:
     finished.rows.rename(finished.folder / "moved.jsonl")
     moved = f"data.train={finished.folder / 'moved.jsonl'}"
     done = finished.train(*LONGER, moved, "optim.weight_decay=200.0", "--allow", "optim.weight_decay")
@@ -232,7 +234,7 @@ def _all_well(job: Job, words: list[tuple[str, ...]]) -> None:
     job.wait_gone()
 
 
-def test_a_longer_schedule_that_raises_the_learning_rate_is_told_with_both_rates(front: Any) -> None:
+def test_longer_schedule_that_raises_the_learning_rate_names_both_rates(front: Any) -> None:
     assert front.run().returncode == 0
     done = front.run("duration=20 steps", "--resume")
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def victim(rank: int) -> RankEnd:
 KILLED = -signal.SIGKILL
 
 
-def test_a_killed_rank_is_decided_upon_at_once_though_a_victim_was_heard_of_first() -> None:
+def test_killed_rank_is_blamed_at_once_though_a_victim_was_heard_of_first() -> None:
     decider = Decider(plan(4))
     decider.failures.rank_ended(victim(0), now=10.0)
     assert decider.decide(now=10.1) is None, "the culprit may still be on its way"
@@ -90,7 +90,7 @@ def died_in(comm: int, *, rank: int, step: int = 12, elements: int = 1000) -> Ra
     return view(rank, "comm", comm=comm, step=step, elements=elements, has_ended=True)
 
 
-def test_ranks_that_lost_each_other_a_collective_apart_are_not_taken_for_ranks_in_different_ones() -> None:
+def test_ranks_lost_a_collective_apart_were_not_in_different_collectives() -> None:
     cut = run_view([died_in(41, rank=0), died_in(42, rank=1, step=13), died_in(41, rank=2)])
     assert apart(cut, None) is None
     found = apart(
@@ -136,7 +136,7 @@ def test_an_exception_alone_is_named_with_its_own_words() -> None:
     assert "ZeroDivisionError: {nothing}" in verdict.summary
 
 
-def test_a_rank_that_left_early_with_a_result_is_the_culprit_of_those_who_lost_it() -> None:
+def test_rank_that_left_early_with_a_result_is_the_culprit() -> None:
     early = RankEnd(rank=1, returncode=0, last={"kind": "result", "step": 12}, phase="train", step=12)
     ends = [early, victim(0)]
     assert first_cause(ends) is early
@@ -220,7 +220,7 @@ def test_who_holds_up_an_end_that_was_requested_does_not_make_it_a_stall() -> No
     assert (ending.exit_code, ending.outcome, ending.verdict) == (75, "preempted", stuck)
 
 
-def test_rank_0_that_believes_the_run_whole_a_step_early_has_left_the_others() -> None:
+def test_rank_0_that_completes_a_step_early_has_left_the_others() -> None:
     job = plan(2)
     early = Attempt(
         9,

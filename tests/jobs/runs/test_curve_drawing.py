@@ -14,9 +14,10 @@ from unisono.jobs.runs import curve_drawing
 from unisono.jobs.runs.curve_drawing import CurveDrawing
 
 
-def test_it_is_drawn_beside_the_front_and_at_the_end_with_what_came_meanwhile(
+def test_curve_is_drawn_beside_the_front_and_again_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last drawing has what came meanwhile."""
     monkeypatch.setattr(curve_drawing, "_EVERY_S", 0.0)
     run = RunDir(tmp_path)
     drawing = CurveDrawing(run, title="a run: a model")

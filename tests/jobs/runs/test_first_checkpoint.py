@@ -74,7 +74,7 @@ def test_the_best_is_one_more() -> None:
     assert "at most 6 on disk: 9.6 GB of" in summary_text(2400, 200, free=50, best="eval_loss")
 
 
-def test_a_start_after_a_death_rehearses_only_where_the_one_before_left_nothing() -> None:
+def test_start_after_a_death_rehearses_only_if_the_one_before_left_nothing() -> None:
     fresh, later = plan_of(9, 3), plan_of(9, 3, resume=3)
     assert (fresh.rehearsed_step, later.rehearsed_step) == (1, 4)
     assert plan_of(9, 3, rehearse=False).rehearsed_step is None
@@ -94,7 +94,7 @@ def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None
     assert (alone["more"], alone["at_once"], alone["bytes"], alone["seconds"]) == (0, 1, saved.bytes, 0)
 
 
-def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_as_its_verdict(
+def test_first_checkpoint_without_room_ends_with_disk_full_as_verdict(
     tmp_path: Path,
 ) -> None:
     summary_text: list[dict[str, Any]] = []
@@ -117,7 +117,8 @@ def test_a_first_checkpoint_that_finds_no_room_ends_the_run_with_the_full_disk_a
     )
 
 
-def test_its_object_waits_for_them_and_is_shown_without_where_they_never_come() -> None:
+def test_message_of_the_first_checkpoint_is_shown_even_without_an_estimate() -> None:
+    """It is held back for the estimate until the end."""
     summary_text: list[dict[str, Any]] = []
     first = FirstCheckpoint(plan_of(9, 3), programs=Programs(), leftovers={}, show=summary_text.append)
     step = {"kind": "step", "step": 1}

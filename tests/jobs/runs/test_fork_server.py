@@ -214,7 +214,7 @@ def test_a_server_that_does_not_start_is_reported_once(
     assert "No module named 'no'" in text
 
 
-def test_with_a_killed_server_end_its_processes_and_the_next_is_a_fresh_one(
+def test_killed_server_ends_its_processes_and_the_next_is_a_fresh_one(
     begin: Callable[..., ChildProcess], server: ForkServer, printed: list[str]
 ) -> None:
     child = begin()
@@ -339,9 +339,8 @@ def ways(place: Place) -> set[str]:
 
 
 @pytest.mark.slow
-def test_forked_ranks_train_to_the_bits_of_fresh_interpreters_which_those_are_whose_libraries_are_to_report_more(
-    alone: Place, light: str
-) -> None:
+def test_forked_ranks_train_to_the_bits_of_fresh_interpreters(alone: Place, light: str) -> None:
+    """Ranks whose libraries are to report more are fresh interpreters."""
     found = {}
     for way, words in (("fork", []), ("exec", ["--debug-comm"])):
         done = alone.train("--fresh", "--nproc", "2", *words)

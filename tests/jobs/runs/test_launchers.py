@@ -48,9 +48,7 @@ def test_a_front_does_not_import_ray() -> None:
 
 
 @pytest.mark.parametrize("words", [["train", "c.yaml"], ["run", "--output-dir", "out"]], ids=["train", "run"])
-def test_several_nodes_are_not_taken_for_one_where_nobody_reports_which_they_are(
-    tmp_path: Path, words: list[str]
-) -> None:
+def test_launcher_nodes_is_refused_if_no_nodes_are_given(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "c.yaml").write_text("model: builtin:tiny\ndata: {train: rows.jsonl}\noutput_dir: out\n")
     program = ["--", "touch", "started"] if words[0] == "run" else []
     command = [sys.executable, "-m", "unisono", *words, "--launcher", "nodes", *program]

@@ -97,7 +97,7 @@ def test_secrets_in_a_line_are_not_shown(log: Log) -> None:
     assert "abcdef" not in str(message)
 
 
-def test_a_log_that_grows_by_megabytes_is_followed_at_its_end_in_bounded_time(log: Log) -> None:
+def test_log_that_grows_by_megabytes_is_followed_in_bounded_time(log: Log) -> None:
     began = time.process_time()
     found = log.prints("x" * (64 << 20) + "\n" + "a line\n" * 10_000 + f"{OOM}\n")
     assert found == ["cuda_out_of_memory"]
@@ -141,7 +141,7 @@ def test_of_a_line_without_end_the_head_is_kept_and_memory_is_bounded() -> None:
     assert lines.feed(b"end\nnext\n") == ["next"]
 
 
-def test_the_head_keeps_the_last_hits_and_a_verdict_cites_those_of_its_culprits() -> None:
+def test_head_keeps_the_last_hits_and_a_verdict_cites_its_culprits_hits() -> None:
     events = LogEvents(PLACES)
     for number in range(20):
         events.on_message(
@@ -166,7 +166,7 @@ def test_a_run_shows_what_its_rank_prints_and_is_not_ended_by_it(front: Any) -> 
     assert front.read("result.json")["verdict"] is None
 
 
-def test_the_last_line_of_a_rank_that_dies_is_reported_and_its_verdict_cites_it(front: Any) -> None:
+def test_last_line_of_a_dying_rank_is_reported_and_cited_in_the_verdict(front: Any) -> None:
     """It dies at once after it has said so; the verdict's cause is what was seen, not what was
     said.
     """

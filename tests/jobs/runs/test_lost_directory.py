@@ -52,7 +52,7 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_run_whose_directory_becomes_read_only_ends_with_6_and_shows_its_result(
+def test_directory_that_turns_read_only_ends_with_6_and_a_shown_result(
     front: Any, started: Start, until: Until
 ) -> None:
     process = started(faults={"wait": 5})
@@ -99,7 +99,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("how", ["removed", "renamed"])
 @pytest.mark.parametrize("training", [{"rank": 2}, None], ids=["adapter", "all weights"], indirect=True)
-def test_a_run_whose_directory_disappears_ends_with_6_and_saves_its_last_step_beside_it(
+def test_directory_that_disappears_ends_with_6_and_a_save_beside_it(
     front: Any, training: "subprocess.Popen[str]", how: str
 ) -> None:
     elsewhere = front.folder / "elsewhere"
@@ -130,7 +130,7 @@ def test_a_run_whose_directory_disappears_ends_with_6_and_saves_its_last_step_be
     assert losses(beside) == losses(front.folder / "straight")
 
 
-def test_a_stop_request_after_the_directory_is_gone_saves_the_last_step_beside_it(
+def test_stop_after_the_directory_is_gone_saves_the_last_step_beside_it(
     front: Any, training: "subprocess.Popen[str]"
 ) -> None:
     training.send_signal(signal.SIGSTOP)  # so that it forwards the signal after the removal
@@ -142,7 +142,7 @@ def test_a_stop_request_after_the_directory_is_gone_saves_the_last_step_beside_i
     assert len(list((rescued(front) / "checkpoints").iterdir())) == 1
 
 
-def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
+def test_nothing_is_written_into_a_directory_that_replaced_it(
     front: Any, training: "subprocess.Popen[str]"
 ) -> None:
     mine = front.folder / "new"
@@ -158,7 +158,7 @@ def test_nothing_is_written_into_a_directory_that_somebody_put_in_its_place(
     assert {path.name for path in front.out.iterdir()} == {"mine"}
 
 
-def test_a_run_whose_lock_a_different_start_has_taken_ends_and_leaves_the_directory_to_it(
+def test_run_whose_lock_another_start_took_ends_and_leaves_the_directory(
     front: Any, training: "subprocess.Popen[str]"
 ) -> None:
     other = RunLock(front.folder / "other" / "run.lock")
@@ -176,7 +176,7 @@ def test_a_run_whose_lock_a_different_start_has_taken_ends_and_leaves_the_direct
     other.release()
 
 
-def test_a_rank_that_is_killed_after_the_directory_is_gone_leaves_its_step_beside_it(
+def test_rank_killed_after_the_directory_is_gone_leaves_its_step_beside_it(
     front: Any, started: Start, until: Until, rows: Path
 ) -> None:
     pause = {"how": "sleep", "seconds": 3600, "steps": [5]}

@@ -146,7 +146,7 @@ def disagree(job: Job, nodes: list[Node], cause: str, *, within_s: float = 45.0)
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_three_nodes_meet_try_the_network_and_a_collective_and_continue_together(job: Job) -> None:
+def test_three_nodes_meet_try_network_and_collective_and_go_on_together(job: Job) -> None:
     nodes = job.start_all()
     assert [node.wait() for node in nodes] == [0, 0, 0], job.transcript
     (met,) = nodes[0].messages_of("met")
@@ -214,7 +214,7 @@ def test_a_different_number_of_nodes_ends_the_meeting_on_both_sides(job: Job) ->
     assert nodes[0].verdict.summary == nodes[1].verdict.summary
 
 
-def test_a_second_node_of_one_rank_is_turned_away_and_the_meeting_continues(job: Job) -> None:
+def test_second_node_of_one_rank_is_turned_away_and_the_meeting_continues(job: Job) -> None:
     first = [job.start(0), job.start(1)]
     first[1].is_here()
     second = job.start(1, host="twin")
@@ -226,7 +226,7 @@ def test_a_second_node_of_one_rank_is_turned_away_and_the_meeting_continues(job:
     assert any("twin" in note for note in first[0].notes)
 
 
-def test_a_front_that_refuses_by_itself_keeps_its_code_and_the_others_hear_its_words(job: Job) -> None:
+def test_front_that_refuses_keeps_its_code_and_the_others_hear_its_words(job: Job) -> None:
     nodes = [job.start(0), job.start(1)]
     nodes[1].is_here()
     refusing = job.start(2, refuses="unknown key `data.max_lenght`")
@@ -294,7 +294,7 @@ def test_a_head_that_is_stopped_is_silent_and_named_within_its_limit(job: Job) -
 
 
 @pytest.mark.slow
-def test_a_node_that_was_here_and_is_gone_is_not_reported_to_have_never_called(job: Job) -> None:
+def test_node_that_came_and_left_is_not_reported_as_never_connected(job: Job) -> None:
     second = job.start(2, reports_after=str(job.folder / "never"))
     first = job.start_early(1)
     head = job.start(0, join_timeout=5.0)
@@ -334,7 +334,7 @@ def test_garbage_and_other_peoples_calls_change_nothing(job: Job) -> None:
     disagree(job, [head, job.start(1), job.start(2, report={"config": {"optim.lr": 1.0}})], "config_mismatch")
 
 
-def test_without_a_head_a_node_reports_where_it_called_and_gives_up_in_time(job: Job) -> None:
+def test_node_without_a_head_reports_its_address_and_gives_up_in_time(job: Job) -> None:
     node = job.start(1, join_timeout=3.0)
     assert node.wait() == 3
     assert node.verdict.cause == "head_unreachable"

@@ -215,7 +215,7 @@ def test_something_is_always_left_to_the_system(memory: int, cores: int, nproc: 
     assert "disk_bytes" not in kept
 
 
-def test_the_disk_is_to_hold_what_is_kept_one_that_is_written_and_one_that_was_read_back() -> None:
+def test_disk_must_hold_kept_checkpoints_one_written_and_one_read_back() -> None:
     config = config_with()
     files = {"parameters": 1_000_000, "linear_in_out": 10_000}
     assert checkpoints_bytes(config, files) == 16 * 10_000 * 12 * 5

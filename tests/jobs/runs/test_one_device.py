@@ -84,7 +84,7 @@ def sockets(pids: Sequence[int]) -> list[Any]:
     return found
 
 
-def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
+def test_hostile_environment_is_ignored_in_one_line_and_opens_no_socket(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     process = front_server.start(
@@ -110,7 +110,7 @@ def test_a_hostile_environment_is_ignored_in_one_line_and_no_socket_is_opened(
     assert plan["world_size"] == 1
 
 
-def test_a_limit_of_the_file_size_is_named_with_its_value_and_no_row_is_blamed(
+def test_file_size_limit_is_named_with_its_value_and_no_row_is_blamed(
     folder: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The first that meets it is the memory of steps, which is a file to the system."""
@@ -158,7 +158,7 @@ def test_a_real_torchrun_of_two_is_refused_with_the_right_command(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_real_torchrun_of_one_trains_and_a_preempted_run_and_its_resumption_end_bit_equal(
+def test_real_torchrun_of_one_trains_and_a_resumed_run_ends_bit_equal(
     folder: Path, environment: dict[str, str], tmp_path: Path, until: Callable[..., None]
 ) -> None:
     done = run_under_torchrun(folder, environment, tmp_path / "whole", ranks=1)

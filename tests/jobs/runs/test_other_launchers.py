@@ -89,9 +89,7 @@ def test_what_a_launcher_cannot_do_is_refused(tmp_path: Path, words: list[str], 
 
 
 @pytest.mark.parametrize("entry", ["toy_launcher:Toys", "no_such_module:Toy"])
-def test_a_launcher_that_cannot_be_imported_is_named_only_when_it_is_requested(
-    tmp_path: Path, entry: str
-) -> None:
+def test_launcher_that_cannot_be_imported_is_named_only_when_requested(tmp_path: Path, entry: str) -> None:
     install(tmp_path / "site", entry=entry)
     ran = unisono_with(tmp_path, "train", "c.yaml", "--dry-run", "--launcher", "toy")
     assert ran.returncode == 2, ran.stdout + ran.stderr

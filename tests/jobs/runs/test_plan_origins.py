@@ -15,7 +15,7 @@ def settings(front: Any) -> dict[str, tuple[str, str]]:
     return {one["name"]: (one["value"], one["reason"]) for one in front.read("plan.json")["settings"]}
 
 
-def test_a_variable_and_its_reason_stand_in_the_plan_and_one_without_is_seen_to_have_none(front: Any) -> None:
+def test_plan_has_a_variable_with_its_reason_and_shows_a_missing_reason(front: Any) -> None:
     front.environment |= {"NCCL_P2P_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = front.run("--reason", f"NCCL_P2P_DISABLE={_WHY}")
     assert done.returncode == 0, done.stderr

@@ -21,9 +21,10 @@ ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 0.05, 3.0])
-def test_a_rank_that_gloo_ended_for_anothers_size_is_not_a_culprit_however_lately_the_other_came(
+def test_rank_ended_by_gloo_for_anothers_size_is_never_the_culprit(
     idle_s: float,
 ) -> None:
+    """However lately the other one has entered the collective."""
     dead = replace(view(0, "comm", 0.0, comm=41, elements=80), has_ended=True)
     found = apart(run_view([dead, view(1, "comm", idle_s, comm=41, elements=160)]), ABORTED)
     assert found is not None
@@ -36,7 +37,7 @@ def test_a_rank_that_has_gone_on_since_is_not_where_it_was_seen() -> None:
     assert apart(run_view([dead, view(1, "compute", 0.05, comm=41)]), ABORTED) is None
 
 
-def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collective() -> None:
+def test_words_of_gloo_name_the_cause_if_no_rank_was_in_a_collective() -> None:
     printed = (
         "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at"
         " /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 664 vs 660. Received data size"
@@ -63,9 +64,7 @@ def test_what_gloo_printed_names_the_cause_where_no_rank_was_seen_in_a_collectiv
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", "user_code_error"),
     ],
 )  # fmt: skip
-def test_an_exception_that_tells_of_the_device_is_named_so_whatever_code_raised_it(
-    error: str, cause: str
-) -> None:
+def test_exception_about_the_device_is_named_so_whatever_code_raised_it(error: str, cause: str) -> None:
     """Only the trial of the longest batch and the steps have a verdict of their own; a model, for
     example, is loaded before.
     """
@@ -124,7 +123,7 @@ def _death_of(end: RankEnd, code: dict[str, str]) -> tuple[str, tuple[str, ...]]
     return found.summary, found.fix
 
 
-def test_a_rank_that_ends_with_status_0_and_no_result_is_named_with_the_users_code_that_it_executes() -> None:
+def test_rank_that_ends_with_0_and_no_result_is_named_with_the_users_code() -> None:
     summary, fix = _death_of(RankEnd(0, 0, None, "objective", 0), OWN)
     assert "exit status 0, without a final message, while it executed the objective /home/u/own.py" in summary
     assert "/home/u/own.py" in fix[0]

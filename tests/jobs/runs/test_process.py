@@ -142,7 +142,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_telling_a_child_that_does_not_listen_blocks_nobody_and_what_it_was_reported_comes_later(
+def test_telling_a_deaf_child_blocks_nobody_and_the_words_arrive_later(
     tmp_path: Path,
 ) -> None:
     script = (

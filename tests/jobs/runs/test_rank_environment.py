@@ -26,7 +26,7 @@ def environments(plan: RunPlan, *, debug_comm: bool = False) -> list[dict[str, s
     return rank_environments(plan, 0, variables={}, interface=None, debug_comm=debug_comm)
 
 
-def test_the_flight_recorder_keeps_some_collectives_unless_the_user_says_how_many(
+def test_flight_recorder_keeps_some_collectives_unless_the_user_sets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)

@@ -111,7 +111,7 @@ def test_steps_run_again_give_the_same_bits_and_what_does_not_is_named(
 @pytest.mark.ranks
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "adapter"), [("ddp", {"rank": 4, "dropout": 0.1}), ("fsdp", None)])
-def test_two_ranks_do_their_steps_again_bit_exact_and_each_checkpoint_can_be_exported(
+def test_two_ranks_replay_bit_exact_and_each_checkpoint_can_be_exported(
     front: Any, model_dir: Path, rows_file: Path, strategy: str, adapter: dict[str, Any] | None
 ) -> None:
     train(

@@ -159,7 +159,7 @@ def test_the_newest_step_becomes_a_checkpoint_and_it_is_reported(ground: Ground)
     assert (ground.attempt.step, ground.attempt.checkpoint) == (2, str(path))
 
 
-def test_a_step_that_was_kept_and_not_yet_written_down_is_written_down_once(ground: Ground) -> None:
+def test_kept_step_not_yet_written_down_is_written_down_once(ground: Ground) -> None:
     ground.ranks[0].keep(3)
     ground.metrics(line(1), line(2), torn='{"step": 3, "lo')
     assert ground.rescue()
@@ -217,9 +217,8 @@ def test_nothing_is_made_of_a_run_that_ended_with_a_result(ground: Ground) -> No
 
 
 @pytest.mark.parametrize("place", [0, 200, -70_000])
-def test_what_was_damaged_is_refused_and_the_step_before_is_taken_and_what_is_lost_is_reported(
-    tmp_path: Path, place: int
-) -> None:
+def test_damaged_step_is_refused_and_the_one_before_is_taken(tmp_path: Path, place: int) -> None:
+    """What is lost is reported."""
     ground = Ground(tmp_path, plan_of(1, strategy="single"))
     (rank,) = ground.ranks
     rank.keep(1)

@@ -46,7 +46,8 @@ def test_restarts_follow_the_catalogue_and_two_are_the_default() -> None:
     assert not may_restart(verdict("replicas_diverged"), step=7, earlier=[], allowed=allowed)[0]
 
 
-def test_without_the_node_at_fault_the_cause_and_its_history_do_not_count_but_the_number_does() -> None:
+def test_without_the_node_at_fault_only_the_number_of_restarts_counts() -> None:
+    """The cause and its history do not count."""
     fault, earlier = verdict("gpu_fell_off"), [Death("gpu_fell_off", 7)]
     assert not may_restart(fault, step=7, earlier=[], allowed=2)[0]
     assert may_restart(fault, step=7, earlier=earlier, allowed=2, without_culprit=True)[0]

@@ -41,7 +41,7 @@ def uploading(
     return Uploads(plan, run, programs=SLEEPS, leftovers={}, interrupts=interrupts, show=printed.append)
 
 
-def test_a_signal_while_the_last_upload_is_waited_for_leaves_no_more_than_the_grace_time(
+def test_signal_during_the_last_upload_leaves_only_the_grace_time(
     tmp_path: Path,
 ) -> None:
     interrupts, printed = Interrupts(), list[Message]()
@@ -80,7 +80,7 @@ def test_no_room_for_temporary_files_is_reported_and_ends_no_training(
         {"name": "/etc/passwd"}, {"name": "a\0.shard-00001-of-00002.safetensors"}, {"name": ["trainable"]},
     ],
 )  # fmt: skip
-def test_a_node_puts_nothing_but_its_own_parts_into_a_checkpoint_that_is_written(
+def test_node_puts_only_its_own_parts_into_a_checkpoint_being_written(
     tmp_path: Path, odd: dict[str, Any]
 ) -> None:
     plan: Any = SimpleNamespace(on_node=lambda _: [SimpleNamespace(rank=1)], world_size=2)

@@ -281,9 +281,10 @@ def test_a_rehearsal_can_be_made_beside_a_finished_run(front: Any) -> None:
     assert (front.out / "result.json").read_bytes() == before
 
 
-def test_after_memory_ran_out_before_the_first_step_a_different_config_may_be_tried_in_the_same_place(
+def test_run_out_of_memory_before_its_first_step_may_change_its_config(
     front: Any,
 ) -> None:
+    """In the same directory, without being refused as a different run."""
     assert front.run(faults={"oom": True}).returncode == 5
     assert front.read("verdict.json")["cause"] == "cuda_oom"
     again = front.run("batch.micro=1")
@@ -291,7 +292,7 @@ def test_after_memory_ran_out_before_the_first_step_a_different_config_may_be_tr
 
 
 @pytest.mark.parametrize("holder", ["the same job", "another job"])
-def test_who_is_refused_by_a_living_heads_lock_leaves_that_heads_port_alone(front: Any, holder: str) -> None:
+def test_start_refused_by_the_lock_of_a_living_head_leaves_its_port_alone(front: Any, holder: str) -> None:
     """Typed twice, the second start would take the port before the first one listens, and the first
     would end with port_in_use.
     """

@@ -58,9 +58,7 @@ def test_a_part_waits_for_rank_0_which_begins_late(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["given up", "closed"])
-def test_a_part_waits_no_longer_where_rank_0_has_given_up_or_the_start_is_over(
-    tmp_path: Path, end: str
-) -> None:
+def test_part_waits_no_longer_if_rank_0_gave_up_or_the_start_is_over(tmp_path: Path, end: str) -> None:
     arrivals = arrivals_in(tmp_path)
     placed = Placed(arrivals)
     arrivals.given_up("step-00000001.tmp-b")
@@ -70,7 +68,7 @@ def test_a_part_waits_no_longer_where_rank_0_has_given_up_or_the_start_is_over(
     assert "rank 0 is not writing checkpoint step-00000001" in placed.why
 
 
-def test_progress_of_what_arrives_is_reported_now_and_then_and_not_where_there_is_none(
+def test_progress_of_arrivals_is_reported_now_and_then_and_only_if_any(
     tmp_path: Path,
 ) -> None:
     arrivals = arrivals_in(tmp_path)

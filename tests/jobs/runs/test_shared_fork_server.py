@@ -135,7 +135,7 @@ def test_a_front_that_cannot_be_followed_gets_a_server_of_its_own(
     wait_until(lambda: is_gone(forked["server"]))
 
 
-def test_with_a_killed_front_end_its_processes_and_the_next_front_is_served(shared: Shared) -> None:
+def test_killed_front_ends_its_processes_and_the_next_front_is_served(shared: Shared) -> None:
     with staying(shared) as (forked, executed, _):
         assert psutil.Process(forked["server"]).ppid() == shared.process.pid
     wait_until(lambda: all(map(is_gone, (forked["server"], forked["pid"], executed["pid"]))))
@@ -143,7 +143,7 @@ def test_with_a_killed_front_end_its_processes_and_the_next_front_is_served(shar
     assert after["parent"] == after["server"] != forked["server"]
 
 
-def test_with_the_killed_shared_server_end_all_and_the_next_front_starts_its_own(shared: Shared) -> None:
+def test_killed_shared_server_ends_all_and_the_next_front_starts_its_own(shared: Shared) -> None:
     with staying(shared) as (forked, _, _):
         shared.process.kill()
         wait_until(lambda: is_gone(forked["server"]) and is_gone(forked["pid"]))

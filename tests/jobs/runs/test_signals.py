@@ -39,7 +39,7 @@ def is_gone(process: psutil.Process) -> bool:
         (signal.SIGINT, "interrupted", 130),
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_continues(
+def test_signal_ends_with_a_checkpoint_and_the_same_command_continues(
     front: Any, started: Started, until: Until, number: signal.Signals, outcome: str, code: int
 ) -> None:
     process = started(faults={"wait": 5})
@@ -103,7 +103,7 @@ def test_what_reaches_front_and_rank_at_once_is_one_stop_request(
     assert front.read("result.json")["checkpoint"].endswith("step-00000005")
 
 
-def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost_is_reported(
+def test_rank_that_exceeds_the_grace_time_is_ended_and_the_loss_reported(
     front: Any, started: Started, until: Until
 ) -> None:
     front.config(train="rows", grace="1 seconds")
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_finish_in_the_grace_time_is_ended_and_what_is_lost
     assert front.read("result.json")["checkpoint"].endswith("step-00000003")
 
 
-def test_a_rank_that_gets_the_signal_while_python_starts_is_preempted_not_dead(
+def test_rank_signalled_while_python_starts_is_preempted_and_not_dead(
     front: Any, started: Started, until: Until
 ) -> None:
     """Nobody listens yet, and the signal kills it."""

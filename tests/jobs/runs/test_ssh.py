@@ -111,9 +111,10 @@ def log_text(logs: Path, host: str) -> str:
 
 
 @pytest.mark.slow
-def test_fronts_are_started_in_the_same_folder_with_the_token_on_stdin_and_end_with_it(
+def test_fronts_start_in_the_same_folder_with_the_token_and_end_with_stdin(
     sshd: tuple[str, ...], front: Path, tmp_path: Path
 ) -> None:
+    """The token is on stdin, and in no command line or log."""
     logs = tmp_path / "logs"
     with start(sshd, logs, "127.0.0.1", "127.0.0.2", overrides=("optim.lr=1e-4", "output_dir=a b")) as fronts:
         for host in ("127.0.0.1", "127.0.0.2"):
@@ -313,7 +314,7 @@ def test_what_comes_after_all_options_stays_there() -> None:
     ]  # fmt: skip
 
 
-def test_variables_that_must_be_equal_are_carried_and_those_of_one_node_are_not() -> None:
+def test_variables_that_must_be_equal_are_carried_and_node_ones_are_not() -> None:
     own = {
         "NCCL_ALGO": "Ring",
         "NCCL_SOCKET_IFNAME": "eth7",
@@ -324,7 +325,7 @@ def test_variables_that_must_be_equal_are_carried_and_those_of_one_node_are_not(
     assert forwarded_variables(own) == {"NCCL_ALGO": "Ring"}
 
 
-def test_the_head_is_the_address_towards_the_hosts_on_a_port_of_the_systems_choice() -> None:
+def test_head_is_the_address_towards_the_hosts_with_a_port_of_the_system() -> None:
     network = SystemNetwork()
     found = find_head(topology("127.0.0.2", "127.0.0.3"), network)
     assert (found.head_host, found.head_port) == ("127.0.0.1", 0)

@@ -75,7 +75,7 @@ class Scene:
         return [(one["cause"], tuple(one["ranks"])) for one in found]
 
 
-def test_it_looks_five_times_a_second_and_half_as_often_while_all_ranks_move() -> None:
+def test_it_looks_five_times_a_second_and_half_as_often_while_ranks_move() -> None:
     scene = Scene(2)
 
     def looks(seconds: float, *, idle: bool) -> int:
@@ -94,7 +94,7 @@ def waiting(rank: int, idle_s: float) -> RankView:
     return view(rank, "comm", idle_s, comm=41)
 
 
-def test_a_verdict_reports_when_its_culprit_was_named_and_not_when_the_run_was_ended_for_it() -> None:
+def test_verdict_tells_when_its_culprit_was_named_not_when_the_run_ended() -> None:
     scene = Scene(2)
     assert scene.see(waiting(0, 4.7), view(1, "compute", 4.7)) is None
     verdict = scene.see(waiting(0, 31.0), view(1, "compute", 31.0), after_s=26.3)
@@ -110,7 +110,7 @@ def test_each_culprit_is_reported_once_however_often_the_finding_changes() -> No
     assert scene.warnings == [("user_code_stuck", (2,)), ("user_code_stuck", (1,))]
 
 
-def test_what_was_gathered_in_an_earlier_problem_is_not_cited_in_a_later_one() -> None:
+def test_evidence_of_an_earlier_problem_is_not_cited_in_a_later_one() -> None:
     scene = Scene(2)
     scene.see(waiting(0, 4.7), view(1, "compute", 4.7))
     assert set(scene.signs.requested) == {0, 1}
@@ -152,7 +152,7 @@ class Silent:
         self.reported.append(message)
 
 
-def test_a_silent_node_is_called_by_its_own_name_where_others_were_left_out() -> None:
+def test_silent_node_keeps_its_own_name_though_others_were_left_out() -> None:
     whole = plan(4, per_node=1)
     left = whole.model_copy(update={"nodes": [node for node in whole.nodes if node.node_rank != 1]})
     config: Any = type("Config", (), {"watch": WatchSection()})()
@@ -211,7 +211,7 @@ def notes(scene: Scene, word: str) -> list[str]:
     return [m["text"] for m in scene.shown if m["kind"] == "note" and word in m["text"]]
 
 
-def test_a_stall_of_ten_minutes_is_investigated_once_and_reported_whenever_its_age_has_doubled() -> None:
+def test_long_stall_is_investigated_once_and_reported_as_its_age_doubles() -> None:
     scene = Scene(2)
     see_stuck(scene, 1.0, 590.0)
     texts = [message["text"] for message in scene.shown if message["kind"] == "warning"]

@@ -85,9 +85,7 @@ def test_what_is_pruned_here_is_pruned_there(front: Any, copies: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_is_kept_for_ever_stays_there_also_where_a_run_continues_elsewhere(
-    front: Any, copies: Path
-) -> None:
+def test_what_is_kept_for_ever_stays_also_if_a_run_continues_elsewhere(front: Any, copies: Path) -> None:
     use(front, copies, keep=1, keep_every="3 steps")
     for steps in (3, 6):
         assert front.run("--resume", f"duration={steps} steps").returncode == 0
@@ -209,7 +207,7 @@ def test_a_full_storage_is_a_warning_and_nothing_there_counts(front: Any, small_
     assert stored(small_disk, front) == []
 
 
-def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(front: Any) -> None:
+def test_unwritable_storage_ends_the_run_before_its_first_step(front: Any) -> None:
     use(front, Path("/proc/nowhere"))
     done = front.run()
     assert done.returncode == 6, done.stderr
@@ -222,9 +220,7 @@ def test_a_storage_that_cannot_be_written_ends_the_run_before_its_first_step(fro
     assert not front.out.exists()
 
 
-def test_a_dry_run_refuses_a_storage_as_the_start_does_and_leaves_nothing_in_a_good_one(
-    front: Any, copies: Path
-) -> None:
+def test_dry_run_refuses_a_bad_storage_and_leaves_nothing_in_a_good_one(front: Any, copies: Path) -> None:
     use(front, Path("/proc/nowhere"))
     done = front.run("--dry-run")
     assert done.returncode == 6, done.stderr
@@ -278,7 +274,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
 @pytest.mark.parametrize(
     "moment", ["adopted", *(pytest.param(one, marks=pytest.mark.long) for one in ("fetched", "placed"))]
 )
-def test_a_start_that_is_killed_while_it_brings_a_run_back_is_in_nobodys_way(
+def test_start_killed_while_it_brings_a_run_back_is_in_nobodys_way(
     front: Any, copies: Path, moment: str
 ) -> None:
     """SIGKILL between the checkpoint's name and the plan's, before and after; the next start goes

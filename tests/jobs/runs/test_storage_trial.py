@@ -132,7 +132,7 @@ def test_a_copy_that_comes_back_otherwise_ends_the_run_and_counts_no_more(
     assert not (run.there / MANIFEST).exists(), "the next start uploads it again"
 
 
-def test_a_storage_that_refuses_the_first_copy_ends_the_run_and_a_later_one_is_a_warning(
+def test_refused_first_copy_ends_the_run_and_a_later_one_is_a_warning(
     beside: Callable[[Programs], Beside],
 ) -> None:
     run = beside(OURS)
@@ -157,7 +157,7 @@ def test_a_storage_that_refuses_the_first_copy_ends_the_run_and_a_later_one_is_a
     assert run.codes() == ["upload_failed"]
 
 
-def test_a_first_copy_that_does_not_move_is_waited_for_as_long_as_any_other(
+def test_first_copy_that_does_not_move_is_waited_for_as_any_other(
     beside: Callable[[Programs], Beside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "STALLED_S", 0.2)

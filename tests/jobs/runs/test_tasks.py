@@ -99,9 +99,10 @@ def test_a_killed_task_reports_the_signal(programs: Programs) -> None:
     assert "last words" in "\n".join(caught.value.lines())
 
 
-def test_a_task_that_ends_with_status_0_and_no_result_is_blamed_on_the_models_own_code_if_it_is_trusted(
+def test_task_without_a_result_blames_the_models_own_code_only_if_trusted(
     programs: Programs,
 ) -> None:
+    """It ends with status 0."""
     for trusts, origin in ((True, True), (False, False)):
         request = {"config": {"model": {"trust_remote_code": trusts}}}
         with pytest.raises(RankDied, match="exit status 0, without a final message") as caught:

@@ -57,9 +57,7 @@ def test_the_file_beats_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_file_that_others_may_read_or_change_is_refused_with_the_command_that_fix_it(
-    tmp_path: Path, mode: int
-) -> None:
+def test_file_open_to_others_is_refused_with_the_command_that_fixes_it(tmp_path: Path, mode: int) -> None:
     path = private(tmp_path / "token", mode=mode)
     with pytest.raises(UsageError) as caught:
         read_token(path, None, nodes=2)
@@ -119,7 +117,7 @@ sys.exit(3)
 """
 
 
-def test_who_ends_by_itself_while_the_lifeline_is_there_has_its_own_exit_code() -> None:
+def test_front_that_ends_with_an_open_lifeline_has_its_own_exit_code() -> None:
     """Python aborts (SIGABRT) where a thread still holds the lock of sys.stdin's buffer."""
     with subprocess.Popen([sys.executable, "-c", _ENDS_BY_ITSELF], stdin=subprocess.PIPE) as front:
         assert front.stdin is not None

@@ -38,7 +38,7 @@ def refused(variables: dict[str, str] | None = None, gpus: int = 0, **options: A
     return "\n".join(caught.value.lines())
 
 
-def test_nothing_reported_is_one_node_with_a_rank_for_each_accelerator_or_one_for_the_cpu() -> None:
+def test_default_is_one_node_with_a_rank_per_accelerator_or_one_on_the_cpu() -> None:
     assert (shape().nodes, shape().nproc, shape().nproc_declared) == (1, 1, False)
     eight = shape(gpus=8)
     assert (eight.nproc, eight.nproc_declared, eight.nproc_origin) == (8, False, "8 visible accelerators")
@@ -172,7 +172,7 @@ def test_what_is_missing_or_contradicts_is_refused_with_what_to_type(
     assert says in refused(variables, 8, **options)
 
 
-def test_more_ranks_than_accelerators_are_refused_and_on_a_cpu_they_are_not() -> None:
+def test_more_ranks_than_accelerators_are_refused_but_not_on_a_cpu() -> None:
     assert "--nproc 2" in refused(gpus=2, nproc=4)
     assert shape(gpus=0, nproc=4).nproc == 4
 

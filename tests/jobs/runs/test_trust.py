@@ -27,7 +27,7 @@ def as_somebody_else(front: Any) -> None:
     front.environment["XDG_CONFIG_HOME"] = str(front.folder / "settings of somebody else")
 
 
-def test_a_run_of_a_different_user_is_refused_with_both_ways_to_continue_and_nothing_is_touched(
+def test_run_of_another_user_is_refused_untouched_with_both_remedies(
     died: Any,
 ) -> None:
     as_somebody_else(died)
@@ -40,7 +40,8 @@ def test_a_run_of_a_different_user_is_refused_with_both_ways_to_continue_and_not
     assert {path: path.read_bytes() for path in died.out.rglob("*") if path.is_file()} == before
 
 
-def test_a_newer_checkpoint_of_a_different_user_is_passed_over_with_a_line_or_trusted(died: Any) -> None:
+def test_newer_checkpoint_of_another_user_is_passed_over_or_trusted(died: Any) -> None:
+    """With --trust it is used; without, a line names it."""
     mine = died.environment["XDG_CONFIG_HOME"]
     as_somebody_else(died)
     assert died.run("--trust", faults={"raise": 9, "always": True}).returncode == 5
@@ -57,7 +58,7 @@ def test_a_newer_checkpoint_of_a_different_user_is_passed_over_with_a_line_or_tr
     assert died.read("plan.json")["resume"]["trust"] is True
 
 
-def test_an_intact_one_of_a_different_user_behind_damaged_ones_is_pointed_out(died: Any) -> None:
+def test_intact_checkpoint_of_another_user_behind_damaged_ones_is_named(died: Any) -> None:
     as_somebody_else(died)
     (died.out / "checkpoints" / "step-00000006" / "state.json").write_text("7")
     done = died.run()
@@ -77,9 +78,8 @@ def test_trust_that_was_not_needed_is_reported(died: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_trusted_run_continues_as_its_owners_would_with_its_optimizer_and_its_weights_need_no_trust(
-    finished: Any, straight: Any
-) -> None:
+def test_trusted_run_continues_bit_equal_and_its_weights_need_no_trust(finished: Any, straight: Any) -> None:
+    """Its optimizer continues, too, as its owner's would."""
     finished.environment["XDG_CONFIG_HOME"] = str(finished.folder / "settings of somebody else")
     out = finished.folder / "exported"
     exported = front_server.run(

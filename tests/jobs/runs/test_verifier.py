@@ -44,7 +44,7 @@ times = st.lists(st.none() | st.integers(0, 100).map(float), max_size=8)
 
 
 @given(times, st.integers(0, 120).map(float), st.integers(1, 50).map(float))
-def test_the_newest_that_nobody_has_read_comes_first_then_the_one_read_longest_ago(
+def test_newest_unread_comes_first_then_the_one_read_longest_ago(
     read: list[float | None], now: float, again: float
 ) -> None:
     seen = [(Path(f"step-{n:08d}"), at) for n, at in enumerate(read)]
@@ -161,7 +161,7 @@ def test_what_was_read_a_while_ago_is_not_read_at_every_start(store: CheckpointS
     assert read_since_written(store)["step-00000010"]["at"] == at
 
 
-def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading(
+def test_it_begins_with_the_training_and_ends_at_once_amid_a_reading(
     store: CheckpointStore,
 ) -> None:
     until(lambda: "verifier" not in [thread.name for thread in threading.enumerate()])  # of tests before
@@ -179,7 +179,7 @@ def test_it_begins_with_the_training_and_ends_at_once_in_the_middle_of_a_reading
     assert read_since_written(store) == {}
 
 
-def test_a_directory_that_goes_away_and_a_record_that_cannot_be_written_end_nothing(
+def test_missing_directory_and_unwritable_record_end_nothing(
     store: CheckpointStore,
 ) -> None:
     printed: list[dict[str, Any]] = []

@@ -59,7 +59,7 @@ def test_a_bare_srun_needs_no_flags(job: SlurmJob) -> None:
 
 
 @pytest.mark.slow
-def test_what_slurm_cannot_give_and_what_a_config_gets_wrong_is_refused_before_it_is_asked(
+def test_bad_requests_and_bad_configs_are_refused_before_slurm_is_asked(
     job: SlurmJob,
 ) -> None:
     front = look(job, "--launcher", "slurm", "--nodes", "2", "--partition", "moon")

@@ -68,7 +68,7 @@ def job_number(front: Front) -> str:
     )
 
 
-def test_a_killed_follower_leaves_the_job_and_the_same_command_follows_it_again(job: SlurmJob) -> None:
+def test_killed_follower_leaves_the_job_and_the_same_command_follows_again(job: SlurmJob) -> None:
     slow(job, FAR)
     first = job.type(*TWO, json=False)
     job.waits_for_step(3)
@@ -97,7 +97,7 @@ def test_a_killed_follower_leaves_the_job_and_the_same_command_follows_it_again(
     once_each(job)
 
 
-def test_a_job_that_is_out_of_time_saves_is_queued_again_and_continues_bit_equal(
+def test_job_at_its_time_limit_saves_requeues_and_continues_bit_equal(
     job: SlurmJob, undisturbed: Callable[[int], list[float]]
 ) -> None:
     slow(job, FAR, grace="10 seconds")
@@ -115,7 +115,7 @@ def test_a_job_that_is_out_of_time_saves_is_queued_again_and_continues_bit_equal
     assert losses == undisturbed(len(losses))
 
 
-def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_continues_afterwards_bit_equal(
+def test_job_whose_nodes_go_to_an_urgent_one_continues_bit_equal(
     job: SlurmJob, undisturbed: Callable[[int], list[float]]
 ) -> None:
     slow(job, "60 steps")
@@ -127,9 +127,10 @@ def test_a_job_whose_nodes_are_taken_by_a_more_urgent_one_continues_afterwards_b
     assert once_each(job) == undisturbed(60)
 
 
-def test_a_killed_worker_is_named_and_the_run_continues_in_its_allocation_until_somebody_cancels_it(
+def test_killed_worker_is_named_and_the_run_continues_until_cancelled(
     job: SlurmJob,
 ) -> None:
+    """It continues in its allocation."""
     slow(job, FAR)
     front = job.type(*TWO, "--restarts", "1")
     job.waits_for_step(5)
@@ -172,7 +173,7 @@ def test_a_stopped_rank_is_named_and_a_node_that_drains_is_in_the_evidence(job: 
     job.wait_gone()
 
 
-def test_a_node_that_goes_away_is_named_and_the_job_continues_when_it_is_back(job: SlurmJob) -> None:
+def test_node_that_goes_away_is_named_and_the_job_continues_with_it_back(job: SlurmJob) -> None:
     slow(job, FAR, restarts=0)
     front = job.type(*TWO, json=False)
     job.waits_for_step(5)

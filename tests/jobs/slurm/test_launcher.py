@@ -17,7 +17,7 @@ TWO = ("--launcher", "slurm", "--nodes", "2")
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_job_of_two_nodes_is_written_submitted_followed_and_ends_with_its_code(job: SlurmJob) -> None:
+def test_job_of_two_nodes_is_submitted_followed_and_ends_with_its_code(job: SlurmJob) -> None:
     front = job.type(*TWO, "--nproc", "1", json=False)
     assert front.wait(limit_s=1000) == 0, front.text()
     folder = job.out / "slurm"

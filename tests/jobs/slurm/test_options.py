@@ -26,7 +26,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(job: SlurmJob) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_a_fresh_start_keeps_the_earlier_run_under_a_different_name_and_so_does_its_requeue(
+def test_fresh_start_and_its_requeue_keep_the_earlier_run_renamed(
     job: SlurmJob,
 ) -> None:
     first = job.type(*TWO)

@@ -27,7 +27,7 @@ def refused(job: SlurmJob, *words: str, code: int = 2, **named: object) -> str:
 
 
 @pytest.mark.slow
-def test_what_is_misspelt_or_too_large_is_refused_before_anything_is_submitted(job: SlurmJob) -> None:
+def test_misspelt_or_too_large_requests_are_refused_before_submission(job: SlurmJob) -> None:
     printed = refused(job, "--partition", "mian", "--nodes", "2")
     assert "unknown partition mian" in printed
     assert "this cluster has closed, main, narrow, urgent" in printed
@@ -64,9 +64,7 @@ def test_nodes_that_are_out_of_order_are_named_with_their_reason(job: SlurmJob) 
 
 
 @pytest.mark.slow
-def test_a_controller_that_does_not_answer_and_a_machine_without_slurm_are_distinguished(
-    job: SlurmJob, tmp_path: Path
-) -> None:
+def test_silent_controller_and_machine_without_slurm_are_distinguished(job: SlurmJob, tmp_path: Path) -> None:
     (tmp_path / "slurm.conf").write_text(
         job.slurm.conf.read_text().replace("SlurmctldPort=16817", "SlurmctldPort=16820")
         + "MessageTimeout=2\n"

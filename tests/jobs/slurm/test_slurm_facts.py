@@ -104,7 +104,7 @@ def run_script(script: str, folder: Path, *, nodes: int) -> tuple[Path, list[str
     return here, (here / "args").read_text().splitlines()
 
 
-def test_of_min_and_max_nodes_the_fronts_wait_for_as_many_as_slurm_has_given(tmp_path: Path) -> None:
+def test_fronts_wait_for_as_many_nodes_of_min_to_max_as_slurm_has_given(tmp_path: Path) -> None:
     _, words = run_script(batch_script(asked(tmp_path / "run", nodes="6:8"), "x"), tmp_path, nodes=7)
     assert words[words.index("--nodes") + 1] == "6:7"
     folder = tmp_path / "one"
@@ -113,7 +113,7 @@ def test_of_min_and_max_nodes_the_fronts_wait_for_as_many_as_slurm_has_given(tmp
     assert "--nodes" not in words
 
 
-def test_nothing_that_is_written_in_a_path_or_an_override_is_run_by_the_script(tmp_path: Path) -> None:
+def test_nothing_written_in_a_path_or_override_is_run_by_the_script(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s a "run"; touch $(echo bad) `echo bad` %j'
     job = asked(
         folder, overrides=("a=$(touch bad)", "b='x'; touch bad"), nodes="2", partition="a,b", time="1:00:00"

@@ -115,7 +115,7 @@ def test_messages_that_srun_breaks_into_pieces_are_whole_again(size: int, tmp_pa
     assert heard[2].text == "srun: error: bob: task 1: Killed"
 
 
-def test_a_job_whose_head_reported_nothing_is_reported_with_step_and_checkpoint_of_the_runs_files(
+def test_job_with_a_silent_head_has_step_and_checkpoint_of_the_runs_files(
     tmp_path: Path,
 ) -> None:
     run = RunDir(tmp_path)

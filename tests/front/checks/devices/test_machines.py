@@ -54,7 +54,7 @@ def test_all_is_well_on_the_one_h100_that_was_recorded() -> None:
     assert "driver 580.159.04 (CUDA up to 13.0)" in str(finding(machine, "driver"))
 
 
-def test_the_table_shows_what_a_rank_calls_each_device_and_which_are_hidden() -> None:
+def test_table_shows_each_devices_name_for_a_rank_and_the_hidden_ones() -> None:
     rows = finding(replace(scene("l20_two_sockets_10", (6, 7, 8, 9)), visible=(6, 7, 8, 9)), "seen").evidence
     assert rows[0] == "10 physical, 4 visible, 4 for this node's ranks"
     assert rows[2].startswith("hidden   0      GPU-00000000  0000:16:00.0  0")
@@ -81,7 +81,7 @@ def test_a_choice_across_sockets_is_judged_and_a_better_one_is_written_out() -> 
     )
 
 
-def test_indices_with_gaps_are_reported_and_no_more_where_all_pairs_are_equal() -> None:
+def test_gaps_in_indices_are_only_noted_when_all_pairs_are_equal() -> None:
     found = finding(scene("h100_nvswitch_8", (0, 1, 3)), "selection")
     assert found.status == "pass"
     assert "the indices are not contiguous: 0, 1, 3" in found.evidence
@@ -100,7 +100,7 @@ def test_mixed_types_and_other_peoples_memory_are_named_and_left_out() -> None:
     assert finding(scene("mixed_4", (0, 3)), "memory").status == "pass"
 
 
-def test_no_device_is_proposed_that_is_smaller_or_older_than_the_chosen_ones() -> None:
+def test_devices_smaller_or_older_than_the_chosen_ones_are_never_proposed() -> None:
     """Both T4 would be free and well; a run that was made for an A100 has no room on them."""
     body = recorded("mixed_4")
     body["devices"][0], body["devices"][3] = body["devices"][1], body["devices"][1]
@@ -121,7 +121,8 @@ def test_in_a_job_of_slurm_only_its_own_devices_are_proposed() -> None:
     assert finding(seven, "selection").fix == ("export CUDA_VISIBLE_DEVICES=5,7", "or --devices 5,7")
 
 
-def test_without_peer_access_shared_memory_is_expected_and_no_other_choice_is_better() -> None:
+def test_shared_memory_is_expected_between_devices_without_peer_access() -> None:
+    """No other choice of devices would be better."""
     machine = scene("a10g_4", (0, 1, 2, 3))
     assert "shared memory of the host (PHB, no peer access" in finding(machine, "links").evidence[0]
     assert finding(machine, "selection").status == "pass"
@@ -130,7 +131,7 @@ def test_without_peer_access_shared_memory_is_expected_and_no_other_choice_is_be
 @pytest.mark.parametrize(
     "settings", [{"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_LEVEL": "LOC"}, {"NCCL_P2P_LEVEL": "0"}]
 )
-def test_a_left_over_setting_that_costs_nvlink_is_named_with_the_line_that_takes_it_away(
+def test_leftover_setting_that_costs_nvlink_is_named_with_its_unset_line(
     settings: dict[str, str],
 ) -> None:
     found = finding(scene("h100_nvswitch_8", (0, 1), settings=settings), "links")
@@ -153,7 +154,8 @@ def test_nvlink_without_peer_access_is_a_fault() -> None:
     assert finding(scene(details_from(body), (0, 1, 2, 3)), "links").status == "pass"
 
 
-def test_switches_that_send_everything_up_to_the_host_are_named_where_two_devices_share_one() -> None:
+def test_acs_on_a_switch_is_named_only_if_two_chosen_devices_share_it() -> None:
+    """Such a switch sends everything between the two up to the host."""
     body = recorded("l20_two_sockets_10")
     body["beside"]["redirecting"] = {"0000:16:00.0": ["0000:15:00.0"], "0000:27:00.0": ["0000:26:00.0"]}
     found = finding(scene(details_from(body), (0, 1), vendor="intel"), "links")
@@ -165,7 +167,7 @@ def test_switches_that_send_everything_up_to_the_host_are_named_where_two_device
 
 
 @pytest.mark.makes("devices.health", "fail")
-def test_memory_errors_xids_heat_and_lost_links_are_named_with_their_remedies() -> None:
+def test_memory_errors_xids_heat_and_lost_links_are_named_with_remedies() -> None:
     found = finding(scene("h100_errors_8", (0, 1)), "health")
     text = "\n".join(found.evidence)
     assert found.status == "fail"
@@ -204,7 +206,7 @@ def test_a_fabric_that_is_not_ready_is_named_before_cuda_reports_802() -> None:
 
 
 @pytest.mark.makes("devices.seen", "fail")
-def test_a_device_that_has_fallen_off_is_distinguished_from_one_that_is_hidden() -> None:
+def test_device_that_has_fallen_off_is_distinguished_from_a_hidden_one() -> None:
     body = recorded("a10g_4")
     body["devices"].pop()  # as in a container that was given three of four: the bus shows all of them
     found = finding(scene(details_from(body), (0, 1)), "seen")
@@ -265,7 +267,7 @@ def test_slices_are_named_by_their_uuid_and_refused_for_several_ranks() -> None:
     assert finding(scene("a10g_4", (0,)), "mig").status == "pass"
 
 
-def test_hardware_without_the_python_package_is_unknown_with_the_line_to_type() -> None:
+def test_hardware_without_its_python_package_is_unknown_with_the_pip_line() -> None:
     note = "1 NVIDIA devices are on the bus, and nvidia-ml-py is not installed"
     found = judge_devices(scene(DevicesDetails(on_bus=("0000:07:00.0",), note=note), ()))
     assert [(one.id, one.status, one.fix) for one in found] == [
@@ -279,7 +281,7 @@ def test_a_driver_that_is_slow_is_unknown_and_no_failure() -> None:
     assert (found.status, "nvidia-smi -pm 1" in found.fix[0]) == ("unknown", True)
 
 
-def test_nobody_is_asked_to_end_a_process_whose_number_means_somebody_else_here() -> None:
+def test_nobody_is_told_to_end_a_process_known_only_by_its_host_pid() -> None:
     """The driver tells the host's numbers; in a container no user is known for them."""
     body = recorded("mixed_4")
     body["beside"]["processes"] = {}
@@ -287,7 +289,7 @@ def test_nobody_is_asked_to_end_a_process_whose_number_means_somebody_else_here(
     assert (found.status, found.fix) == ("fail", ("`nvidia-smi` on the host shows the process",))
 
 
-def test_a_driver_that_does_not_answer_is_a_failure_and_no_hardware_is_none() -> None:
+def test_driver_that_does_not_answer_fails_and_absent_hardware_passes() -> None:
     body = recorded("a10g_4") | {"refuses": "Driver/library version mismatch"}
     found = judge_devices(scene(details_from(body), ()))
     assert [(one.status, "version mismatch" in one.evidence[0]) for one in found] == [("fail", True)]

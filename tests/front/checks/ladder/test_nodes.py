@@ -94,9 +94,7 @@ def test_around_a_hole_for_large_packets_the_other_network_is_found(
     assert "the large all-reduce did not complete" in "\n".join(finding["evidence"])
 
 
-def test_where_the_only_network_is_blocked_nothing_works_and_that_is_reported(
-    networks: Namespaces, pair: Job
-) -> None:
+def test_blocking_the_only_network_is_reported_as_nothing_works(networks: Namespaces, pair: Job) -> None:
     """And one node, whose runs are elsewhere, cannot write down what its libraries say."""
     for node in range(2):
         networks.drop(node, "-i", "eth0", "-p", "tcp", "--syn", "--dport", "32768:60999")

@@ -35,7 +35,7 @@ def test_a_wrong_interface_is_found_and_the_line_that_fix_it_is_printed(tmp_path
     assert seen.code == 6
 
 
-def test_what_the_libraries_report_in_each_attempt_is_kept_where_it_is_requested(tmp_path: Path) -> None:
+def test_debug_comm_keeps_the_logs_of_the_libraries_for_each_attempt(tmp_path: Path) -> None:
     seen = doctor(tmp_path, "--nproc", "2", "--ladder", "--debug-comm", env={"GLOO_SOCKET_IFNAME": "ens34"})
     (finding,) = seen.of("network.ladder")
     assert finding["fix"] == ["unset GLOO_SOCKET_IFNAME"]

@@ -89,7 +89,7 @@ def test_a_name_that_is_not_here_fails_on_one_machine_too() -> None:
     assert fix == ("export GLOO_SOCKET_IFNAME=eth0", "unset GLOO_SOCKET_IFNAME")
 
 
-def test_an_interface_that_is_down_is_distinguished_from_one_that_is_not_there() -> None:
+def test_down_interface_is_distinguished_from_a_missing_one() -> None:
     assert "eth1 is down or has no address" in choice({"GLOO_SOCKET_IFNAME": "eth1"})[1]
     assert "did you mean docker0?" in choice({"GLOO_SOCKET_IFNAME": "dokcer0"})[1]
 
@@ -100,7 +100,7 @@ def test_loopback_and_bridges_fail_only_where_there_are_several_machines() -> No
         assert choice({"GLOO_SOCKET_IFNAME": name}, several=False)[0] == "pass"
 
 
-def test_a_host_name_on_loopback_is_a_warning_since_only_other_programs_go_by_it() -> None:
+def test_host_name_on_loopback_warns_since_only_other_programs_use_it() -> None:
     status, text, _ = choice({}, own=("127.0.1.1",))
     assert (status, "other programs need the variable" in text) == ("warn", True)
 

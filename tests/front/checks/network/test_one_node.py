@@ -79,7 +79,7 @@ def test_a_port_that_a_different_program_has_is_named_with_the_program(tmp_path:
     assert f"pid {os.getpid()}" in seen.text("network.port")
 
 
-def test_the_program_that_has_a_port_is_named_without_the_secrets_of_its_command_line(tmp_path: Path) -> None:
+def test_holder_of_a_port_is_named_without_secrets_of_its_command_line(tmp_path: Path) -> None:
     secret = "plain-text-secret"
     code = (
         "import socket, sys; server = socket.create_server(('', 0)); print(server.getsockname()[1],"

@@ -21,7 +21,7 @@ def speeds(nodes: int, seed: int) -> dict[Pair, float]:
 
 
 @given(st.integers(2, 40))
-def test_in_a_round_nobody_has_two_partners_and_nobody_meets_a_partner_again(nodes: int) -> None:
+def test_no_node_has_two_partners_in_a_round_or_the_same_partner_twice(nodes: int) -> None:
     plan = rounds(range(nodes))
     for pairs in plan:
         assert max(Counter(node for pair in pairs for node in pair).values()) == 1
