@@ -64,6 +64,11 @@ def test_a_node_reads_what_the_head_sends(request_: HeadRequest) -> None:
     assert decode_request(json.loads(json.dumps(encode(request_)))) == request_
 
 
+def test_verdicts_are_sent_in_the_form_of_verdict_json() -> None:
+    assert encode(messages.VerdictReached(_VERDICT))["verdict"] == _VERDICT.to_json()
+    assert encode(messages.Diagnosed(_VERDICT))["verdict"] == _VERDICT.to_json()
+
+
 @pytest.mark.parametrize(("union", "sent"), [(NodeNews, _NEWS), (HeadRequest, _REQUESTS)])
 def test_every_message_is_sent_above_and_has_a_kind_of_its_own(union: object, sent: list[NodeNews]) -> None:
     assert {type(one) for one in sent} == set(get_args(union))

@@ -75,7 +75,10 @@ def test_values_that_an_optimizer_keeps_in_its_groups_are_restored(train_here: T
     [
         (('setdefault("mean", ', 'setdefault("set", set()) or self.state[p].setdefault("mean", '), ".weight, a set:"),
         (("mean.lerp_", "self.state['all']['steps'] = 1; mean.lerp_"), "`state['all']`"),
-        (("group in self.param_groups:", "group in self.param_groups:\n            group['at'] = torch.ones(1)"), "`at` of a parameter group, a Tensor"),
+        (
+            ("group in self.param_groups:", "group in self.param_groups:\n            group['at'] = torch.ones(1)"),
+            "`at` of a parameter group, a Tensor",
+        ),
     ],
 )  # fmt: skip
 def test_state_a_checkpoint_cannot_hold_is_refused_after_the_first_step(

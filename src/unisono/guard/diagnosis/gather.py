@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 from unisono.guard.diagnosis.attribution import Attribution, with_ranks
 from unisono.guard.diagnosis.process_ends import find_exits
-from unisono.guard.diagnosis.run_facts import Ending, Event, Exit, RankFacts, RunFacts, Timeout, Traceback
+from unisono.guard.diagnosis.run_facts import (
+    Ending,
+    Event,
+    Exit,
+    RankFacts,
+    RunFacts,
+    TimedOutCollective,
+    Traceback,
+)
 from unisono.guard.diagnosis.scan import Scanned
 
 # fmt: off
@@ -212,9 +220,9 @@ def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
     return "finished" if finished else "unknown"
 
 
-def _collectives(events: Iterable[Event]) -> Iterable[Timeout]:
+def _collectives(events: Iterable[Event]) -> Iterable[TimedOutCollective]:
     """One for each rank and group: the first that it waited for."""
-    collectives: dict[tuple[int | None, str], Timeout] = {}
+    collectives: dict[tuple[int | None, str], TimedOutCollective] = {}
     for event in events:
         if event.signature not in ("watchdog", "watchdog_status"):
             continue
@@ -229,7 +237,7 @@ def _collectives(events: Iterable[Event]) -> Iterable[Timeout]:
         )
         one = collectives.get(near) if near else None
         if one is None:
-            one = Timeout(event, event.rank, group)
+            one = TimedOutCollective(event, event.rank, group)
         fresh = {
             "seq": event.number("seq") or event.number("at"),
             "op": event.fields.get("op"),

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Timeout, View, first_of_each
+from unisono.guard.diagnosis.run_facts import Event, Hypothesis, TimedOutCollective, View, first_of_each
 
 NEAR_END_SHARE = 0.97
 NEAR_END_STEPS = 6
@@ -92,7 +92,7 @@ def find_uneven(view: View, *, evidence: Iterable[Event] = ()) -> list[Hypothesi
 
 def find_hang(view: View) -> list[Hypothesis]:
     """From what the watchdogs of several ranks say."""
-    groups: dict[str, list[Timeout]] = defaultdict(list)
+    groups: dict[str, list[TimedOutCollective]] = defaultdict(list)
     for one in view.facts.collectives:
         if one.rank is not None:
             groups[one.group].append(one)
@@ -138,7 +138,7 @@ def near_end(view: View) -> bool:
     )
 
 
-def _reported_lag(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _reported_lag(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     """Torch's own report on ranks that are out of step."""
     lines = view.facts.of("lagging")
     if not lines:
@@ -161,7 +161,7 @@ def _reported_lag(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
     ]
 
 
-def _different(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _different(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     """Ranks wait in different collectives with one sequence number."""
     operations = {one.rank: (one.op, one.numel_in) for one in waiting if one.op and one.rank is not None}
     ops = Counter(op for op, _ in operations.values())
@@ -200,7 +200,7 @@ def _different(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
     ]
 
 
-def _behind(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _behind(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     """A rank that enqueued less than the others, or waits for an earlier collective."""
     places = {one.rank: one.enqueued for one in waiting if one.enqueued is not None and one.rank is not None}
     if len(places) < 2 or len(set(places.values())) < 2:
@@ -228,7 +228,7 @@ def _behind(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
     ]
 
 
-def _absent(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _absent(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     """All waiting ranks wait for the same collective; a known rank did not wait."""
     absent = missing_ranks(view, {one.rank for one in waiting if one.rank is not None})
     if len(absent) != 1:
@@ -236,7 +236,7 @@ def _absent(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
     return [stalled(view, absent[0], [one.event for one in waiting])]
 
 
-def _one_continues(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _one_continues(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     """Ranks above 0 waited while the progress bar of the main process, the only one with a bar,
     advanced: it did not reach the collective.
     """
@@ -287,7 +287,7 @@ def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
     )
 
 
-def _undecided(view: View, waiting: list[Timeout]) -> list[Hypothesis]:
+def _undecided(view: View, waiting: list[TimedOutCollective]) -> list[Hypothesis]:
     if near_end(view):
         lines = [event for event in view.progress if event.number("step") == view.facts.step][-1:]
         return [
@@ -455,7 +455,7 @@ def _odd_fingerprint(events: list[Event]) -> int | None:
     return _odd(prints)
 
 
-def _lines(waiting: list[Timeout], *, first: int | None = None) -> tuple[Event, ...]:
+def _lines(waiting: list[TimedOutCollective], *, first: int | None = None) -> tuple[Event, ...]:
     return tuple(one.event for one in sorted(waiting, key=lambda one: one.rank != first))[:6]
 
 

@@ -135,7 +135,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeout:
+class TimedOutCollective:
     """A collective that timed out, as reported by a rank's watchdog.
 
     Attributes:
@@ -240,7 +240,7 @@ class RunFacts:
     framework: str = ""
     tracebacks: tuple[Traceback, ...] = ()
     exits: tuple[Exit, ...] = ()
-    collectives: tuple[Timeout, ...] = ()
+    collectives: tuple[TimedOutCollective, ...] = ()
     step: int | None = None
     steps: int | None = None
     earlier_runs: tuple[str, ...] = ()

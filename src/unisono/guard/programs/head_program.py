@@ -237,10 +237,13 @@ class HeadProgram:
             for event in meeting.server.receive(0.2):
                 if isinstance(event, Left) and event.node_rank == node_rank:
                     return None
-                if isinstance(event, NodeMessage) and event.node_rank == node_rank:
+                if (
+                    isinstance(event, NodeMessage)
+                    and event.node_rank == node_rank
+                    and event.message.get("kind") == Diagnosed.kind
+                ):
                     news = decode_news(event.message)
-                    if isinstance(news, Diagnosed):
-                        return news.verdict
+                    return news.verdict if isinstance(news, Diagnosed) else None
         return None
 
 

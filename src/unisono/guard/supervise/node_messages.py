@@ -157,7 +157,7 @@ class Diagnosed:
     """The cause in the program's output on a node; None: nothing is known."""
 
     kind: ClassVar = "diagnosed"
-    verdict: Verdict | None
+    verdict: Annotated[Verdict, _AsJson()] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class VerdictReached:
     """A verdict that every node shows."""
 
     kind: ClassVar = "verdict"
-    verdict: Verdict
+    verdict: Annotated[Verdict, _AsJson()]
 
 
 @dataclass(frozen=True, slots=True)

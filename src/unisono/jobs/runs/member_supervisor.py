@@ -218,8 +218,10 @@ class Serving:
             self._kept.send_all()
         try:
             request = decode_request(message)
-        except ValueError:  # a verdict of a newer head; its last word follows
-            return None
+        except ValueError:
+            if message["kind"] != VerdictReached.kind:
+                raise
+            return None  # a verdict of a newer head; its last word follows
         self._carry_out(request)
         return None
 

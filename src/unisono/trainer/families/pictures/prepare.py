@@ -177,9 +177,9 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
         every.lost += scan.lost
     _remember(memory, decoded)
     _refuse_bad(every, config)
-    own, held_out = _split(every, folders, config)
+    trained, held_out = _split(every, folders, config)
     prior = [p for p in every.pictures if p.is_prior]
-    if not own:
+    if not trained:
         raise DataError.of(
             "no picture is left to train on",
             where="data.train",
@@ -191,7 +191,11 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
         )
     resolutions = [folder.resolution for folder in folders]
     return PictureRows(
-        own + prior, held_out, _uses(own, prior, resolutions), every, [folder.section for folder in folders]
+        trained + prior,
+        held_out,
+        _uses(trained, prior, resolutions),
+        every,
+        [folder.section for folder in folders],
     )
 
 
@@ -218,21 +222,21 @@ def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> FolderScan:
     return FolderScan(fitting, scan.lost)
 
 
-def _uses(own: list[Picture], prior: list[Picture], resolutions: list[tuple[int, int]]) -> list[int]:
-    """The index in `own + prior` of each use of a picture in an epoch.
+def _uses(trained: list[Picture], prior: list[Picture], resolutions: list[tuple[int, int]]) -> list[int]:
+    """The index in `trained + prior` of each use of a picture in an epoch.
 
     The regularization pictures of a resolution fill up to as many uses as its other pictures have.
     """
-    uses = [i for i, picture in enumerate(own) for _ in range(picture.repeats)]
+    uses = [i for i, picture in enumerate(trained) for _ in range(picture.repeats)]
     filled: list[int] = []
     for resolution in dict.fromkeys(resolutions):
         cycle = [
-            len(own) + i
+            len(trained) + i
             for i, picture in enumerate(prior)
             if resolutions[picture.source] == resolution
             for _ in range(picture.repeats)
         ]
-        count = sum(picture.repeats for picture in own if resolutions[picture.source] == resolution)
+        count = sum(picture.repeats for picture in trained if resolutions[picture.source] == resolution)
         filled += [cycle[i % len(cycle)] for i in range(count)] if cycle else []
     return uses + filled
 
@@ -241,18 +245,18 @@ def _split(scan: FolderScan, folders: list[Folder], config: RunConfig) -> tuple[
     """The pictures to train on without those of prior preservation, and those for evaluation."""
     seed = config.diffusion.eval_seed if config.diffusion.eval_seed is not None else config.seed
     share = config.data.eval
-    own = [p for p in scan.pictures if folders[p.source].role == "train"]
-    if isinstance(share, float | int) and own:
-        count = share if isinstance(share, int) else max(1, round(share * len(own)))
-        if count >= len(own):
+    trained = [p for p in scan.pictures if folders[p.source].role == "train"]
+    if isinstance(share, float | int) and trained:
+        count = share if isinstance(share, int) else max(1, round(share * len(trained)))
+        if count >= len(trained):
             raise DataError.of(
-                f"data.eval takes {count} of {len(own)} pictures",
+                f"data.eval takes {count} of {len(trained)} pictures",
                 where="data.eval",
                 why="none is left to train on",
                 fix="set it to a smaller number or share",
             )
-        own, held_out = _split_off(own, count, seed)
-        return own, held_out
+        trained, held_out = _split_off(trained, count, seed)
+        return trained, held_out
     kept: list[Picture] = []
     held_out = []
     for number, folder in enumerate(folders):
