@@ -7,6 +7,7 @@ import pytest
 
 from tests.guard.agree.making import rank
 from unisono.base.causes import Verdict
+from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.integrations.border import Answer, ReportedFacts
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.supervise import node_messages as messages
@@ -23,9 +24,21 @@ _PLACE = RankPlace(
     device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=0, bfloat16=False),
 )
 _VERDICT = Verdict(cause="node_missing", when="before", summary="node 1 is missing")
+_PREPARED = PreparedFacts(
+    data_digest="d",
+    rows=4,
+    sequences=2,
+    tokens=9,
+    loss_tokens=5,
+    total_steps=1,
+    ledger={"used": 4},
+    model_type="llama",
+    parameters=10,
+    model_digest="m",
+)
 _NEWS: list[NodeNews] = [
     messages.RanksRegistered((_PLACE,), 4, 1, (3,), 2),
-    messages.RankSaid(3, {"kind": "phase", "phase": "load"}),
+    messages.RankSaid(3, {"kind": "step", "loss": float("inf")}),
     messages.RankEnded(RankEnd(3, -9, {"kind": "crashed", "error": "é"}, "compute", 7), 1),
     messages.RankReported(rank(3)),
     messages.RankViews((RankView(3, 1, None, 1.5, 0.0, ProcessView(state="S")),), ("a:1 -> b:2",)),
@@ -39,6 +52,8 @@ _NEWS: list[NodeNews] = [
     messages.Diagnosed(None),
     messages.Refused(({"what": "the disk is full"},)),
     messages.AllEnded(),
+    messages.SnapshotsSent(),
+    messages.Prepared(_PREPARED),
     messages.Stop("SIGTERM", again=True),
 ]
 _REQUESTS: list[HeadRequest] = [
@@ -50,6 +65,16 @@ _REQUESTS: list[HeadRequest] = [
     messages.DiagnosisRequested(),
     messages.VerdictReached(_VERDICT),
     messages.Note("all ranks agree"),
+    messages.Warned("clock_skew", "clocks differ by 9 s", "synchronise them"),
+    messages.SnapshotsRequested(),
+    messages.Prepare(),
+    messages.PlanDecided({"schema": 1, "loss": float("inf")}),
+    messages.Again(1),
+    messages.Again(2, messages.CheckpointIdentity("step-00000004", "e3b0")),
+    messages.JobEnded(
+        4, (_VERDICT,), ({"what": "the disk is full"},), {"outcome": "died", "loss": float("-inf")}
+    ),
+    messages.JobEnded(130, stopped=messages.StoppedBy("SIGINT", "node 1 (b)")),
     messages.Stop("SIGINT"),
 ]
 
@@ -67,6 +92,13 @@ def test_a_node_reads_what_the_head_sends(request_: HeadRequest) -> None:
 def test_verdicts_are_sent_in_the_form_of_verdict_json() -> None:
     assert encode(messages.VerdictReached(_VERDICT))["verdict"] == _VERDICT.to_json()
     assert encode(messages.Diagnosed(_VERDICT))["verdict"] == _VERDICT.to_json()
+
+
+def test_an_unreadable_verdict_does_not_cost_the_last_message() -> None:
+    ended = decode_request(
+        {**encode(messages.JobEnded(4, (_VERDICT,))), "verdicts": [{}, _VERDICT.to_json()]}
+    )
+    assert ended == messages.JobEnded(4, (_VERDICT,))
 
 
 @pytest.mark.parametrize(("union", "sent"), [(NodeNews, _NEWS), (HeadRequest, _REQUESTS)])

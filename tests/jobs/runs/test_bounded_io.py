@@ -15,6 +15,7 @@ from unisono.guard.facts.processes import stuck_threads
 from unisono.guard.facts.storage import STUCK_S, RunsDisk
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
+from unisono.guard.supervise.node_messages import JobEnded
 from unisono.jobs.runs.member_supervisor import keep_end
 
 
@@ -72,9 +73,9 @@ def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
 ) -> None:
     monkeypatch.setattr(storage, "STUCK_S", 1.0)
     printed: list[dict[str, Any]] = []
-    verdict = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped").to_json()
+    verdict = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped")
     result = {"outcome": "stalled", "exit_code": 4, "output_dir": "out"}
-    last = {"kind": "ended", "exit_code": 4, "result": result, "verdicts": [verdict]}
+    last = JobEnded(4, (verdict,), result=result)
     with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
         run, lock = RunDir(mounted.path / "out"), RunLock(mounted.path / "out" / "run.lock")
         lock.acquire("here", os.getpid())

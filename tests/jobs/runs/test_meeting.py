@@ -26,6 +26,7 @@ from unisono.guard.control.connection import SILENCE_S
 from unisono.guard.places.topology import Topology
 from unisono.guard.rendezvous.meeting import Meeting
 from unisono.guard.rendezvous.party import Party
+from unisono.guard.supervise.node_messages import JobEnded
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 90.0
@@ -175,7 +176,7 @@ def test_a_head_that_all_others_have_left_gathers_from_nobody() -> None:
     with Meeting(party) as meeting:
         meeting.leave_out(1, "is lost")
         assert meeting.gather("here_again_1", timeout_s=5.0) == {}
-        meeting.end({"kind": "end", "exit_code": 0})
+        meeting.end(JobEnded(exit_code=0))
 
 
 def test_a_node_that_never_calls_is_named_while_one_waits_and_at_the_end(job: Job) -> None:

@@ -22,13 +22,13 @@ def serving(shown: list[Message]) -> Serving:
 def test_verdict_of_the_head_is_shown() -> None:
     shown: list[Message] = []
     verdict = Verdict(cause="node_missing", when="before", summary="node 1 is missing")
-    assert serving(shown)._obey(encode(VerdictReached(verdict))) is None
+    assert serving(shown).obey(encode(VerdictReached(verdict))) is None
     assert [(message["kind"], message["summary"]) for message in shown] == [("verdict", "node 1 is missing")]
 
 
 def test_verdict_of_a_newer_head_is_left_to_its_last_word() -> None:
     shown: list[Message] = []
-    assert serving(shown)._obey({"kind": "verdict", "verdict": {"schema": 2, "what": "x"}}) is None
+    assert serving(shown).obey({"kind": "verdict", "verdict": {"schema": 2, "what": "x"}}) is None
     assert shown == []
 
 
@@ -38,4 +38,4 @@ def test_verdict_of_a_newer_head_is_left_to_its_last_word() -> None:
 def test_unreadable_request_is_not_ignored(message: Message) -> None:
     """Its ranks would wait for what never comes."""
     with pytest.raises(ValueError, match=r"validation error"):
-        serving([])._obey(message)
+        serving([]).obey(message)

@@ -60,6 +60,7 @@ from unisono.guard.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import read_holder
 from unisono.guard.supervise.child_process import INTERFACE_VARIABLES, Programs, interface_name
+from unisono.guard.supervise.node_messages import JobEnded
 from unisono.jobs.runs.node_report import look_at_files, look_at_output, make_node_report
 from unisono.jobs.runs.train_request import TrainRequest
 
@@ -433,7 +434,7 @@ def _as_head(
             *_agreement_results(meeting.agreement, len(by_node), given=local_run.given),
         ]
         result = {"checks": [finding.to_json() for finding in findings]}
-        meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "problems": [], "result": result})
+        meeting.end(JobEnded(exit_code=0, result=result))
     return findings
 
 

@@ -206,17 +206,8 @@ class HeadProgram:
             self.start.write_agreement(supervisor.agreements)
         result = self.start.finish(code, verdict, stopped=stopped, writes=writes)
         if meeting is not None:
-            word = end_message([verdict] if verdict is not None else [], exit_code=code)
-            meeting.end(
-                {
-                    **word,
-                    "result": {
-                        "outcome": result["outcome"],
-                        "has_verdict": verdict is not None,
-                        "signal": stopped,
-                    },
-                }
-            )
+            outcome = {"outcome": result["outcome"], "has_verdict": verdict is not None, "signal": stopped}
+            meeting.end(end_message([verdict] if verdict is not None else [], exit_code=code, result=outcome))
         return result
 
     def _name(self, end: ProgramEnd, meeting: Meeting | None) -> Verdict | None:

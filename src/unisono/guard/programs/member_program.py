@@ -3,15 +3,13 @@ and carries out its requests.
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
-from unisono.base.events import Message, Show
-from unisono.base.text import one_line
-from unisono.guard.control.connection import Left, NodeMessage
+from unisono.base.events import Show
+from unisono.guard.control.connection import Left
 from unisono.guard.programs.local_program import LocalProgram
 from unisono.guard.programs.program_end import exit_code_of_program
 from unisono.guard.programs.program_start import ProgramStart, is_head_directory
@@ -21,19 +19,18 @@ from unisono.guard.rundir.lock import recorded_holder
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.lost_head import writing_for_head
 from unisono.guard.supervise.node_messages import (
-    CollectStacks,
     Diagnosed,
     DiagnosisRequested,
-    NodeNews,
+    HeadRequest,
+    JobEnded,
     RankEnded,
     RanksRegistered,
     Start,
-    VerdictReached,
     decode_request,
-    encode,
 )
-from unisono.guard.supervise.postmortem import name_loss, verdicts_in
+from unisono.guard.supervise.postmortem import name_loss
 from unisono.guard.supervise.rank_monitor import MonitorReports
+from unisono.guard.supervise.supervision import LastWord, NodeSupervision
 
 _POLL_S = 0.1
 _ENDING_S = 30.0
@@ -75,7 +72,7 @@ def _one_start(start: ProgramStart, member_side: MemberSide, request: Start) -> 
 
 
 @dataclass
-class MemberProgram:
+class MemberProgram(NodeSupervision):
     """This node's front, from the start of the program to the head's final message.
 
     Attributes:
@@ -87,7 +84,7 @@ class MemberProgram:
         new_start: the head's message, if it starts the program once more.
     """
 
-    member_side: MemberSide
+    link: MemberSide
     local: LocalProgram
     node_rank: int
     show: Show
@@ -97,30 +94,27 @@ class MemberProgram:
     loss: NodeLoss | None = None
     new_start: Start | None = None
     _code: int | None = None
-    _over: bool = False
     _shown: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Runs until the head has sent its final message, or is lost."""
-        reports = MonitorReports(self.local.ranks, self.node_rank, self._send)
-        attempt = 0
+        self.reports = MonitorReports(self.local.ranks, self.node_rank, self.send)
+        attempt, word = 0, None
         try:
-            while not self._over:
-                for message in self.local.new_messages(_POLL_S, also=[self.member_side.fileno()]):
-                    if isinstance(message, RanksRegistered) and message.attempt != attempt:
-                        attempt = message.attempt
-                        reports.close()  # views of the previous ranks do not apply to the new ones
-                        reports = MonitorReports(self.local.ranks, self.node_rank, self._send)
-                    if isinstance(message, RankEnded):
-                        reports.send_views()
-                    self._send(message)
-                reports.send()
-                for event in self.member_side.receive(0):
-                    self._take(event, reports)
-                    if self._over:  # the connection's end after the final message is not a loss
-                        break
+            while word is None:
+                for news in self.local.new_messages(_POLL_S, also=[self.link.fileno()]):
+                    if isinstance(news, RanksRegistered) and news.attempt != attempt:
+                        attempt = news.attempt
+                        self.reports.close()  # views of the previous ranks do not apply to the new ones
+                        self.reports = MonitorReports(self.local.ranks, self.node_rank, self.send)
+                    if isinstance(news, RankEnded):
+                        self.reports.send_views()
+                    self.send(news)
+                self.reports.send()
+                word = self.receive_from_head()
+            self._take_last_word(word)
         finally:
-            reports.close()
+            self.reports.close()
 
     def exit_code(self, returncode: int | None) -> int:
         """The exit code: that of the verdict, or the program's.
@@ -134,64 +128,42 @@ class MemberProgram:
             return self._code
         return exit_code_of_program(returncode)
 
-    def _take(self, event: NodeMessage | Left, reports: MonitorReports) -> None:
-        if isinstance(event, Left):
-            self._take_loss(event)
-            return
-        message = event.message
-        if message.get("kind") in ("note", "warning"):
-            text = one_line(str(message.get("text", "")), limit=1_000)
-            self.show({**message, "time": time.time(), "text": text})
-        elif message.get("kind") == "ended":
-            self._ended(message)
+    def carry_out(self, request: HeadRequest) -> None:
+        """Carries out a request for the program."""
+        if isinstance(request, DiagnosisRequested):
+            self.send(Diagnosed(self.diagnose()))
         else:
-            self._take_request(message, reports)
+            self.local.handle(request)
 
-    def _take_request(self, message: Message, reports: MonitorReports) -> None:
-        match decode_request(message):
-            case VerdictReached(verdict):
-                self._show_verdict(verdict)
-            case CollectStacks() as request:
-                reports.look(request)
-            case DiagnosisRequested():
-                self._send(Diagnosed(self.diagnose()))
-            case Start() as request:
-                self._over, self.new_start = True, request
-                self._end_program()
-            case None:
-                pass  # a newer version sends more
-            case request:
-                self.local.handle(request)
-
-    def _send(self, news: NodeNews) -> None:
-        self.member_side.send(encode(news))
-
-    def _ended(self, message: Message) -> None:
-        self._over = True
-        self._code = int(message.get("exit_code", 1))
-        result = message.get("result") or {}
-        self.stopped = str(result.get("signal") or "")
-        for verdict in verdicts_in(message):
-            self._show_verdict(verdict)
-        self._end_program()
-
-    def _show_verdict(self, verdict: Verdict) -> None:
+    def show_verdict(self, verdict: Verdict) -> None:
+        """Shows a verdict of the head once; it is this node's, too."""
         self.verdict = verdict
         if verdict.summary not in self._shown:
             self._shown.add(verdict.summary)
-            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            super().show_verdict(verdict)
+
+    def _take_last_word(self, word: LastWord | Left) -> None:
+        match word:
+            case JobEnded():
+                self._code = word.exit_code
+                self.stopped = str((word.result or {}).get("signal") or "")
+                for verdict in word.verdicts:
+                    self.show_verdict(verdict)
+            case Start():
+                self.new_start = word
+            case Left():
+                self._take_loss(word)
+            case _:
+                pass
+        self._end_program()
 
     def _take_loss(self, event: Left) -> None:
-        """Ends the program: without the head, nothing is known of the other nodes, and they wait
-        for this one.
-        """
-        self._over = True
-        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.member_side.party.host)
-        verdict = name_loss(self.loss, head=str(self.member_side.welcome.get("head_host", "")))
+        """Without the head, nothing is known of the other nodes, and they wait for this one."""
+        self.loss = NodeLoss.at_node(event, node_rank=self.node_rank, host=self.link.party.host)
+        verdict = name_loss(self.loss, head=str(self.link.welcome.get("head_host", "")))
         entry = find_cause(verdict.cause)
         self._code = entry.exit_code if entry is not None else 4
-        self._show_verdict(verdict)
-        self._end_program()
+        self.show_verdict(verdict)
 
     def _end_program(self) -> None:
         if self.local.program is not None and not self.local.has_ended:

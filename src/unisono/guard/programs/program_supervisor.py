@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message, Show, notify
+from unisono.base.events import Message, Show
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.control.channel_ends import HeadServer
-from unisono.guard.control.connection import Event, Left, NodeMessage
 from unisono.guard.integrations.border import LAUNCHER
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.programs.launcher_facts import LauncherFacts
@@ -26,7 +25,7 @@ from unisono.guard.programs.program_end import (
     may_be_port_taken,
 )
 from unisono.guard.programs.program_ranks import UNKNOWN_END
-from unisono.guard.supervise.decision import Failures, NodeLoss, ended_well
+from unisono.guard.supervise.decision import Failures, ended_well
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.node_messages import (
@@ -35,23 +34,18 @@ from unisono.guard.supervise.node_messages import (
     HeadRequest,
     LauncherUnwatched,
     NodeNews,
-    Note,
     ProgramEnded,
     RankEnded,
     RankSaid,
     RanksRegistered,
-    RankViews,
-    Refused,
     SignalReceived,
-    StacksCollected,
     Stop,
     TimelineLines,
     VerdictReached,
-    decode_news,
-    encode,
 )
-from unisono.guard.supervise.postmortem import name_death, name_failure, node_refused
+from unisono.guard.supervise.postmortem import name_death, name_failure
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
+from unisono.guard.supervise.supervision import HeadSupervision
 from unisono.guard.watch.views import Look
 
 
@@ -87,7 +81,7 @@ NO_RANK_SEEN = f"no rank has registered within {_UNSEEN_S:.0f} s: until one does
 
 
 @dataclass
-class ProgramSupervisor:
+class ProgramSupervisor(HeadSupervision):
     """The head of a guarded program, from its start on every node to its end.
 
     Attributes:
@@ -145,9 +139,9 @@ class ProgramSupervisor:
     _early_since: float | None = None
     _launchers_agree: bool = False
     _attempt: int = 0
-    _failures: Failures = field(default_factory=Failures)
+    failures: Failures = field(default_factory=Failures)
+    stall_monitor: StallMonitor | None = None
     _monitor: RankMonitor | None = None
-    _stall_monitor: StallMonitor | None = None
     _facts: LauncherFacts = field(init=False)
     _end_by: float | None = None
     _failed_at: float | None = None
@@ -175,7 +169,7 @@ class ProgramSupervisor:
     def _is_over(self) -> bool:
         if self.only_launchers and (self._launchers_agree or self.verdict is not None):
             return True
-        connected = {node.node_rank for node in self.nodes} - set(self._failures.lost)
+        connected = {node.node_rank for node in self.nodes} - set(self.failures.lost)
         if connected <= set(self.programs):
             return True
         return self._end_by is not None and time.monotonic() > self._end_by + _ENDING_S
@@ -185,24 +179,15 @@ class ProgramSupervisor:
     def _receive(self, timeout_s: float) -> None:
         also = [self.server.fileno()] if self.server is not None else []
         for message in self.local.new_messages(timeout_s, also=also):
-            self._take(0, message)
-        for event in self.server.receive(0) if self.server is not None else []:
-            self._take_event(event)
+            self.take(0, message)
+        self.receive_from_nodes()
 
-    def _take_event(self, event: Event) -> None:
-        if isinstance(event, Left):
-            if event.node_rank not in self.programs:
-                self._failures.node_lost(NodeLoss.at_head(event), now=time.monotonic())
-        elif isinstance(event, NodeMessage):
-            try:
-                if (news := decode_news(event.message)) is not None:
-                    self._take(event.node_rank, news)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                host = self.nodes[event.node_rank].host
-                why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
-                self._failures.node_lost(NodeLoss(event.node_rank, host, why), now=time.monotonic())
+    def needs(self, node_rank: int) -> bool:
+        """Whether the program has not ended there."""
+        return node_rank not in self.programs
 
-    def _take(self, node_rank: int, news: NodeNews) -> None:
+    def take_news(self, node_rank: int, news: NodeNews) -> None:
+        """Takes news of the program and its ranks."""
         match news:
             case RanksRegistered():
                 self._take_ranks(node_rank, news)
@@ -218,20 +203,21 @@ class ProgramSupervisor:
                 self._take_program(node_rank, news)
             case SignalReceived():
                 self._take_signal(node_rank, signal.Signals[news.signal])
-            case Refused() if self.verdict is None:  # it could not start the program
-                host = self.nodes[node_rank].host
-                self._name(node_refused(node_rank, host, news.error), end_in_s=0.0)
-            case RankViews() | StacksCollected() | TimelineLines():
-                self._take_observation(node_rank, news)
             case _:
                 pass
 
-    def _take_observation(self, node_rank: int, news: RankViews | StacksCollected | TimelineLines) -> None:
-        if isinstance(news, TimelineLines):
-            ranks = {rank for rank, place in self._places.items() if place.node_rank == node_rank}
-            self.local.keep_time(node_rank, news, ranks)
-        elif self._stall_monitor is not None:
-            self._stall_monitor.on_message(node_rank, news)
+    def take_refusal(self, node_rank: int, verdict: Verdict) -> None:
+        """The node could not start the program."""
+        if self.verdict is None:
+            self._name(verdict, end_in_s=0.0)
+
+    def keep_time(self, node_rank: int, news: TimelineLines, ranks: set[int]) -> None:
+        """Writes it to the run's timeline, if there is one."""
+        self.local.keep_time(node_rank, news, ranks)
+
+    def carry_out(self, request: HeadRequest) -> None:
+        """Carries out a request for the program."""
+        self.local.handle(request)
 
     def _take_ranks(self, node_rank: int, news: RanksRegistered) -> None:
         if news.attempt < self._attempt:
@@ -245,9 +231,9 @@ class ProgramSupervisor:
             if place.node_rank == node_rank and 0 <= place.rank < self._world:
                 self._places[place.rank] = place
         self._is_seen = self._is_seen or len(news.unseen) < len(news.places)
-        if len(self._places) == self._world and self._stall_monitor is None:
+        if len(self._places) == self._world and self.stall_monitor is None:
             self._monitor = self._monitor or RankMonitor(self.local.ranks, 0)
-            self._stall_monitor = StallMonitor(
+            self.stall_monitor = StallMonitor(
                 self.job,
                 self._monitor,
                 self.server,
@@ -261,11 +247,11 @@ class ProgramSupervisor:
         started its next launcher.
         """
         if self._attempt or self._places:
-            self._notify(f"the program has restarted its ranks (start {attempt + 1})")
+            self.notify(f"the program has restarted its ranks (start {attempt + 1})")
         self._attempt = attempt
         self._places.clear()
-        self._failures.restart()
-        self._world, self._stall_monitor, self._end_by, self.verdict = 0, None, None, None
+        self.failures.restart()
+        self._world, self.stall_monitor, self._end_by, self.verdict = 0, None, None, None
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -289,7 +275,7 @@ class ProgramSupervisor:
         if end.end_reason == UNKNOWN_END:  # neither a success nor a failure
             return
         if not self._ended_all:  # else we ended it
-            self._failures.rank_ended(end, now=time.monotonic())
+            self.failures.rank_ended(end, now=time.monotonic())
 
     def _take_program(self, node_rank: int, news: ProgramEnded) -> None:
         self.programs[node_rank] = news.returncode
@@ -309,11 +295,11 @@ class ProgramSupervisor:
         self.stop_signal = self.stop_signal or number
         text = self.stopping.take(number, node_rank, time.monotonic()) if not self.only_launchers else None
         if text is not None:
-            self._notify(text)
+            self.notify(text)
         if number in JOB_STOP_SIGNALS:
             for node in self.nodes:
                 if node.node_rank != node_rank:
-                    self._send(node.node_rank, Stop(number.name))
+                    self.request_from(node.node_rank, Stop(number.name))
 
     # --- comparisons
 
@@ -327,7 +313,7 @@ class ProgramSupervisor:
         agreement = compared.agreement
         self.agreements = self.agreements.merged(agreement)
         for node, answer in compared.answers:
-            self._send(node, answer)
+            self.request_from(node, answer)
         self._launchers_agree = self._launchers_agree or (compared.name == LAUNCHER and agreement.agreed)
         if agreement.fatal:
             after_s = round(time.monotonic() - compared.complete_at, 3)
@@ -336,7 +322,7 @@ class ProgramSupervisor:
     def _report_missing(self, now: float) -> None:
         for waiting in self._facts.waiting(self._places, now=now):
             if waiting.is_due:
-                self._notify(waiting.line)
+                self.notify(waiting.line)
             if waiting.name == LAUNCHER and waiting.since_s > self.join_timeout_s and self.verdict is None:
                 self._name(waiting.verdict, end_in_s=0.0)
 
@@ -365,10 +351,10 @@ class ProgramSupervisor:
             self._notify_once(NO_RANK_SEEN)
         # A program that has been asked to stop is not judged: it ends, one rank after the other, or
         # is ended.
-        if self._stall_monitor is None or self._ended_all or self.stop_signal is not None:
+        if self.stall_monitor is None or self._ended_all or self.stop_signal is not None:
             return
-        verdict = self._if_lasting(self._stall_monitor.look(), now)
-        if verdict is not None and self._is_undecided and self._failures.first_at is None:
+        verdict = self._if_lasting(self.stall_monitor.look(), now)
+        if verdict is not None and self._is_undecided and self.failures.first_at is None:
             self._gather()
             self._name(verdict, end_in_s=0.0)
 
@@ -386,19 +372,19 @@ class ProgramSupervisor:
         """Whether the verdict's ranks have left with a result, instead of waiting in a different
         collective.
         """
-        views = self._stall_monitor.run_view.views if self._stall_monitor is not None else {}
+        views = self.stall_monitor.run_view.views if self.stall_monitor is not None else {}
         return verdict.cause == "unequal_steps" and any(
             rank in views and views[rank].reported_result for rank in verdict.ranks
         )
 
     def _gather(self) -> None:
         """Keeps the evidence for a verdict, as long as it exists."""
-        if self._stall_monitor is not None:
-            self.raw = self._stall_monitor.raw()
-            self.looks = dict(self._stall_monitor.run_view.looks)
+        if self.stall_monitor is not None:
+            self.raw = self.stall_monitor.raw()
+            self.looks = dict(self.stall_monitor.run_view.looks)
 
     def _decide(self, now: float) -> None:
-        if self._failures.first_at is not None and self._is_undecided:
+        if self.failures.first_at is not None and self._is_undecided:
             verdict = self._first_failure(now)
             if verdict is not None:
                 if self._may_restart(now):
@@ -409,18 +395,17 @@ class ProgramSupervisor:
         if self._failed_at is not None and now - self._failed_at > _OTHER_NODES_S:
             self._end_by = self._end_by or now
         if self.stopping.end_by is not None and now >= self.stopping.end_by and not self._ended_all:
-            self._notify(self.stopping.late)
+            self.notify(self.stopping.late)
             self._end_by = now
         if self._end_by is not None and now >= self._end_by and not self._ended_all:
             self._ended_all = True
-            for node in self.nodes:
-                self._send(node.node_rank, End())
+            self.request(End())
 
     def _decide_at_the_end(self) -> None:
         """Gives the verdict on a rank that left while others needed it, if the program ended before
         one was due: its output does not show that.
         """
-        failures = self._failures
+        failures = self.failures
         if failures.first_at is None or failures.lost or not self._is_undecided:
             return
         culprit = failures.first_cause()
@@ -432,26 +417,26 @@ class ProgramSupervisor:
         """Whether the program's launchers all run, and still have time to restart the ranks by
         themselves.
         """
-        assert self._failures.first_at is not None
+        assert self.failures.first_at is not None
         return (
             self.restarts > 0
-            and not self._failures.lost
+            and not self.failures.lost
             and self._failed_at is None
-            and now - self._failures.first_at < _RESTART_S
+            and now - self.failures.first_at < _RESTART_S
         )
 
     def _first_failure(self, now: float) -> Verdict | None:
         """The verdict on the rank or node that failed first; None while more news may come, or if
         neither is known.
         """
-        assert self._failures.first_at is not None
-        if self._stall_monitor is not None:
-            self._stall_monitor.see()
-        decision = self._failures.decide(now=now)
+        assert self.failures.first_at is not None
+        if self.stall_monitor is not None:
+            self.stall_monitor.see()
+        decision = self.failures.decide(now=now)
         if decision is None:
             return None
-        run_view = self._stall_monitor.run_view if self._stall_monitor is not None else None
-        after_s = round(now - self._failures.first_at, 3)
+        run_view = self.stall_monitor.run_view if self.stall_monitor is not None else None
+        after_s = round(now - self.failures.first_at, 3)
         # Without a culprit, the program's output is read at the end, and may show more.
         return name_failure(decision, self.job, after_s=after_s, seen=run_view)
 
@@ -462,8 +447,7 @@ class ProgramSupervisor:
         else:
             self._shown = verdict
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-            if self.server is not None:
-                self.server.broadcast(encode(VerdictReached(verdict)))
+            self.broadcast(VerdictReached(verdict))
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
 
     def has_shown(self, verdict: Verdict) -> bool:
@@ -482,20 +466,7 @@ class ProgramSupervisor:
     def _warn(self, code: str, text: str) -> None:
         self.show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": ""})
 
-    # --- messages
-
-    def _send(self, node_rank: int, request: HeadRequest) -> None:
-        if node_rank == 0:
-            self.local.handle(request)
-        elif self.server is not None:
-            self.server.send(node_rank, encode(request))
-
-    def _notify(self, text: str) -> None:
-        notify(self.show, text)
-        if self.server is not None:
-            self.server.broadcast(encode(Note(text)))
-
     def _notify_once(self, text: str) -> None:
         if text not in self._shown_once:
             self._shown_once.add(text)
-            self._notify(text)
+            self.notify(text)

@@ -149,10 +149,7 @@ class _TorchrunFront:
             supervisor.run()
             code = 0 if supervisor.verdict is None else 3
             meeting.end(
-                {
-                    **end_message([supervisor.verdict] if supervisor.verdict else [], exit_code=code),
-                    "result": {},
-                }
+                end_message([supervisor.verdict] if supervisor.verdict else [], exit_code=code, result={})
             )
             if code == 0:
                 notify(

@@ -18,6 +18,7 @@ from unisono.guard.rendezvous import meeting_rules
 from unisono.guard.rendezvous.meeting_rules import disagreement
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir.lock import Holder, LockTaken
+from unisono.guard.supervise.node_messages import encode
 from unisono.guard.supervise.postmortem import node_refused
 
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -225,7 +226,7 @@ def answer_callers(party: Party, verdict: Verdict) -> None:
         }
     )
     servers = _open_servers(party)
-    message = meeting_rules.end_message([verdict])
+    message = encode(meeting_rules.end_message([verdict]))
     absent = set(range(1, party.topology.nodes))
     try:
         for server in servers:

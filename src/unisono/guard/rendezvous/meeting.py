@@ -22,6 +22,7 @@ from unisono.guard.rendezvous.head_address import listening_address
 from unisono.guard.rendezvous.meeting_rules import RollCall, disagreement, end_message
 from unisono.guard.rendezvous.party import BackgroundWork, Party
 from unisono.guard.supervise.interrupts import Stopped
+from unisono.guard.supervise.node_messages import JobEnded, Note, Warned, encode
 from unisono.guard.supervise.postmortem import node_refused
 
 Result = TypeVar("Result")
@@ -135,7 +136,7 @@ class Meeting:
         """Shows a note here, or on all nodes."""
         self.party.show({"kind": "note", "time": time.time(), "text": text})
         if everywhere:
-            self.broadcast({"kind": "note", "text": text})
+            self.broadcast(encode(Note(text)))
 
     def run_in_background(self, work: Callable[[Show], Result], *, everywhere: bool = False) -> Result:
         """The result of long work (a task, digests), done in a thread while this front listens to
@@ -246,7 +247,7 @@ class Meeting:
         self.agreement = self.agreement.merged(*(Agreement.found("joining", verdict) for verdict in new))
         self._record_agreement()
         meeting_rules.show_verdicts(self.party.show, timed[0], [verdict.summary for verdict in timed[1:]])
-        self.end(end_message(timed, exit_code=Disagreed.exit_code))
+        self.end(end_message(timed))
         error = disagreement(timed)
         error.already_shown = True
         raise error
@@ -269,14 +270,14 @@ class Meeting:
         if isinstance(error, UnisonoError) and not isinstance(error, Disagreed):
             raise disagreement([verdict]) from error
 
-    def end(self, message: Message) -> None:
-        """Sends the last message (`ended`), waits a bounded time until all joined nodes have it,
+    def end(self, ended: JobEnded) -> None:
+        """Sends the last message, waits a bounded time until all joined nodes have it,
         and closes.
 
         Missing nodes get a few seconds to connect and receive it.
         """
         self._ended = True
-        self.server.send_last(message)
+        self.server.send_last(encode(ended))
         absent = set(self.roll.missing)
         limit = time.monotonic() + _LINGER_S
         while absent and time.monotonic() < limit:
@@ -383,12 +384,7 @@ class Meeting:
                 self._inbox.setdefault(str(kind), {})[node_rank] = message
 
     def _warn(self, verdict: Verdict) -> None:
-        message = {
-            "kind": "warning",
-            "code": verdict.cause,
-            "text": verdict.summary,
-            "fix": "; ".join(verdict.fix),
-        }
+        message = encode(Warned(verdict.cause, verdict.summary, "; ".join(verdict.fix)))
         self.party.show({**message, "time": time.time()})
         self.broadcast(message)
 

@@ -19,6 +19,7 @@ from unisono.guard.agree.membership import lost_node, missing_nodes
 from unisono.guard.agree.reports import NodeReport, count, name_node, number_list
 from unisono.guard.control.connection import Joined, Left, Rejected
 from unisono.guard.supervise.interrupts import Stopped, exit_code_of
+from unisono.guard.supervise.node_messages import JobEnded, StoppedBy
 
 _MOST_REJECTED = 20
 _LISTED = 6
@@ -169,37 +170,21 @@ def show_verdicts(show: Callable[[Message], None], verdict: Verdict, others: Seq
         show({"kind": "note", "time": time.time(), "text": f"also: {summary}"})
 
 
-def end_message(verdicts: Sequence[Verdict], *, exit_code: int = Disagreed.exit_code) -> dict[str, Any]:
-    """The message `ended` for a job that trained nothing."""
-    return {
-        "kind": "ended",
-        "exit_code": exit_code,
-        "verdicts": [verdict.to_json() for verdict in verdicts],
-        "result": None,
-    }
+def end_message(
+    verdicts: Sequence[Verdict],
+    *,
+    exit_code: int = Disagreed.exit_code,
+    result: dict[str, Any] | None = None,
+) -> JobEnded:
+    """The last message of a job, with a result only if something was run."""
+    return JobEnded(exit_code, tuple(verdicts), result=result)
 
 
-def stop_message(stopped: Stopped) -> dict[str, Any]:
-    """The message `ended` for a job that was stopped before ranks started: without a verdict, since
+def stop_message(stopped: Stopped) -> JobEnded:
+    """The last message of a job that was stopped before ranks started: without a verdict, since
     nothing failed.
     """
-    return {
-        "kind": "ended",
-        "exit_code": exit_code_of(stopped.number),
-        "verdicts": [],
-        "result": None,
-        "stopped": {"signal": stopped.number.name, "where": stopped.where},
-    }
-
-
-def stop_of_message(message: dict[str, Any]) -> Stopped | None:
-    """The signal in an `ended` message, if a signal ended the job."""
-    stopped = message.get("stopped")
-    return (
-        parse_stop(stopped.get("signal"), str(stopped.get("where", "")))
-        if isinstance(stopped, dict)
-        else None
-    )
+    return JobEnded(exit_code_of(stopped.number), stopped=StoppedBy(stopped.number.name, stopped.where))
 
 
 def parse_stop(name: Any, where: str) -> Stopped:

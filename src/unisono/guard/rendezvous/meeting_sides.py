@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show
+from unisono.base.events import Message, Show, notify
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_again, compare_nodes
@@ -36,12 +36,22 @@ from unisono.guard.rendezvous.party import (
     MakeReport,
     MakeRestartReport,
     Party,
-    RestartQuestion,
     restart_report_kind,
 )
 from unisono.guard.rendezvous.remote_fronts import SshFronts
 from unisono.guard.supervise.interrupts import Stopped
-from unisono.guard.supervise.postmortem import verdicts_in
+from unisono.guard.supervise.node_messages import (
+    Again,
+    CheckpointIdentity,
+    HeadRequest,
+    JobEnded,
+    Note,
+    PlanDecided,
+    Warned,
+    decode_request,
+    encode,
+)
+from unisono.guard.supervise.supervision import show_warning
 
 Result = TypeVar("Result")
 
@@ -195,7 +205,7 @@ def _handle_absent_nodes(meeting: Meeting, waited_s: float, others: SshFronts | 
 
 # ---- Before a restart: a short form of the agreement
 #
-#     head → member   again: round, question       (launch.node_report describes the question)
+#     head → member   again: round, checkpoint     what to resume from, which each node must see
 #     member → head   here_again_ROUND: report     made again, without a second digest of files
 #     head → member   dial, as before the first start
 #     member → head   reached
@@ -211,13 +221,13 @@ network file system.
 
 
 def rejoin_at_head(
-    meeting: Meeting, make_report: MakeRestartReport, question: RestartQuestion, *, round_: int
+    meeting: Meeting, make_report: MakeRestartReport, checkpoint: CheckpointIdentity | None, *, round_: int
 ) -> Agreement:
     """The agreement of one round before a restart, at the head; nothing in it is fatal.
 
     Args:
         meeting: with the nodes that take part; their ranks have ended.
-        question: sent to all nodes.
+        checkpoint: to resume from; None if there is none.
         round_: a number not used before in this job.
 
     Raises:
@@ -225,9 +235,9 @@ def rejoin_at_head(
     """
     _refuse_lost_nodes(meeting)
     with listen(meeting.server.address[0], meeting.party.token, meeting.run_nonce) as listener:
-        meeting.broadcast({"kind": "again", "round": round_, "question": question})
+        meeting.broadcast(encode(Again(round_, checkpoint)))
         channel = ChannelFacts(meeting.server.address[0], meeting.welcome, 0.0, listener.ports)
-        report = meeting.run_in_background(lambda _show: make_report(channel, question))
+        report = meeting.run_in_background(lambda _show: make_report(channel, checkpoint))
         answers = meeting.gather(
             restart_report_kind(round_), timeout_s=_ANSWER_S, what="its report before the restart"
         )
@@ -391,34 +401,23 @@ class MemberSide:
                 raise meeting_rules.disagreement([loss.model_copy(update={"named_after_s": event.silent_s})])
             lost = meeting_rules.head_lost(self.party.label, self.party.head, event.why)
             raise meeting_rules.disagreement([lost.model_copy(update={"named_after_s": event.silent_s})])
-        message = event.message
-        match message.get("kind"):
-            case "note":
-                text = one_line(str(message.get("text", "")), limit=1_000)
-                self.party.show({"kind": "note", "time": time.time(), "text": text})
-            case "warning":
-                fields = {
-                    name: one_line(str(message.get(name, "")), limit=1_000)
-                    for name in ("code", "text", "fix")
-                }
-                self.party.show({"kind": "warning", "time": time.time(), **fields})
-            case "ended":
-                self._ended(message)
+        match decode_request(event.message):
+            case Note(text):
+                notify(self.party.show, one_line(text, limit=1_000))
+            case Warned() as warned:
+                show_warning(self.party.show, warned)
+            case JobEnded() as ended:
+                self._ended(ended)
             case _:
                 return  # from a head of a different version
 
-    def _ended(self, message: Message) -> NoReturn:
+    def _ended(self, ended: JobEnded) -> NoReturn:
         self._over = True
-        stopped = meeting_rules.stop_of_message(message)
-        if stopped is not None:
-            raise stopped
-        verdicts = verdicts_in(message)
-        if not verdicts:
-            verdicts = [
-                meeting_rules.head_lost(
-                    self.party.label, self.party.head, "it ended the job without a reason"
-                )
-            ]
+        if ended.stopped is not None:
+            raise meeting_rules.parse_stop(ended.stopped.signal, ended.stopped.where)
+        verdicts = ended.verdicts or [
+            meeting_rules.head_lost(self.party.label, self.party.head, "it ended the job without a reason")
+        ]
         raise meeting_rules.disagreement(verdicts)
 
     def _show_output(self, work_thread: BackgroundWork[Any]) -> None:
@@ -509,29 +508,32 @@ class _ConnectProgress:
 # ---- Before a restart
 
 
-def rejoin_as_member(member_side: MemberSide, request: Message, make_report: MakeRestartReport) -> Message:
-    """The message that ends the rounds before a restart, on a member: `plan`, or `ended` with a
-    result.
+def rejoin_as_member(
+    member_side: MemberSide, again: Again, make_report: MakeRestartReport
+) -> PlanDecided | JobEnded:
+    """The message that ends the rounds before a restart, on a member: a plan, or the last message
+    with a result.
 
     Args:
-        request: the first `again`.
+        again: the first one.
 
     Raises:
         Disagreed: with the head's verdict if it ends the job, or if the head is lost: then
-            `attendance.head_gone` has the reason.
+            `head_left` has the reason.
     """
-    while request["kind"] == "again":
-        request = _rejoin_round(member_side, request, make_report)
-    return request
+    answer: HeadRequest | None = again
+    while isinstance(answer, Again):
+        answer = decode_request(_rejoin_round(member_side, answer, make_report))
+    assert isinstance(answer, PlanDecided | JobEnded)
+    return answer
 
 
-def _rejoin_round(member_side: MemberSide, request: Message, make_report: MakeRestartReport) -> Message:
+def _rejoin_round(member_side: MemberSide, again: Again, make_report: MakeRestartReport) -> Message:
     link, welcome = member_side.link, member_side.welcome
-    question = dict(request.get("question") or {})
     with listen(link.local_address, member_side.party.token, str(welcome["run_nonce"])) as listener:
         channel = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)
-        report = member_side.run_in_background(lambda _show: make_report(channel, question))
-        member_side.send({"kind": restart_report_kind(request.get("round")), "report": report.to_json()})
+        report = member_side.run_in_background(lambda _show: make_report(channel, again.checkpoint))
+        member_side.send({"kind": restart_report_kind(again.round), "report": report.to_json()})
         answer = member_side.wait_for("dial", "again", "plan", "ended")
         if answer["kind"] != "dial":
             return answer

@@ -23,6 +23,7 @@ from unisono.guard.control.protocol import new_token
 from unisono.guard.facts.network import NetworkProbe, SystemNetwork
 from unisono.guard.places.topology import Topology
 from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.node_messages import CheckpointIdentity
 
 NONCE_FILE = "nonce_file"
 """The key of the head's welcome with the name of the file that it left in its output_dir
@@ -86,9 +87,7 @@ minutes; the messages it shows are displayed. A UnisonoError that it raises is s
 """
 
 
-RestartQuestion = dict[str, Any]
-"""The checks that the head requests from each node before a restart."""
-MakeRestartReport = Callable[[ChannelFacts, RestartQuestion], NodeReport]
+MakeRestartReport = Callable[[ChannelFacts, CheckpointIdentity | None], NodeReport]
 """Makes a node's report before a restart; a UnisonoError says why the node cannot continue."""
 
 

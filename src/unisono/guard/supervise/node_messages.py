@@ -4,17 +4,18 @@ Messages are frozen dataclasses. On the wire each is a JSON object with its `kin
 kinds that only a newer version has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
-from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic import BeforeValidator, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import core_schema
 
 from unisono.base.causes import Verdict
 from unisono.base.events import Message
 from unisono.guard.agree.reports import RankReport
+from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.integrations.border import Answer, ReportedFacts
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.supervise.evidence import RawEvidence
@@ -30,6 +31,19 @@ class _AsJson:
             lambda value: value if isinstance(value, source) else source.from_json(value),
             serialization=core_schema.plain_serializer_function_ser_schema(source.to_json),
         )
+
+
+def readable_verdicts(values: object) -> list[Verdict]:
+    """Verdicts of a different front, without those that cannot be read: a newer version has sent
+    them, and the others still count.
+    """
+    verdicts = []
+    for value in values if isinstance(values, Sequence) else []:
+        try:
+            verdicts.append(value if isinstance(value, Verdict) else Verdict.from_json(value))
+        except (ValueError, TypeError):
+            continue
+    return verdicts
 
 
 # ---- from a node to the head
@@ -69,6 +83,14 @@ class RankEnded:
     kind: ClassVar = "rank_ended"
     end: Annotated[RankEnd, _AsJson()]
     attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result of `Prepare` on a node."""
+
+    kind: ClassVar = "prepared"
+    facts: PreparedFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +203,13 @@ class AllEnded:
     kind: ClassVar = "all_ended"
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotsSent:
+    """All that `SnapshotsRequested` asked for has been sent."""
+
+    kind: ClassVar = "kept_sent"
+
+
 # ---- in both directions
 
 
@@ -198,6 +227,21 @@ class Stop:
 
 
 # ---- from the head to the nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """The nodes agree; each prepares its data and model, and sends `Prepared`."""
+
+    kind: ClassVar = "prepare"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDecided:
+    """The ranks are to be started on this plan; `plan` is the object of plan.json."""
+
+    kind: ClassVar = "plan"
+    plan: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +313,83 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning that every node shows."""
+
+    kind: ClassVar = "warning"
+    code: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsRequested:
+    """The steps that the ranks of a node kept in memory are wanted; the ranks have ended."""
+
+    kind: ClassVar = "kept_wanted"
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedBy:
+    """A signal that ended a job before its ranks started.
+
+    Attributes:
+        signal: its name.
+        where: the node that received it.
+    """
+
+    signal: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIdentity:
+    """A checkpoint as each node must see it: its directory's name and its manifest's digest."""
+
+    name: str
+    manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The ranks are started again, if the nodes still agree.
+
+    Attributes:
+        round: a number that no earlier agreement of this job had.
+        checkpoint: to resume from; None if there is none.
+    """
+
+    kind: ClassVar = "again"
+    round: int
+    checkpoint: CheckpointIdentity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """The head's last message: how the job ended.
+
+    Attributes:
+        verdicts: the decisive one first.
+        problems: of the error that ended it, from `UnisonoError.to_json`.
+        result: of result.json; None if nothing was trained or run.
+        stopped: the signal that ended the job before its ranks started.
+    """
+
+    kind: ClassVar = "ended"
+    exit_code: int = 1
+    verdicts: Annotated[
+        tuple[Annotated[Verdict, _AsJson()], ...],
+        BeforeValidator(lambda value: tuple(readable_verdicts(value))),
+    ] = ()
+    problems: tuple[dict[str, object], ...] = ()
+    result: dict[str, Any] | None = None
+    stopped: StoppedBy | None = None
+
+
 NodeNews = (
-    RanksRegistered
+    Prepared
+    | RanksRegistered
     | RankSaid
     | RankEnded
     | RankReported
@@ -284,17 +403,33 @@ NodeNews = (
     | Diagnosed
     | Refused
     | AllEnded
+    | SnapshotsSent
     | Stop
 )
 HeadRequest = (
-    Start | Go | End | CollectStacks | FactsAnswered | DiagnosisRequested | VerdictReached | Note | Stop
+    Prepare
+    | PlanDecided
+    | Start
+    | Go
+    | End
+    | CollectStacks
+    | FactsAnswered
+    | DiagnosisRequested
+    | SnapshotsRequested
+    | VerdictReached
+    | Warned
+    | Note
+    | Stop
+    | Again
+    | JobEnded
 )
 
 
 def encode(message: NodeNews | HeadRequest) -> Message:
-    """The message as a JSON object."""
+    """The message as an object for `json.dumps`."""
     kind: Any = type(message)
-    return {"kind": message.kind, **_adapter(kind).dump_python(message, mode="json")}
+    # Not in mode "json", which makes null of a loss that is infinite.
+    return {"kind": message.kind, **_adapter(kind).dump_python(message)}
 
 
 def decode_news(value: Mapping[str, object]) -> NodeNews | None:

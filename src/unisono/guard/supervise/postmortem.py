@@ -14,6 +14,7 @@ from unisono.guard.agree.membership import refused_node
 from unisono.guard.places.ranks import RankPlace
 from unisono.guard.supervise.decision import Decision, NodeLoss, is_victim
 from unisono.guard.supervise.local_ranks import Job, RankEnd
+from unisono.guard.supervise.node_messages import readable_verdicts
 from unisono.guard.supervise.task_process import how_it_ended
 from unisono.guard.watch.rank_dumps import main_thread_of_faulthandler
 from unisono.guard.watch.verdicts import describe_activity, mismatch
@@ -354,18 +355,6 @@ def _tail(end: RankEnd, where: str) -> list[Evidence]:
     return [Evidence(where=f"{where}, log", text=one_line(line, limit=300)) for line in lines[-_TAIL_LINES:]]
 
 
-def verdicts_in(message: Message) -> list[Verdict]:
-    """The verdicts of an `ended` message, without those that cannot be read."""
-    verdicts = []
-    for value in message.get("verdicts") or []:
-        try:
-            verdicts.append(Verdict.from_json(value))
-        except (ValueError, TypeError):
-            # The head has a different version; its other verdicts still count.
-            continue
-    return verdicts
-
-
 def node_refused(node_rank: int, host: str, error: Mapping[str, Any]) -> Verdict:
     """The verdict on a node that refuses to start.
 
@@ -373,5 +362,5 @@ def node_refused(node_rank: int, host: str, error: Mapping[str, Any]) -> Verdict
     """
     problems = [problem for problem in error.get("problems") or [] if isinstance(problem, dict)]
     verdict = error.get("verdict")
-    verdicts = verdicts_in({"verdicts": [verdict]}) if verdict else []
+    verdicts = readable_verdicts([verdict]) if verdict else []
     return refused_node(node_rank, host, problems, verdict=verdicts[0] if verdicts else None)

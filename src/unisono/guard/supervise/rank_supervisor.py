@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import ValidationError
-
 from unisono.base.causes import Verdict
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message, Show
-from unisono.base.text import one_line
+from unisono.base.events import Message, Show, notify
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
-from unisono.guard.control.connection import Event, FileReceived, Left, NodeMessage
+from unisono.guard.control.connection import FileReceived
 from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
@@ -26,21 +23,18 @@ from unisono.guard.supervise.node_messages import (
     AllEnded,
     End,
     Go,
+    HeadRequest,
     NodeNews,
     Note,
     RankEnded,
     RankReported,
     RankSaid,
-    RankViews,
-    Refused,
-    StacksCollected,
     Stop,
     TimelineLines,
-    decode_news,
     encode,
 )
-from unisono.guard.supervise.postmortem import node_refused
 from unisono.guard.supervise.rank_monitor import RankMonitor, StallMonitor
+from unisono.guard.supervise.supervision import HeadSupervision
 from unisono.guard.supervise.timeline import Timeline
 from unisono.guard.watch.views import RunView
 
@@ -212,7 +206,7 @@ def run_attempt(
     return attempt
 
 
-class _RankSupervision:
+class _RankSupervision(HeadSupervision):
     def __init__(
         self,
         job: TrainingJob,
@@ -224,20 +218,21 @@ class _RankSupervision:
         observers: Sequence[RunObserver],
         timeline: Timeline,
     ) -> None:
-        self.job = job
+        self._job = job
         self._timeline = timeline
         self._observers = observers
         self._on_agreement = on_agreement
         self.decider = Decider(job)
+        self.failures = self.decider.failures
         step = job.from_step
         self.attempt = Attempt(step, step, job.from_checkpoint, saved_step=step)
         self.shards: ShardPort | None = None
         self._local = local
-        self._server = server
-        self._show = show
+        self.server = server
+        self.show = show
         self._interrupts = interrupts
         self.monitor = RankMonitor(local, 0)
-        self.stall_monitor = StallMonitor(
+        self.stall_monitor: StallMonitor = StallMonitor(
             job,
             self.monitor,
             server,
@@ -249,6 +244,11 @@ class _RankSupervision:
         self._away = {node.node_rank for node in job.nodes if node.node_rank != 0}
         self._final_since: float | None = None
         self._missing_reported_at = time.monotonic()
+
+    @property
+    def job(self) -> TrainingJob:
+        """With its ranks, which all nodes know."""
+        return self._job
 
     def run(self) -> None:
         """Runs until all ranks have ended, well or by a decision."""
@@ -283,22 +283,12 @@ class _RankSupervision:
 
     def _receive(self, timeout_s: float) -> None:
         """Takes the news of ranks and nodes, after waiting for the first."""
-        server = self._server
+        server = self.server
         for update in self._local.poll(timeout_s, also=[server.fileno()] if server else []):
-            self._take_update(update)
-        for event in server.receive(0) if server else []:
-            self._take_event(event)
-
-    def _take_update(self, update: RankUpdate) -> None:
-        if isinstance(update, RankEnd):
-            self.decider.failures.rank_ended(update, now=time.monotonic())
-        else:
-            self._take_message(update.rank, update.message)
+            self.take(0, news_of(update))
+        self.receive_from_nodes()
 
     def _take_message(self, rank: int, message: Message) -> None:
-        if message["kind"] == "rank_report":
-            self._take_report(RankReport.model_validate(message["report"]))
-            return
         for observer in self._observers:
             observer.on_message(rank, message)
         if message["kind"] == "digest":
@@ -317,7 +307,7 @@ class _RankSupervision:
         elif message["kind"] in _RANK_0_KINDS:
             return
         if message["kind"] not in FINAL_KINDS:
-            self._show(self._placed(rank, message))
+            self.show(self._placed(rank, message))
 
     def _report_arrivals(self) -> None:
         if self.shards is not None and (moves := self.shards.moves()) is not None:
@@ -364,31 +354,20 @@ class _RankSupervision:
             self._on_agreement(self.decider.reports, self.decider.agreement)
         if store is None:
             return
-        go = encode(Go(store))
-        self._local.send(go)
-        if self._server is not None:
-            self._server.broadcast(go)
-        self._notify(f"all {self.job.world_size} ranks agree")
+        self.request(Go(store))
+        notify(self.show, f"all {self.job.world_size} ranks agree")
 
-    def _take_event(self, event: Event) -> None:
-        now = time.monotonic()
-        if isinstance(event, Left):
-            if event.node_rank in self._away:
-                self.decider.failures.node_lost(NodeLoss.at_head(event), now=now)
-        elif isinstance(event, FileReceived) and self.shards is not None:
+    def needs(self, node_rank: int) -> bool:
+        """Whether the node has not reported that its ranks have ended."""
+        return node_rank in self._away
+
+    def take_file(self, event: FileReceived) -> None:
+        """Takes a part of a checkpoint."""
+        if self.shards is not None:
             self.shards.arrived(event)
-        elif isinstance(event, NodeMessage) and event.node_rank in {
-            node.node_rank for node in self.job.nodes
-        }:
-            try:
-                if (news := decode_news(event.message)) is not None:
-                    self._take_news(event.node_rank, news)
-            except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
-                why = f"sent an unreadable message: {one_line(str(error), limit=200)}"
-                host = self.job.node(event.node_rank).host
-                self.decider.failures.node_lost(NodeLoss(event.node_rank, host, why), now=now)
 
-    def _take_news(self, node_rank: int, news: NodeNews) -> None:
+    def take_news(self, node_rank: int, news: NodeNews) -> None:
+        """Takes news of a node's ranks; what it says of other ranks is ignored."""
         node_ranks = {place.rank for place in self.job.on_node(node_rank)}
         match news:
             case RankReported(report) if report.rank in node_ranks:
@@ -396,17 +375,9 @@ class _RankSupervision:
             case RankSaid(rank, message) if rank in node_ranks:
                 self._take_message(rank, message)
             case RankEnded(end) if end.rank in node_ranks:
-                self.decider.failures.rank_ended(end, now=time.monotonic())
-            case RankViews() | StacksCollected():
-                self.stall_monitor.on_message(node_rank, news)
-            case TimelineLines():
-                self._timeline.take(node_rank, news, node_ranks)
+                self.failures.rank_ended(end, now=time.monotonic())
             case AllEnded():
                 self._away.discard(node_rank)
-            case Refused():  # it has not started its ranks, so there is nothing to wait for
-                self._away.discard(node_rank)
-                host = self.job.node(node_rank).host
-                self.decider.node_refused(node_refused(node_rank, host, news.error))
             case Stop():
                 node = self.job.node(node_rank)
                 where = f"node {node_rank} ({node.host})"
@@ -414,13 +385,24 @@ class _RankSupervision:
             case _:
                 pass
 
+    def take_refusal(self, node_rank: int, verdict: Verdict) -> None:
+        """The node has not started its ranks, so there is nothing to wait for."""
+        self._away.discard(node_rank)
+        self.decider.node_refused(verdict)
+
+    def keep_time(self, node_rank: int, news: TimelineLines, ranks: set[int]) -> None:
+        """Writes it to the run's timeline."""
+        self._timeline.take(node_rank, news, ranks)
+
+    def carry_out(self, request: HeadRequest) -> None:
+        """Passes a request to the ranks of this node."""
+        carry_out_on_ranks(self._local, request)
+
     def _end_all(self, why: str) -> None:
         """Ends all ranks that live, on all nodes, and waits until they have ended."""
-        if self._server is not None:
-            self._server.broadcast(encode(End(why)))
-        self._local.end(why)
+        self.request(End(why))
         limit = time.monotonic() + _GONE_S
-        failures = self.decider.failures
+        failures = self.failures
         while time.monotonic() < limit and (self._away - set(failures.lost) or not self._local.all_ended):
             self._receive(0.05)
         for node_rank in sorted(self._away - set(failures.lost)):
@@ -438,9 +420,7 @@ class _RankSupervision:
         if action == "signal":
             assert self._interrupts.first is not None
             number = signal.SIGINT if self._interrupts.first is signal.SIGINT else signal.SIGTERM
-            self._local.signal(number)
-            if self._server is not None:
-                self._server.broadcast(encode(Stop(number.name)))
+            self.request(Stop(number.name))
         elif action == "end":
             self._end_all("it did not stop within the grace period")
 
@@ -452,16 +432,37 @@ class _RankSupervision:
             return
         self._missing_reported_at = now
         ready_count = self.job.world_size - len(missing)
-        self._notify(f"{ready_count} of {self.job.world_size} ranks are ready; waiting for {_names(missing)}")
-
-    def _notify(self, text: str) -> None:
-        self._show({"kind": "note", "time": time.time(), "text": text})
+        notify(
+            self.show,
+            f"{ready_count} of {self.job.world_size} ranks are ready; waiting for {_names(missing)}",
+        )
 
     def _show_everywhere(self, message: Message) -> None:
         """Shows a message here and on the other nodes."""
-        self._show(message)
-        if self._server is not None:
-            self._server.broadcast(encode(Note(message["text"])))
+        self.show(message)
+        self.broadcast(Note(message["text"]))
+
+
+def news_of(update: RankUpdate) -> RankEnded | RankReported | RankSaid:
+    """News of a rank that was started on this node."""
+    if isinstance(update, RankEnd):
+        return RankEnded(update)
+    if update.message["kind"] == RankReported.kind:
+        return RankReported(RankReport.model_validate(update.message["report"]))
+    return RankSaid(update.rank, update.message)
+
+
+def carry_out_on_ranks(local: LocalRanks, request: HeadRequest) -> None:
+    """Carries out a request of the head for the ranks of this node."""
+    match request:
+        case Go():
+            local.send(encode(request))
+        case Stop():
+            local.signal(signal.Signals[request.signal])
+        case End(why):
+            local.end(why)
+        case _:
+            pass
 
 
 def _names(places: Sequence[Any]) -> str:

@@ -23,6 +23,7 @@ from unisono.guard.rundir.records import MetricsWriter, truncate_after
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import SharedMemory
+from unisono.guard.supervise.node_messages import SnapshotsRequested, SnapshotsSent, Stop, decode_news, encode
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.snapshot import StepSnapshot, read_slots
@@ -233,8 +234,6 @@ def _notify(show: Show, text: str) -> None:
     show({"kind": "note", "time": time.time(), "text": text})
 
 
-WANTED = "kept_wanted"
-SENT = "kept_sent"
 _KEPT = "kept"
 _LIMIT_S = 60.0
 """Without a new piece for this long, the collection ends."""
@@ -245,7 +244,9 @@ _RESCUE_S = 1.0
 class MemorySender:
     """Sends the head the snapshots of a member's ranks."""
 
-    def __init__(self, transfers: FileSender, memory: SharedMemory, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, transfers: FileSender, memory: SharedMemory, send: Callable[[SnapshotsSent], None]
+    ) -> None:
         self._transfers = transfers
         self._memory = memory
         self._send = send
@@ -258,7 +259,7 @@ class MemorySender:
             if content is not None:
                 self._pending.add(self._transfers.send(content, {"kind": _KEPT, "rank": rank}))
         if not self._pending:
-            self._send({"kind": SENT})
+            self._send(SnapshotsSent())
 
     def transfer_ended(self, outcome: TransferOutcome) -> None:
         """Records the end of a transfer, successful or not; after the last one the head gets a
@@ -267,7 +268,7 @@ class MemorySender:
         if outcome.transfer in self._pending:
             self._pending.discard(outcome.transfer)
             if not self._pending:
-                self._send({"kind": SENT})
+                self._send(SnapshotsSent())
 
 
 def collect(
@@ -297,24 +298,28 @@ def collect(
         FileReceiver(server, {_KEPT: lambda offer: _place(plan, folder, offer)}) as receiving,
     ):
         for node_rank in waiting:
-            server.send(node_rank, {"kind": WANTED})
+            server.send(node_rank, encode(SnapshotsRequested()))
         while waiting and time.monotonic() < _limit(plan, interrupts, began, receiving.moved):
             for event in server.receive(0.2):
                 match event:
                     case FileReceived(label={"kind": "kept", "rank": int(rank)}, path=Path() as path):
                         rescued.steps[rank], rescued.damage[rank] = read_slots(memoryview(path.read_bytes()))
-                    case NodeMessage(message={"kind": "kept_sent"}):
-                        waiting.discard(event.node_rank)
-                    case NodeMessage(message={"kind": "stop", "signal": name, **rest}):
-                        stopped = parse_stop(name, plan.node(event.node_rank).host)
-                        interrupts.request_stop(
-                            stopped.number, where=stopped.where, again=rest.get("again") is True
-                        )
+                    case NodeMessage(node_rank, {"kind": SnapshotsSent.kind}):
+                        waiting.discard(node_rank)
+                    case NodeMessage(node_rank, {"kind": Stop.kind} as message):
+                        _request_stop(interrupts, message, host=plan.node(node_rank).host)
                     case Left():
                         waiting.discard(event.node_rank)
                         attempt.lost.append(NodeLoss.at_head(event))
                     case _:
                         pass  # last messages of ranks that are gone
+
+
+def _request_stop(interrupts: Interrupts, message: Message, *, host: str) -> None:
+    news = decode_news(message)
+    if isinstance(news, Stop):
+        stopped = parse_stop(news.signal, host)
+        interrupts.request_stop(stopped.number, where=stopped.where, again=news.again)
 
 
 def _limit(plan: RunPlan, interrupts: Interrupts, began: float, moved: float) -> float:

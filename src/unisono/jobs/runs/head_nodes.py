@@ -4,7 +4,7 @@ and the ranks.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,15 @@ from unisono.guard.rendezvous.party import NONCE_FILE, Party
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.interrupts import Interrupts
-from unisono.guard.supervise.node_messages import VerdictReached, encode
+from unisono.guard.supervise.node_messages import (
+    CheckpointIdentity,
+    JobEnded,
+    PlanDecided,
+    Prepare,
+    Prepared,
+    VerdictReached,
+    encode,
+)
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
@@ -36,7 +44,7 @@ from unisono.trainer.plan import RunPlan
 if TYPE_CHECKING:
     from unisono.guard.control.channel_ends import HeadServer
     from unisono.guard.rendezvous.meeting import Meeting
-    from unisono.guard.rendezvous.party import MakeRestartReport, RestartQuestion
+    from unisono.guard.rendezvous.party import MakeRestartReport
 
 
 _PREPARED_S = (
@@ -62,9 +70,9 @@ class HeadNodes:
         Raises:
             Disagreed: if they are not the same everywhere, or a node refuses.
         """
-        self.meeting.broadcast({"kind": "prepare"})
+        self.meeting.broadcast(encode(Prepare()))
         prepared = self.meeting.run_in_background(work)
-        answers = self.meeting.gather("prepared", timeout_s=_PREPARED_S, what="the prepared data")
+        answers = self.meeting.gather(Prepared.kind, timeout_s=_PREPARED_S, what="the prepared data")
         try:
             facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
         except (KeyError, ValidationError) as error:
@@ -89,7 +97,7 @@ class HeadNodes:
         """Sends the plan to all nodes, which then start their ranks; returns the connections that
         control them.
         """
-        self.meeting.broadcast({"kind": "plan", "plan": plan.to_json()})
+        self.meeting.broadcast(encode(PlanDecided(plan.to_json())))
         return self.meeting.server
 
     def collect(
@@ -131,37 +139,39 @@ class HeadNodes:
             done: the run's progress with them, as in result.json; None if they had no ranks and
                 were only asked whether they can continue.
         """
-        word = end_message([verdict])
+        result = None
         if done is not None:
             ending = Ending(4, done, verdict)
             result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
-            word |= {"exit_code": 4, "problems": [], "result": result}
+        word = end_message([verdict], exit_code=3 if result is None else 4, result=result)
         for rank in nodes:
-            self.meeting.server.send(rank, word)
+            self.meeting.server.send(rank, encode(word))
             self.meeting.leave_out(
                 rank, f"is not admitted again: the job continues without it ({verdict.summary})"
             )
 
-    def agree_again(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> None:
+    def agree_again(self, make_report: "MakeRestartReport", checkpoint: "CheckpointIdentity | None") -> None:
         """The short agreement before ranks are started again.
 
         Where --nodes MIN:MAX allows it, nodes that are not fit are left out.
 
         Args:
-            question: for all nodes.
+            checkpoint: to resume from; None if there is none.
 
         Raises:
             Disagreed: with the verdict that all nodes have received.
         """
         agreement = None
         while agreement is None:
-            agreement = self._round(make_report, question)
+            agreement = self._round(make_report, checkpoint)
         known = {verdict.summary for verdict in self.meeting.agreement.verdicts}
         new_verdicts = [verdict for verdict in agreement.verdicts if verdict.summary not in known]
         self.meeting.judge(Agreement(agreement.checks, new_verdicts))
         self.table.of_nodes = self.meeting.agreement
 
-    def _round(self, make_report: "MakeRestartReport", question: "RestartQuestion") -> Agreement | None:
+    def _round(
+        self, make_report: "MakeRestartReport", checkpoint: "CheckpointIdentity | None"
+    ) -> Agreement | None:
         """The outcome of asking all nodes; None if some were dropped and the rest must be asked
         again.
         """
@@ -171,7 +181,7 @@ class HeadNodes:
         self._rounds += 1
         try:
             with self.meeting.tentatively():
-                return rejoin_at_head(self.meeting, make_report, question, round_=self._rounds)
+                return rejoin_at_head(self.meeting, make_report, checkpoint, round_=self._rounds)
         except Objection as objection:
             if not objection.nodes or not self.can_do_without(objection.nodes):
                 self.meeting.refuse(objection.verdicts, nodes=objection.nodes)
@@ -188,18 +198,10 @@ class HeadNodes:
         if self.meeting.is_over:
             return
         verdicts = (
-            [ending.verdict.to_json()] if ending.verdict else []
+            (ending.verdict,) if ending.verdict else ()
         )  # for the nodes' own files; it has been shown already
-        problems = ending.error.to_json()["problems"] if ending.error else []
-        self.meeting.end(
-            {
-                "kind": "ended",
-                "exit_code": ending.exit_code,
-                "verdicts": verdicts,
-                "problems": problems,
-                "result": result,
-            }
-        )
+        problems = tuple(asdict(problem) for problem in ending.error.problems) if ending.error else ()
+        self.meeting.end(JobEnded(ending.exit_code, verdicts, problems, result))
 
 
 @contextlib.contextmanager

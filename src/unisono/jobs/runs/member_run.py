@@ -17,18 +17,27 @@ from unisono.base.files import make_private_dir, read_object, write_json
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts.storage import RunsDisk, refuse_if_silent
 from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting, rejoin_as_member
-from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party, RestartQuestion
+from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock, recorded_holder
 from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
+from unisono.guard.supervise.node_messages import (
+    Again,
+    CheckpointIdentity,
+    JobEnded,
+    PlanDecided,
+    Prepare,
+    Prepared,
+    decode_request,
+    encode,
+)
 from unisono.jobs.remote_checkpoint.rescue import snapshot_ranks
 from unisono.jobs.remote_checkpoint.transfers import clear_parts
 from unisono.jobs.runs.member_supervisor import (
     HeadlessEnd,
-    LastWord,
     LostHead,
     Serving,
     keep_end,
@@ -62,7 +71,7 @@ def take_part(
     seen = _ReportMaker(report_maker(request, loaded, local_node))
     try:
         with join_meeting(party, seen.make) as member_side:
-            member_side.wait_for("prepare")
+            member_side.wait_for(Prepare.kind)
             shared = seen.shares_output
             with _own_directory(request, loaded, local_node, shared=shared, show=show) as (run, lock):
                 heads = (
@@ -84,7 +93,7 @@ def take_part(
             )
         raise
     head = str(member_side.welcome.get("head_host", ""))
-    return keep_end(run, last.message, head=head, shared=shared, show=show, disk=disk)
+    return keep_end(run, last, head=head, shared=shared, show=show, disk=disk)
 
 
 @dataclass
@@ -117,7 +126,7 @@ class _Member:
     first: NodeReport
     disk: RunsDisk
 
-    def run(self) -> LastWord | LostHead:
+    def run(self) -> JobEnded | LostHead:
         """Prepares, and then serves one plan after the other until the last word."""
         prepared = self.member_side.run_in_background(
             lambda show: prepare(
@@ -128,12 +137,11 @@ class _Member:
                 show=show,
             )
         )
-        facts = prepared_facts(prepared).to_json()
-        self.member_side.send({"kind": "prepared", "facts": facts})
-        message = self.member_side.wait_for("plan")
-        while True:
+        self.member_side.send(encode(Prepared(prepared_facts(prepared))))
+        message = decode_request(self.member_side.wait_for(PlanDecided.kind))
+        while isinstance(message, PlanDecided):
             plan = accept_plan(
-                message.get("plan"),
+                message.plan,
                 config=self.loaded.config,
                 node_rank=self.local_node.topology.node_rank,
                 host=self.local_node.machine.host,
@@ -141,10 +149,10 @@ class _Member:
                 prepared=prepared,
             )
             last = self._serve(plan)
-            if isinstance(last, LostHead) or last.is_final:
+            if not isinstance(last, Again):
                 return last
             try:
-                message = rejoin_as_member(self.member_side, last.message, self._look_again)
+                message = rejoin_as_member(self.member_side, last, self._look_again)
             except Disagreed:
                 if self.member_side.head_left is None:
                     raise
@@ -154,13 +162,13 @@ class _Member:
                     host=self.local_node.machine.host,
                 )
                 return LostHead(plan.nodes[0].host, loss, plan.resume.step if plan.resume else 0, plan)
-            if message["kind"] == "ended":
-                return LastWord(message)
+        assert isinstance(message, JobEnded)
+        return message
 
-    def _look_again(self, channel: ChannelFacts, question: RestartQuestion) -> NodeReport:
-        return look_again(self.request, self.loaded, self.local_node, self.first, channel, question)
+    def _look_again(self, channel: ChannelFacts, checkpoint: CheckpointIdentity | None) -> NodeReport:
+        return look_again(self.request, self.loaded, self.local_node, self.first, channel, checkpoint)
 
-    def _serve(self, plan: RunPlan) -> LastWord | LostHead:
+    def _serve(self, plan: RunPlan) -> Again | JobEnded | LostHead:
         node_rank = self.local_node.topology.node_rank
         plan_file = self.run_dir.node_plan(node_rank)
 

@@ -16,7 +16,6 @@ from unisono.base.errors import Disagreed
 from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
 from unisono.base.text import plain
-from unisono.guard.agree.reports import RankReport
 from unisono.guard.control.connection import Left
 from unisono.guard.control.file_transfer import FileSender, TransferOutcome
 from unisono.guard.facts.storage import RunsDisk
@@ -25,28 +24,26 @@ from unisono.guard.rundir.lock import Holder, RunLock
 from unisono.guard.rundir.records import RunResult, set_verdict, write_result
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
-from unisono.guard.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate
+from unisono.guard.supervise.local_ranks import LocalRanks, RankUpdate
 from unisono.guard.supervise.lost_head import writing_for_head
 from unisono.guard.supervise.node_messages import (
+    Again,
     AllEnded,
-    CollectStacks,
     End,
-    Go,
     HeadRequest,
-    NodeNews,
-    Note,
+    JobEnded,
     RankEnded,
     RankReported,
     RankSaid,
+    SnapshotsRequested,
     Stop,
-    VerdictReached,
-    decode_request,
-    encode,
 )
 from unisono.guard.supervise.postmortem import name_loss
 from unisono.guard.supervise.rank_monitor import MonitorReports
+from unisono.guard.supervise.rank_supervisor import carry_out_on_ranks, news_of
+from unisono.guard.supervise.supervision import NodeSupervision
 from unisono.guard.supervise.timeline import Timeline
-from unisono.jobs.remote_checkpoint.rescue import WANTED, MemorySender
+from unisono.jobs.remote_checkpoint.rescue import MemorySender
 from unisono.jobs.remote_checkpoint.transfers import ShardSender
 from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
 from unisono.trainer.plan import RunPlan
@@ -59,20 +56,6 @@ _POLL_S = 0.2
 _HEAD_ANSWERS_S = 3.0
 _PASSED_ON = ("warning", "ready", "shard_written", "shard_moves", "asked", "digest")
 """The messages of a rank that are forwarded to the head, besides its report and its end."""
-
-
-@dataclass(frozen=True)
-class LastWord:
-    """The head's last message: `ended` with exit code, verdicts and result; `again` before a new
-    start of the ranks.
-    """
-
-    message: Message
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the ranks are not to be started again."""
-        return self.message["kind"] == "ended"
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ class LostHead:
 
 
 @dataclass
-class Serving:
+class Serving(NodeSupervision):
     """Runs this node's ranks for the head, until its last message.
 
     Attributes:
@@ -115,15 +98,15 @@ class Serving:
     plan: RunPlan
     disk: RunsDisk
     lock: RunLock | None = None
+    reports: MonitorReports = field(init=False)
     _shards: ShardSender | None = field(default=None, init=False)
     _kept: MemorySender | None = field(default=None, init=False)
-    _monitor_reports: MonitorReports = field(init=False)
     _timeline: Timeline = field(init=False)
     _stop_forwarded: bool = field(default=False, init=False)
     _second_stop_at: float | None = field(default=None, init=False)
     _ended_reported: bool = field(default=False, init=False)
 
-    def run(self) -> LastWord | LostHead:
+    def run(self) -> Again | JobEnded | LostHead:
         """Until the end; the ranks are gone then."""
         try:
             return self._serve()
@@ -131,12 +114,12 @@ class Serving:
             if self.lock is not None and self.disk.write("run.lock", self.lock.is_held) is False:
                 self.disk.is_lost = True  # nothing is written at the path from here on
 
-    def _serve(self) -> LastWord | LostHead:
-        self._monitor_reports = MonitorReports(self.local, self._node_rank, self._send)
+    def _serve(self) -> Again | JobEnded | LostHead:
+        self.reports = MonitorReports(self.local, self._node_rank, self.send)
         self._timeline = timeline = Timeline(
             self.local.run, self._node_rank, lambda: self.local.beats, is_sent=self.lock is not None
         )
-        reports = contextlib.closing(self._monitor_reports)
+        reports = contextlib.closing(self.reports)
         with self.local, timeline, reports, FileSender(self.link.link) as transfers:
             self._make_senders(transfers)
             self.interrupts.collect()
@@ -145,14 +128,16 @@ class Serving:
                     self._pass_on(update)
                 for outcome in transfers.outcomes():
                     self._take_outcome(outcome)
-                for event in self.link.receive(0):
-                    if isinstance(event, Left):
-                        loss = NodeLoss.at_node(event, node_rank=self._node_rank, host=self._host)
+                match self.receive_from_head():
+                    case Left() as left:
+                        loss = NodeLoss.at_node(left, node_rank=self._node_rank, host=self._host)
                         return self._lost(loss, "the head is gone")
-                    last = self._obey(event.message)
-                    if last is not None:
-                        return last
-                self._monitor_reports.send()
+                    case Again() | JobEnded() as word:
+                        self.local.end("the run is over")
+                        return word
+                    case _:
+                        pass
+                self.reports.send()
                 self._send_time()
                 self._forward_stop()
                 if self._head_is_late():
@@ -187,66 +172,43 @@ class Serving:
         if self.lock is not None:
             self._shards = ShardSender(transfers, self._forward, self.disk.later)
         if self.local.shared_memory is not None:
-            self._kept = MemorySender(transfers, self.local.shared_memory, self.link.send)
+            self._kept = MemorySender(transfers, self.local.shared_memory, self.send)
 
     def _pass_on(self, update: RankUpdate) -> None:
-        if isinstance(update, RankEnd):
-            self._monitor_reports.send_views()
-            if update.returncode == 0:  # the news of a failure does not wait for a disk
-                self._end_timeline()
-            self._send(RankEnded(update))
-        elif update.message["kind"] == "rank_report":
-            self._send(RankReported(RankReport.model_validate(update.message["report"])))
-        elif update.message["kind"] == "shard_written" and self._shards is not None:
-            self._shards.written(update.rank, update.message)
-        elif update.message["kind"] in _PASSED_ON:
-            self._forward(update.rank, update.message)
+        match news_of(update):
+            case RankEnded(end) as news:
+                self.reports.send_views()
+                if end.returncode == 0:  # the news of a failure does not wait for a disk
+                    self._end_timeline()
+                self.send(news)
+            case RankReported() as news:
+                self.send(news)
+            case RankSaid(rank, {"kind": "shard_written"} as message) if self._shards is not None:
+                self._shards.written(rank, message)
+            case RankSaid(rank, {"kind": kind} as message) if kind in _PASSED_ON:
+                self._forward(rank, message)
         self._report_ended()
 
     def _forward(self, rank: int, message: Message) -> None:
         """Passes a rank's message to the head."""
-        self._send(RankSaid(rank, message))
+        self.send(RankSaid(rank, message))
 
-    def _send(self, news: NodeNews) -> None:
-        self.link.send(encode(news))
-
-    def _obey(self, message: Message) -> LastWord | None:
-        if message["kind"] in ("ended", "again"):
-            self.local.end("the run is over")
-            return LastWord(message)
-        if message["kind"] == WANTED and self._kept is not None:
-            self._kept.send_all()
-        try:
-            request = decode_request(message)
-        except ValueError:
-            if message["kind"] != VerdictReached.kind:
-                raise
-            return None  # a verdict of a newer head; its last word follows
-        self._carry_out(request)
-        return None
-
-    def _carry_out(self, request: HeadRequest | None) -> None:
+    def carry_out(self, request: HeadRequest) -> None:
+        """Carries out a request for the ranks."""
         match request:
-            case Go():
-                self.local.send(encode(request))
             case Stop():
                 number = signal.Signals[request.signal]
                 self.interrupts.request_stop(number, where=f"node 0 ({self._head})")
                 self._stop_forwarded = True
-                self.local.signal(number)
-            case End(why):
-                self.local.end(why)
-                for update in self.local.poll(0):
-                    self._pass_on(update)  # the last of them reports, once, that all have ended
-                self._report_ended()
-            case CollectStacks():
-                self._monitor_reports.look(request)
-            case VerdictReached(verdict):
-                self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-            case Note(text):
-                self.show({"kind": "note", "time": time.time(), "text": text})
+            case SnapshotsRequested() if self._kept is not None:
+                self._kept.send_all()
             case _:
                 pass
+        carry_out_on_ranks(self.local, request)
+        if isinstance(request, End):
+            for update in self.local.poll(0):
+                self._pass_on(update)  # the last of them reports, once, that all have ended
+            self._report_ended()
 
     def _report_ended(self) -> None:
         """Once: a second message would reach the head during the next start of the ranks and count
@@ -255,7 +217,7 @@ class Serving:
         if self.local.all_ended and not self._ended_reported:
             self._ended_reported = True
             self._end_timeline()
-            self._send(AllEnded())
+            self.send(AllEnded())
 
     def _end_timeline(self) -> None:
         """Sends the last lines before the head counts this node as ended."""
@@ -267,7 +229,7 @@ class Serving:
         """Sends where the time of the ranks went to a head that does not see this node's file."""
         news = self._timeline.take_news()
         if news is not None:
-            self._send(news)
+            self.send(news)
 
     def _forward_stop(self) -> None:
         """A signal here stops the whole job: the head informs all nodes, and the ranks agree on the
@@ -278,10 +240,10 @@ class Serving:
             return
         if not self._stop_forwarded:
             self._stop_forwarded = True
-            self._send(Stop(first.name))
+            self.send(Stop(first.name))
         if self.interrupts.twice and self._second_stop_at is None:
             self._second_stop_at = time.monotonic()
-            self._send(Stop(first.name, again=True))
+            self.send(Stop(first.name, again=True))
 
     def _head_is_late(self) -> bool:
         """Whether a second signal was passed on without effect."""
@@ -371,17 +333,16 @@ def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
 
 
 def keep_end(
-    run: RunDir, message: Message, *, head: str, shared: bool, show: Show, disk: RunsDisk
+    run: RunDir, ended: JobEnded, *, head: str, shared: bool, show: Show, disk: RunsDisk
 ) -> dict[str, Any]:
     """Keeps how the run ended, where the head's directory is not seen here.
 
     A verdict on the ranks has been shown already.
     """
-    result = {**dict(message.get("result") or {}), "exit_code": int(message.get("exit_code", 1))}
-    verdicts = [_cited_from(Verdict.from_json(value), head=head) for value in message.get("verdicts") or []]
-    problems = message.get("problems") or []
-    if problems:
-        show({"kind": "refused", "time": time.time(), "problems": problems})
+    result = {**(ended.result or {}), "exit_code": ended.exit_code}
+    verdicts = [_cited_from(verdict, head=head) for verdict in ended.verdicts]
+    if ended.problems:
+        show({"kind": "refused", "time": time.time(), "problems": list(ended.problems)})
     if not shared:
         disk.write("how the run ended", partial(_write_end, run, verdicts, result))
     return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}

@@ -34,6 +34,7 @@ from unisono.guard.places.placement import visible_gpus
 from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.node_messages import CheckpointIdentity
 from unisono.guard.supervise.task_process import run_task
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.train_request import TrainRequest, named_code_digests
@@ -288,11 +289,11 @@ _SEEN_S = 6.0  # a network file system may show a new directory so much later
 _POLL_S = 0.1
 
 
-def question_of(checkpoint: Path | None) -> dict[str, Any]:
-    """The checkpoint to resume from, as a question to all nodes; empty if there is none."""
+def checkpoint_identity(checkpoint: Path | None) -> CheckpointIdentity | None:
+    """The checkpoint to resume from, as all nodes must see it; None if there is none."""
     if checkpoint is None:
-        return {}
-    return {"checkpoint": checkpoint.name, "manifest": manifest_digest(checkpoint)}
+        return None
+    return CheckpointIdentity(checkpoint.name, manifest_digest(checkpoint))
 
 
 def look_again(
@@ -301,7 +302,7 @@ def look_again(
     local_node: LocalNode,
     first: NodeReport,
     channel: ChannelFacts,
-    question: Mapping[str, Any],
+    checkpoint: CheckpointIdentity | None,
 ) -> NodeReport:
     """This node's report with all that may have changed while ranks ran.
 
@@ -309,7 +310,7 @@ def look_again(
         loaded: the config, its paths absolute.
         first: this node's report before the first start.
         channel: where it stands at the channel now.
-        question: of `question_of`, from the head.
+        checkpoint: to resume from, as the head sees it.
 
     Raises:
         Disagreed: if old ranks still live, or the checkpoint is not seen where it was to be.
@@ -317,8 +318,9 @@ def look_again(
     who = name_node(first.node_rank, first.host)
     refuse_old_ranks(who, first.host)
     output = look_at_output(loaded, channel)
-    if first.node_rank != 0 and first.output.shared and output.writable is not False:
-        _see_checkpoint(RunDir(Path(loaded.config.output_dir)), question, who=who, host=first.host)
+    sees_output = first.node_rank != 0 and first.output.shared and output.writable is not False
+    if checkpoint is not None and sees_output:
+        _see_checkpoint(RunDir(Path(loaded.config.output_dir)), checkpoint, who=who, host=first.host)
     machine = read_machine(request.probes.devices)
     chosen = {device.uuid for device in first.chosen}
     copies = max_without_permanent(
@@ -371,13 +373,13 @@ def refuse_old_ranks(who: str, host: str) -> None:
     )
 
 
-def _see_checkpoint(run: RunDir, question: Mapping[str, Any], *, who: str, host: str) -> None:
+def _see_checkpoint(run: RunDir, checkpoint: CheckpointIdentity, *, who: str, host: str) -> None:
     try:
-        path = path_below(run.checkpoints, question.get("checkpoint"), parts=1)
-    except ValueError:  # none, or not the name of a checkpoint
+        path = path_below(run.checkpoints, checkpoint.name, parts=1)
+    except ValueError:  # not the name of a checkpoint
         return
     limit = time.monotonic() + _SEEN_S
-    while (digest := manifest_digest(path)) != question.get("manifest"):
+    while (digest := manifest_digest(path)) != checkpoint.manifest:
         if time.monotonic() > limit:
             what = f"{path} differs from the head's" if digest else f"{path} is not there"
             raise _refusal(

@@ -20,10 +20,11 @@ from unisono.guard.places.placement import lay_out
 from unisono.guard.rendezvous.party import ChannelFacts
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import set_verdict
+from unisono.guard.supervise.node_messages import CheckpointIdentity
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.verification import still_due
 from unisono.jobs.runs.head_nodes import HeadNodes
-from unisono.jobs.runs.node_report import look_again, question_of, refuse_old_ranks
+from unisono.jobs.runs.node_report import checkpoint_identity, look_again, refuse_old_ranks
 from unisono.jobs.runs.planning import LocalNode, make_plan, offer_of, refusal_alone
 from unisono.jobs.runs.preparation import find_resume_point, with_changes
 from unisono.jobs.runs.run_records import AgreementReports
@@ -196,20 +197,20 @@ class Restarts:
 
     def _agree(self, resume: ResumePoint | None) -> None:
         """The short agreement, on all nodes or on this one alone."""
-        question = question_of(Path(resume.path) if resume else None)
+        checkpoint = checkpoint_identity(Path(resume.path) if resume else None)
         if self.others is not None:
             first = self.others.meeting.roll.reports[0]
             make = partial(look_again, self.request, self.loaded, self.local_node, first)
-            self.others.agree_again(make, question)
+            self.others.agree_again(make, checkpoint)
             return
         try:
-            self._agree_alone(question)
+            self._agree_alone(checkpoint)
         except Disagreed as error:
             raise (
                 refusal_alone(error.verdict, again=True) if error.verdict is not None else error
             ) from error
 
-    def _agree_alone(self, question: dict[str, Any]) -> None:
+    def _agree_alone(self, checkpoint: CheckpointIdentity | None) -> None:
         """On the only node of the job."""
         if not self.table.nodes:  # a single rank has made no report
             refuse_old_ranks(name_node(0, self.local_node.machine.host), self.local_node.machine.host)
@@ -221,7 +222,7 @@ class Restarts:
             self.local_node,
             first,
             ChannelFacts(first.address, {}, 0.0, []),
-            question,
+            checkpoint,
         )
         agreement = compare_again([report])
         if agreement.fatal:

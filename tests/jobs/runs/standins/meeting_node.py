@@ -24,6 +24,7 @@ from unisono.guard.rendezvous.head_address import refusals_reported
 from unisono.guard.rendezvous.meeting_sides import hold_meeting, join_meeting
 from unisono.guard.rendezvous.party import ChannelFacts, Party
 from unisono.guard.supervise.interrupts import Interrupts, Stopped
+from unisono.guard.supervise.node_messages import JobEnded
 
 
 def notify(kind: str, **fields: Any) -> None:
@@ -78,7 +79,7 @@ def meet(party: Party, script: dict[str, Any]) -> None:
             meeting.broadcast({"kind": "prepare"})
             printed = meeting.gather("prepared", timeout_s=30)
             notify("gathered", of=sorted(printed))
-            meeting.end({"kind": "ended", "exit_code": 0, "verdicts": [], "result": {"step": 1}})
+            meeting.end(JobEnded(exit_code=0, result={"step": 1}))
         return
     with join_meeting(party, make) as member_side:
         notify("met", welcome=member_side.welcome)
