@@ -83,7 +83,7 @@ def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
         disk = RunsDisk(run.root, printed.append)
         kept = keep_end(run, last, head="ada", shared=False, show=printed.append, disk=disk)
         lock.release()
-        assert kept["exit_code"] == 4
+        assert kept.exit_code == 4
         assert stuck_threads(os.getpid()) == []
         mounted.answer()
         assert not run.result.exists()

@@ -230,7 +230,7 @@ def test_rank_0_that_completes_a_step_early_has_left_the_others() -> None:
         ends={0: end(0, 0, kind="result", step=9)},
     )
     ending = ending_of(early, job)
-    assert (ending.exit_code, ending.outcome, ending.fields["step"]) == (4, "stalled", 9)
+    assert (ending.exit_code, ending.outcome, ending.progress.step) == (4, "stalled", 9)
     assert ending.verdict is not None
     assert (ending.verdict.cause, ending.verdict.ranks) == ("unequal_steps", (0,))
     hangs = ending_of(replace(early, ends={}), job)  # after its last word: there is no end of it yet

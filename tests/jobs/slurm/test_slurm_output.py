@@ -128,5 +128,5 @@ def test_job_with_a_silent_head_has_step_and_checkpoint_of_the_runs_files(
     result, verdict = result_of_job(followed, run=run, seconds=1.0)
     assert verdict is not None
     assert verdict.cause == "node_unreachable"
-    assert (result["step"], result["tokens"], result["loss"]) == (7, 70, 2.0 / 7)
-    assert result["checkpoint"] == str(run.checkpoints / "step-00000006")
+    assert (result.step, result.tokens, result.loss) == (7, 70, 2.0 / 7)
+    assert result.checkpoint == str(run.checkpoints / "step-00000006")

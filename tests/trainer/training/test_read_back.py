@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import needs
 from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
+from unisono.guard.rundir.records import Progress
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.jobs.runs.read_back import read_back_result
 from unisono.jobs.runs.run_records import Ending
@@ -197,7 +198,7 @@ def ended(run: Any) -> Ending:
     """What the front makes of a run whose ranks have ended well, with a real task."""
     (run.directory / "plan.json").write_text(json.dumps(run.plan.to_json()))
     request = TrainRequest(run.directory / "config.yaml")
-    ending = Ending(0, {"weights": run.result["weights"], "step": 1})
+    ending = Ending(0, Progress(1, weights=run.result["weights"]))
     with Interrupts() as interrupts:
         return read_back_result(
             run.plan, ending, request=request, leftovers={}, interrupts=interrupts, show=lambda _: None
@@ -208,15 +209,19 @@ def test_the_run_ends_as_corrupt_and_everything_stays(train_here: Train) -> None
     run = train_here(duration="1 steps")
     ending = ended(run)
     assert (ending.exit_code, ending.outcome) == (0, "completed")
-    assert ending.fields["read_back"]["compared"] == "logits"
-    assert 0 <= ending.fields["read_back"]["differs_by"] <= ending.fields["read_back"]["tolerance"]
+    read_back = ending.progress.read_back
+    assert read_back is not None
+    assert read_back.compared == "logits"
+    assert read_back.differs_by is not None
+    assert read_back.tolerance is not None
+    assert 0 <= read_back.differs_by <= read_back.tolerance
     file = change(run, listed=True)
     before = sorted(run.directory.rglob("*"))
     ending = ended(run)
     assert (ending.exit_code, ending.outcome) == (7, "corrupt")
     assert ending.error is not None
     assert str(file) in str(ending.error)
-    assert ending.fields["weights"] == str(file.parent)
+    assert ending.progress.weights == str(file.parent)
     assert sorted(run.directory.rglob("*")) == before
 
 

@@ -63,7 +63,7 @@ class Result:
     @property
     def output_dir(self) -> Path:
         """The run's directory."""
-        return Path(self.record.output_dir)
+        return Path(self.record.output_dir or "")
 
     @property
     def step(self) -> int:
@@ -118,7 +118,7 @@ class Result:
         verdict = self.verdict
         problem = Problem(
             f"the run ended: {self.outcome}" + (f": {verdict.summary}" if verdict else ""),
-            self.record.output_dir,
+            self.record.output_dir or "",
             "; ".join(f"{item.where}: {item.text}" for item in verdict.evidence[:2]) if verdict else "",
             "; ".join(verdict.fix) if verdict else "the same call resumes from the newest checkpoint",
         )

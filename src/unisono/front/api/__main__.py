@@ -55,7 +55,7 @@ def _train(request: dict[str, Any], show: Any) -> int:
     config, options = Path(request["config"]), with_launcher_options(request["options"])
     options["allow"] = tuple(options.get("allow") or ())
     training = TrainRequest(config, tuple(request["overrides"]), **options)
-    return int(run_launcher(training, show)["exit_code"])
+    return run_launcher(training, show).exit_code
 
 
 def _doctor(request: dict[str, Any], show: Any) -> int:

@@ -583,7 +583,8 @@ def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
 
     if body["verdict"]:
         output().emit({"kind": "verdict", **body["verdict"]})
-    output().emit({"kind": "result", **refused_result(body["exit_code"], body["problems"], body["verdict"])})
+    result = refused_result(body["exit_code"], body["problems"], body["verdict"])
+    output().emit({"kind": "result", **result.to_json()})
 
 
 Overrides = Annotated[

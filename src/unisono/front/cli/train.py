@@ -176,7 +176,7 @@ def _train(request: "TrainRequest") -> int:
     screen = JsonLines(printer) if printer.json else Screen(printer)
 
     try:
-        return int(run_launcher(request, until_unread(screen.show))["exit_code"])
+        return run_launcher(request, until_unread(screen.show)).exit_code
     finally:
         screen.close()
 
@@ -198,7 +198,7 @@ def _show_plan(request: "TrainRequest") -> None:
         return
     if printer.json:
         printer.emit({"kind": "plan", **plan.to_json()})
-        printer.emit({"kind": "result", **dry_result(plan)})
+        printer.emit({"kind": "result", **dry_result(plan).to_json()})
         return
     for text in first_screen(plan, {}):
         printer.result(text)
@@ -288,7 +288,7 @@ def run(
         idle_limit_s=idle_limit,
     )
     show = until_unread(RunOutput(printer).show)
-    raise typer.Exit(int(GuardedRun(request, show, _diagnosis).run()["exit_code"]))
+    raise typer.Exit(GuardedRun(request, show, _diagnosis).run().exit_code)
 
 
 def _diagnosis(log: Path) -> "Verdict | None":

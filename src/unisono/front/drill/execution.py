@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
@@ -520,14 +520,13 @@ def main(path: Path) -> int:
     fields = json.loads(path.read_text(encoding="utf-8"))
     end_with_front(fields.pop("parent"))
     try:
-        return int(train(_request(fields), _show)["exit_code"])
+        return train(_request(fields), _show).exit_code
     except UnisonoError as error:
-        body = error.to_json()
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
             _show({"kind": "verdict", **verdict})
-        result = refused_result(error.exit_code, body["problems"], verdict)  # type: ignore[arg-type]
-        _show({"kind": "result", **result})
+        result = refused_result(error.exit_code, [asdict(one) for one in error.problems], verdict)
+        _show({"kind": "result", **result.to_json()})
         return error.exit_code
 
 

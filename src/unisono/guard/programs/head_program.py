@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import Disagreed
@@ -48,6 +48,7 @@ from unisono.guard.rendezvous.meeting_sides import hold_meeting
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rendezvous.remote_fronts import SshFronts, start_others
 from unisono.guard.rundir.lock import RunLock
+from unisono.guard.rundir.records import RunResult
 from unisono.guard.supervise.evidence import keep_evidence
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.guard.supervise.node_messages import Diagnosed, DiagnosisRequested, Start, decode_news, encode
@@ -70,7 +71,7 @@ class HeadProgram:
     start: ProgramStart
     writes_nothing: bool = False
 
-    def alone(self) -> dict[str, Any]:
+    def alone(self) -> RunResult:
         """Runs the program on the only node."""
         nodes = [_place(0, self.start.machine.host, "127.0.0.1", self.start.shape.topology.nproc, "")]
         with self.start.local_program(None) as local:
@@ -80,7 +81,7 @@ class HeadProgram:
             supervisor = self._supervised(local, nodes, None)
             return self._finish(supervisor, self._judged(supervisor, None), None)
 
-    def together(self, party: Party) -> dict[str, Any]:
+    def together(self, party: Party) -> RunResult:
         """Runs the program together with the other nodes."""
         uneven = self.start.request.uneven
 
@@ -111,9 +112,7 @@ class HeadProgram:
                 number += 1
             return result
 
-    def _try_port(
-        self, nodes: Sequence[NodePlace], meeting: Meeting, *, is_last: bool
-    ) -> dict[str, Any] | None:
+    def _try_port(self, nodes: Sequence[NodePlace], meeting: Meeting, *, is_last: bool) -> RunResult | None:
         """Runs the program on all nodes; None if its port was taken before it had done anything,
         and a different one may be tried.
         """
@@ -183,7 +182,7 @@ class HeadProgram:
 
     def _finish(
         self, supervisor: ProgramSupervisor, verdict: Verdict | None, meeting: Meeting | None
-    ) -> dict[str, Any]:
+    ) -> RunResult:
         """Shows the verdict, writes the result and sends it to the nodes."""
         bad, writes = supervisor.failure, not self.writes_nothing
         if verdict is not None and not supervisor.has_shown(verdict):
@@ -206,7 +205,7 @@ class HeadProgram:
             self.start.write_agreement(supervisor.agreements)
         result = self.start.finish(code, verdict, stopped=stopped, writes=writes)
         if meeting is not None:
-            outcome = {"outcome": result["outcome"], "has_verdict": verdict is not None, "signal": stopped}
+            outcome = {"outcome": result.outcome, "has_verdict": verdict is not None, "signal": stopped}
             meeting.end(end_message([verdict] if verdict is not None else [], exit_code=code, result=outcome))
         return result
 
@@ -304,8 +303,8 @@ class GuardedRun:
     probes: Probes = field(default_factory=Probes)
     _began: float = field(default_factory=time.monotonic)
 
-    def run(self) -> dict[str, Any]:
-        """Runs the program; gives the object of result.json.
+    def run(self) -> RunResult:
+        """Runs the program; gives its result.
 
         Raises:
             UnisonoError: if nothing was started because of this node.
@@ -371,7 +370,7 @@ class GuardedRun:
         )
 
 
-def _run_program(start: ProgramStart, party: Party) -> dict[str, Any]:
+def _run_program(start: ProgramStart, party: Party) -> RunResult:
     """Runs the program on this node, alone, as the head, or as the head says."""
     if party.topology.nodes == 1:
         return HeadProgram(start).alone()

@@ -5,7 +5,6 @@ and carries out its requests.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.events import Show
@@ -16,6 +15,7 @@ from unisono.guard.programs.program_start import ProgramStart, is_head_directory
 from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir.lock import recorded_holder
+from unisono.guard.rundir.records import RunResult
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.lost_head import writing_for_head
 from unisono.guard.supervise.node_messages import (
@@ -36,10 +36,8 @@ _POLL_S = 0.1
 _ENDING_S = 30.0
 
 
-def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
-    """Runs the program together with the head and the other nodes; gives the object of
-    result.json.
-    """
+def run_as_member(start: ProgramStart, party: Party) -> RunResult:
+    """Runs the program together with the head and the other nodes; gives the result."""
     with join_meeting(party, start.report, tries_collective=False) as member_side:
         request = decode_request(member_side.wait_for("start"))
         assert isinstance(request, Start)
@@ -50,7 +48,7 @@ def run_as_member(start: ProgramStart, party: Party) -> dict[str, Any]:
         return result
 
 
-def _one_start(start: ProgramStart, member_side: MemberSide, request: Start) -> dict[str, Any] | Start:
+def _one_start(start: ProgramStart, member_side: MemberSide, request: Start) -> RunResult | Start:
     """Runs the program as the head says: its result, or the head's next start."""
     start.run_id = request.run_id
     shared = is_head_directory(start.run, start.run_id)

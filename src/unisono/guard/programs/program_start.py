@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import UsageError, storage_reason, storage_remedy
@@ -392,7 +391,7 @@ class ProgramStart:
 
     def finish(
         self, exit_code: int, verdict: Verdict | None, *, stopped: str = "", writes: bool
-    ) -> dict[str, Any]:
+    ) -> RunResult:
         """Writes and shows the result."""
         result = RunResult(
             run_id=self.run_id,
@@ -407,4 +406,4 @@ class ProgramStart:
                 set_verdict(self.run, verdict)
                 write_result(self.run, result)
         self.show({"kind": "result", "time": time.time(), **result.to_json()})
-        return result.to_json()
+        return result

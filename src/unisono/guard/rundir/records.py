@@ -14,8 +14,8 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -433,16 +433,31 @@ class ReadBackResult(BaseModel):
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run came; its fields are those of `RunResult`."""
+
+    step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    eval: Mapping[str, object] = field(default_factory=dict)
+    tokens_per_second: float | None = None
+    checkpoint: str | None = None
+    weights: str | None = None
+    read_back: ReadBackResult | None = None
+
+
 class RunResult(BaseModel):
     """The object of result.json. Unknown fields of a newer version are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", serialize_by_alias=True)
 
     schema_: Literal[1] = Field(default=1, alias="schema")
-    run_id: str = ""
+    run_id: str | None = ""
+    """None where a start was refused before it had a run."""
     outcome: Outcome
     exit_code: int
-    output_dir: str = ""
+    output_dir: str | None = ""
     step: int = 0
     tokens: int = 0
     """Input tokens since step 1, without padding."""
@@ -459,6 +474,10 @@ class RunResult(BaseModel):
     """The problems of a refused start."""
     restarts: list[Restart] = []
     wall_time_s: float = 0.0
+    dry_run: bool = False
+    """Nothing was started. Not in result.json, which such a start does not write."""
+    held_by: str = ""
+    """On other nodes than the head: the node whose output_dir holds the run."""
 
     @property
     def is_completed(self) -> bool:
@@ -467,7 +486,7 @@ class RunResult(BaseModel):
 
     def to_json(self) -> dict[str, Any]:
         """The object of result.json; NaN is null."""
-        exclude = None if self.problems else {"problems"}
+        exclude = {name for name in ("problems", "dry_run", "held_by") if not getattr(self, name)}
         body: dict[str, Any] = without_nan(self.model_dump(mode="python", exclude=exclude))
         return body
 

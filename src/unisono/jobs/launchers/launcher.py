@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from unisono.base.events import Show
+    from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.config import LoadedConfig
     from unisono.trainer.plan import RunPlan
@@ -91,8 +92,8 @@ class Launcher:
             UsageError: if the launcher cannot follow them.
         """
 
-    def train(self, request: "TrainRequest", show: "Show") -> dict[str, Any]:
-        """The object of result.json, after running a job to its end.
+    def train(self, request: "TrainRequest", show: "Show") -> "RunResult":
+        """The result, after running a job to its end.
 
         Raises:
             UnisonoError: if the job is refused before anything starts.

@@ -16,6 +16,7 @@ from unisono.jobs.launchers.slurm_launcher import SlurmLauncher
 if TYPE_CHECKING:
     from unisono.base.errors import UsageError
     from unisono.base.events import Show
+    from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.session import Rehearsal
     from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.plan import RunPlan
@@ -66,8 +67,8 @@ def find_launcher(name: str | None, *, otherwise: str = "") -> Launcher:
     )
 
 
-def run_launcher(request: "TrainRequest", show: "Show") -> dict[str, Any]:
-    """The object of result.json, after running a job to its end with its launcher.
+def run_launcher(request: "TrainRequest", show: "Show") -> "RunResult":
+    """The result, after running a job to its end with its launcher.
 
     Raises:
         UnisonoError: if the job is refused before anything starts.

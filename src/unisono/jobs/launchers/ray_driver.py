@@ -20,6 +20,7 @@ from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.storage import leave_nonce, remove_nonce
 from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import Restart
 from unisono.jobs.launchers.ray_cluster import (
     connected,
     find_ray_head,
@@ -86,7 +87,7 @@ class _Driver:
     request: RayJobRequest
     front: _FrontInput
     ray_head: RayHead
-    restarts: list[dict[str, Any]] = field(default_factory=list)
+    restarts: list[Restart] = field(default_factory=list)
 
     @property
     def run_dir(self) -> RunDir:
@@ -111,17 +112,21 @@ class _Driver:
             if self.ray_head.silent_s:
                 self._note(f"cannot restart: {self.ray_head.label} does not answer")
                 return self._outcome(attempt)
-            self.restarts.append(
-                {"verdict": lost.to_json(), "from_step": attempt.saved_step, "seconds": attempt.seconds}
-            )
-            self.reporter.send("restarting", restart=self.restarts[-1])
+            restart = Restart(verdict=lost.to_json(), from_step=attempt.saved_step, seconds=attempt.seconds)
+            self.restarts.append(restart)
+            self.reporter.send("restarting", restart=restart.model_dump())
             self._note(
                 f"restarting on the remaining nodes ({len(self.restarts)} of {self.request.config.restarts})"
             )
 
     def _outcome(self, attempt: JobAttemptEnd) -> dict[str, Any]:
         lost = attempt.lost.to_json() if attempt.lost is not None else None
-        return {"last": attempt.last, "lost": lost, "restarts": self.restarts, "step": attempt.step}
+        return {
+            "last": attempt.last,
+            "lost": lost,
+            "restarts": [one.model_dump() for one in self.restarts],
+            "step": attempt.step,
+        }
 
     def _start(self) -> JobAttemptEnd:
         resources = resources_for(self.request.nproc, self.request.config.device, living_nodes())

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from unisono.guard.places.topology import Accelerators, Topology, TopologyReques
 from unisono.guard.rendezvous.meeting_rules import show_verdicts
 from unisono.guard.rendezvous.remote_fronts import forwarded_variables
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import RunResult, read_result, set_verdict, write_result
+from unisono.guard.rundir.records import Restart, RunResult, read_result, set_verdict, write_result
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.guard.supervise.task_process import TaskProcess, refusal, run_task
 from unisono.jobs.launchers.launcher import NodeOutput, NodesCommand
 from unisono.jobs.launchers.ray_node_fronts import RayHead, ray_head_lost
 from unisono.jobs.runs.preparation import Claim, claim
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
+from unisono.jobs.runs.run_records import Ending, read_progress, result_of, result_without_run
 from unisono.jobs.runs.train_request import TrainRequest, config_yaml, load_requested, show_notes
 from unisono.trainer.config import LoadedConfig
 
@@ -35,8 +36,8 @@ _HEAD_EXIT_S = 3.0
 """The cluster's head may end slightly later than the processes connected to it."""
 
 
-def train(request: TrainRequest, show: Show, *, ray_address: str | None) -> dict[str, Any]:
-    """The object of result.json, after running a job on a Ray cluster to its end.
+def train(request: TrainRequest, show: Show, *, ray_address: str | None) -> RunResult:
+    """The result, after running a job on a Ray cluster to its end.
 
     Args:
         ray_address: as typed.
@@ -54,13 +55,15 @@ def train(request: TrainRequest, show: Show, *, ray_address: str | None) -> dict
             result = _Session(request, loaded, show, interrupts, body, began).run()
         except Stopped as stopped:
             notify(show, f"{stopped.number.name} before anything was started: nothing changed")
-            result = _without_run(Ending(exit_code_of(stopped.number), NOTHING_DONE), began)
+            ending = Ending(exit_code_of(stopped.number))
+            result = result_without_run(ending, seconds=time.monotonic() - began)
         except Disagreed as error:
             if error.verdict is None:
                 raise
             show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
-            result = _without_run(Ending(error.exit_code, NOTHING_DONE, error.verdict), began)
-    show({"kind": "result", "time": time.time(), **result})
+            ending = Ending(error.exit_code, verdict=error.verdict)
+            result = result_without_run(ending, seconds=time.monotonic() - began)
+    show({"kind": "result", "time": time.time(), **result.to_json()})
     return result
 
 
@@ -74,14 +77,14 @@ class _Session:
     began: float
     ray_head: RayHead | None = None
     step: int = 0
-    restarts: list[dict[str, Any]] = field(default_factory=list)
+    restarts: list[Restart] = field(default_factory=list)
     """The driver's restarts; with these fields the outcome is known even if the driver dies."""
 
     @property
     def run_dir(self) -> RunDir:
         return RunDir(Path(self.loaded.config.output_dir))
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> RunResult:
         """The job's result.
 
         The run's directory stays claimed until the nodes turn out to share it.
@@ -130,7 +133,7 @@ class _Session:
                     case "connected":
                         self.ray_head = RayHead(str(message["address"]), str(message["host"]))
                     case "restarting":
-                        self.restarts.append(message["restart"])
+                        self.restarts.append(Restart.model_validate(message["restart"]))
                     case "result":
                         return message
                     case _:
@@ -161,35 +164,36 @@ class _Session:
             "last": None,
             "lost": verdict.to_json(),
             "step": self.step,
-            "restarts": self.restarts,
+            "restarts": [one.model_dump() for one in self.restarts],
         }
 
-    def _ended(self, outcome: Message) -> dict[str, Any]:
+    def _ended(self, outcome: Message) -> RunResult:
         """The result of the job, from the driver's result.
 
         Raises:
             UnisonoError: if the head's front refused.
         """
-        last, lost, restarts = outcome["last"], outcome["lost"], list(outcome["restarts"])
+        last, lost = outcome["last"], outcome["lost"]
+        restarts = [Restart.model_validate(one) for one in outcome["restarts"]]
         if last is None:
             return self._lost(Verdict.from_json(lost), int(outcome["step"]), restarts)
         if last["kind"] == "start_refused":
             raise refusal(last)
-        result = {name: value for name, value in last.items() if name not in ("kind", "time")}
+        result = RunResult.from_json(last)
         if restarts:
-            result["restarts"] = [*restarts, *result["restarts"]]
-            write_result(self.run_dir, RunResult.from_json(result))
+            result = result.model_copy(update={"restarts": [*restarts, *result.restarts]})
+            write_result(self.run_dir, result)
         return result
 
-    def _lost(self, verdict: Verdict, step: int, restarts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _lost(self, verdict: Verdict, step: int, restarts: Sequence[Restart]) -> RunResult:
         """The result if the head's node is lost and no restart is left.
 
         Its saved files are here.
         """
         known = find_cause(verdict.cause)
-        fields = read_progress(self.run_dir)
-        fields["step"] = max(step, fields["step"])
-        ending = Ending(known.exit_code if known else 4, fields, verdict)
+        progress = read_progress(self.run_dir)
+        progress = replace(progress, step=max(step, progress.step))
+        ending = Ending(known.exit_code if known else 4, progress, verdict)
         if self.interrupts.first is not None:
             ending = replace(ending, exit_code=exit_code_of(self.interrupts.first))
         result = result_of(
@@ -202,7 +206,7 @@ class _Session:
         set_verdict(self.run_dir, verdict)
         before = read_result(self.run_dir)
         if before is None or not before.is_completed:
-            write_result(self.run_dir, RunResult.from_json(result))
+            write_result(self.run_dir, result)
         return result
 
 
@@ -329,7 +333,3 @@ def _driver_died(error: RankDied, address: str) -> RankDied:
 def _has_something(run: RunDir) -> bool:
     """Whether a run's files are here, besides those of this front."""
     return any(path.exists() for path in (run.plan, run.result, run.verdict, run.agreement, run.metrics))
-
-
-def _without_run(ending: Ending, began: float) -> dict[str, Any]:
-    return result_of(ending, run_id="", output_dir="", restarts=[], seconds=time.monotonic() - began)

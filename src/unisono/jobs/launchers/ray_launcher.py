@@ -1,12 +1,13 @@
 """`--launcher ray`: Ray starts the fronts on the nodes of its cluster."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.jobs.launchers.launcher import Launcher, NodeOutput, NodesCommand, option
 
 if TYPE_CHECKING:
     from unisono.base.events import Show
+    from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.plan import RunPlan
 
@@ -27,7 +28,7 @@ class RayLauncher(Launcher):
         metavar="A", help="Ray cluster; default: RAY_ADDRESS, or the local cluster."
     )
 
-    def train(self, request: "TrainRequest", show: "Show") -> dict[str, Any]:
+    def train(self, request: "TrainRequest", show: "Show") -> "RunResult":
         """Runs the job in the cluster."""
         from unisono.jobs.launchers.ray_job import train
 

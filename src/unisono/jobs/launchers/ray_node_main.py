@@ -48,7 +48,7 @@ def main(request: dict[str, Any], guard: int) -> int:
     if training.nodes == "1":  # with several nodes the reader of the token watches it
         watch_lifeline()
     try:
-        return int(train(training, show)["exit_code"])
+        return train(training, show).exit_code
     except UnisonoError as error:
         reporter.send("start_refused", **error.to_json())
         return error.exit_code

@@ -6,9 +6,8 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import UnfitError, UsageError
@@ -18,7 +17,7 @@ from unisono.guard.facts import no_gpus, read_environment, read_machine, take_to
 from unisono.guard.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
-from unisono.guard.rundir.records import read_result
+from unisono.guard.rundir.records import Progress, RunResult, read_result
 from unisono.guard.supervise.interrupts import exit_code_of
 from unisono.jobs.launchers.slurm_controller import (
     JobState,
@@ -40,7 +39,7 @@ from unisono.jobs.launchers.slurm_job_request import (
     log_file,
     output_file,
 )
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
+from unisono.jobs.runs.run_records import Ending, read_progress, result_without_run
 from unisono.jobs.runs.start_decision import decide_start, set_aside
 from unisono.jobs.runs.train_request import TrainRequest, load_requested
 from unisono.trainer.config import LoadedConfig
@@ -202,40 +201,31 @@ _STATE_TEXTS = {
 _TAIL = 6
 
 
-def result_of_job(end: JobEnd, *, run: RunDir, seconds: float) -> tuple[dict[str, Any], Verdict | None]:
-    """The object of result.json, and a verdict if the head could not report one itself."""
+def result_of_job(end: JobEnd, *, run: RunDir, seconds: float) -> tuple[RunResult, Verdict | None]:
+    """The result, and a verdict if the head could not report one itself."""
     if end.result is not None:
-        result = {name: value for name, value in end.result.items() if name not in ("kind", "time")}
-        return result, None
+        return RunResult.from_json(end.result), None
     state = end.state.state
     if end.signal is not None or (state == "CANCELLED" and not end.nodes):
         code = exit_code_of(end.signal) if end.signal is not None else 75
-        return (
-            result_of(
-                Ending(code, _known_progress(run)),
-                run_id="",
-                output_dir=str(run.root),
-                restarts=[],
-                seconds=seconds,
-            ),
-            None,
-        )
+        ending = Ending(code, _known_progress(run))
+        return result_without_run(ending, seconds=seconds, output_dir=str(run.root)), None
     verdict = _verdict(end)
     cause = find_cause(verdict.cause)
     code = cause.exit_code if cause is not None and verdict.cause != "undetermined" else 5
     ending = Ending(code, _known_progress(run), verdict)
-    return result_of(ending, run_id="", output_dir=str(run.root), restarts=[], seconds=seconds), verdict
+    return result_without_run(ending, seconds=seconds, output_dir=str(run.root)), verdict
 
 
-def _known_progress(run: RunDir) -> dict[str, Any]:
+def _known_progress(run: RunDir) -> Progress:
     """The progress of the run: from its result, otherwise from its other files."""
     before = read_result(run)
     if before is not None:
-        return {name: getattr(before, name) for name in NOTHING_DONE}
+        return Progress(**{one.name: getattr(before, one.name) for one in fields(Progress)})
     try:
         return read_progress(run)
     except OSError:  # the directory may be visible on compute nodes only
-        return NOTHING_DONE
+        return Progress()
 
 
 def _verdict(end: JobEnd) -> Verdict:
@@ -287,8 +277,8 @@ them.
 
 def train_on_slurm(
     request: TrainRequest, show: Show, *, partition: str | None, time_limit: str | None
-) -> dict[str, Any]:
-    """The object of result.json, after submitting the job of a request and following it to its end.
+) -> RunResult:
+    """The result, after submitting the job of a request and following it to its end.
 
     Raises:
         UnisonoError: if it is refused before a job is queued, or the job could never start.
@@ -339,9 +329,9 @@ def train_on_slurm(
     result, verdict = result_of_job(end, run=spec.run, seconds=time.monotonic() - began)
     if verdict is not None:
         show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-    if result.get("problems") and not result.get("verdict"):
-        show({"kind": "refused", "time": time.time(), "problems": result["problems"]})
-    show({"kind": "result", "time": time.time(), **result})
+    if result.problems and not result.verdict:
+        show({"kind": "refused", "time": time.time(), "problems": result.problems})
+    show({"kind": "result", "time": time.time(), **result.to_json()})
     return result
 
 

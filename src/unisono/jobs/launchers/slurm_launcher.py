@@ -1,12 +1,13 @@
 """`--launcher slurm`: a batch job is written, submitted and followed; doctor runs as a step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.jobs.launchers.launcher import Launcher, NodeOutput, NodesCommand, option
 
 if TYPE_CHECKING:
     from unisono.base.events import Show
+    from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import TrainRequest
 
 
@@ -25,7 +26,7 @@ class SlurmLauncher(Launcher):
     partition: str | None = option(metavar="P", help="Slurm partition.")
     time: str | None = option(metavar="T", help="Time limit of a Slurm job, e.g. 8:00:00.")
 
-    def train(self, request: "TrainRequest", show: "Show") -> dict[str, Any]:
+    def train(self, request: "TrainRequest", show: "Show") -> "RunResult":
         """Submits the job, and follows it; also one that an earlier command has submitted."""
         from unisono.jobs.launchers.slurm_batch_job import train_on_slurm
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
@@ -73,7 +72,7 @@ class AttemptEnd:
             ending = self._keep_beside(plan, attempt, ending, kept)
         ending = self._announce(plan, attempt, ending, log_events)
         if not self.disk.is_lost and self._rescue(self.run, self.disk, plan, attempt, kept):
-            ending = replace(ending, fields=ending_of(attempt, plan).fields)
+            ending = replace(ending, progress=ending_of(attempt, plan).progress)
         return ending
 
     def _is_directory_lost(self) -> bool:
@@ -107,7 +106,7 @@ class AttemptEnd:
         """
         verdict = error.verdict
         if verdict is None or not is_about_nodes(error):
-            return Ending(error.exit_code, ending.fields, ending.verdict, error)
+            return Ending(error.exit_code, ending.progress, ending.verdict, error)
         if not (isinstance(error, Disagreed) and error.already_shown):
             self._show_verdict(verdict)
 
@@ -117,7 +116,7 @@ class AttemptEnd:
                 write_agreement(self.run, self.table)
 
         self.disk.write("the verdict", keep)
-        return Ending(error.exit_code, ending.fields, verdict)
+        return Ending(error.exit_code, ending.progress, verdict)
 
     def _announce(self, plan: RunPlan, attempt: Attempt, ending: Ending, log_events: LogEvents) -> Ending:
         """Shows a verdict on all nodes, and keeps its evidence, which it cites from then on."""
@@ -189,13 +188,14 @@ class AttemptEnd:
             disk.write("the plan", partial(write_decision, beside, moved))
         if attempt.moved_to is not None:  # an earlier checkpoint is gone
             saved = (attempt.last or {}).get("checkpoint")
-            return replace(ending, fields={**ending.fields, "checkpoint": saved})
-        fields = {**ending.fields, "checkpoint": attempt.checkpoint if is_saved else None, "weights": None}
+            return replace(ending, progress=replace(ending.progress, checkpoint=saved))
+        saved = attempt.checkpoint if is_saved else None
+        progress = replace(ending.progress, checkpoint=saved, weights=None)
         lost, verdict = _directory_lost(plan, attempt, beside.root if is_saved else None), ending.verdict
         if verdict is None or ending.exit_code in _GOOD_ENDS:
-            return Ending(6, fields, lost)
+            return Ending(6, progress, lost)
         both = {"summary": f"{verdict.summary}; {lost.summary}", "fix": (*lost.fix, *verdict.fix)}
-        return replace(ending, fields=fields, verdict=verdict.model_copy(update=both))
+        return replace(ending, progress=progress, verdict=verdict.model_copy(update=both))
 
     def _is_in_memory(self, plan: RunPlan, attempt: Attempt, kept: SharedMemory) -> bool:
         """Whether a step may be in the memory of this node or of others."""
@@ -236,14 +236,14 @@ def checkpoints_of(run: RunDir, local_node: LocalNode) -> CheckpointStore:
 
 
 def keep_result(
-    run: RunDir, attempt: Attempt, ending: Ending, result: dict[str, Any], *, drawing: CurveDrawing
+    run: RunDir, attempt: Attempt, ending: Ending, result: RunResult, *, drawing: CurveDrawing
 ) -> None:
     """Writes result.json and the last loss curve; a start that was stopped before training keeps
     the earlier result.
     """
     stopped_before_training = ending.exit_code in (75, 130) and not attempt.ready
     if not (stopped_before_training and run.result.exists()):
-        write_result(run, RunResult.from_json(result))
+        write_result(run, result)
     drawing.finish()
 
 

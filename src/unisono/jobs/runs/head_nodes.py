@@ -22,6 +22,7 @@ from unisono.guard.rendezvous.meeting_rules import end_message
 from unisono.guard.rendezvous.party import NONCE_FILE, Party
 from unisono.guard.rendezvous.remote_fronts import RemoteCommand, SshFronts, start_others
 from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import Progress, RunResult
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.node_messages import (
     CheckpointIdentity,
@@ -36,7 +37,7 @@ from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
 from unisono.jobs.runs.planning import LocalNode, prepared_facts
-from unisono.jobs.runs.run_records import AgreementReports, Ending, result_of
+from unisono.jobs.runs.run_records import AgreementReports, Ending, result_without_run
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig
 from unisono.trainer.plan import RunPlan
@@ -127,22 +128,19 @@ class HeadNodes:
         left = [rank for rank in self.meeting.roll.hosts if rank not in nodes]
         return 0 in left and len(left) >= self.meeting.party.topology.enough
 
-    def leave_out(
-        self, nodes: Collection[int], verdict: Verdict, *, done: dict[str, Any] | None = None
-    ) -> None:
+    def leave_out(self, nodes: Collection[int], verdict: Verdict, *, done: Progress | None = None) -> None:
         """Continues without some nodes, for the cause in the verdict.
 
         A node that still listens receives it and exits.
 
         Args:
             nodes: by their numbers.
-            done: the run's progress with them, as in result.json; None if they had no ranks and
+            done: the run's progress with them; None if they had no ranks and
                 were only asked whether they can continue.
         """
         result = None
         if done is not None:
-            ending = Ending(4, done, verdict)
-            result = result_of(ending, run_id="", output_dir="", restarts=[], seconds=0.0)
+            result = result_without_run(Ending(4, done, verdict), seconds=0.0).to_json()
         word = end_message([verdict], exit_code=3 if result is None else 4, result=result)
         for rank in nodes:
             self.meeting.server.send(rank, encode(word))
@@ -193,7 +191,7 @@ class HeadNodes:
         """Reports on all nodes what ended the ranks; whether the run restarts is reported later."""
         self.meeting.broadcast(encode(VerdictReached(verdict)))
 
-    def end(self, result: dict[str, Any], ending: Ending) -> None:
+    def end(self, result: RunResult, ending: Ending) -> None:
         """Sends the last message, how the run ended, once."""
         if self.meeting.is_over:
             return
@@ -201,7 +199,7 @@ class HeadNodes:
             (ending.verdict,) if ending.verdict else ()
         )  # for the nodes' own files; it has been shown already
         problems = tuple(asdict(problem) for problem in ending.error.problems) if ending.error else ()
-        self.meeting.end(JobEnded(ending.exit_code, verdicts, problems, result))
+        self.meeting.end(JobEnded(ending.exit_code, verdicts, problems, result.to_json()))
 
 
 @contextlib.contextmanager

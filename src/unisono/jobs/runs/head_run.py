@@ -4,10 +4,10 @@ restarts.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from unisono.base.errors import UnfitError, UnisonoError, as_usage_error
 from unisono.base.events import Show, notify
@@ -16,6 +16,7 @@ from unisono.guard.facts.storage import RunsDisk, leave
 from unisono.guard.rendezvous.head_address import refusals_reported
 from unisono.guard.rendezvous.party import Party
 from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import Restart, RunResult
 from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.guard.supervise.local_ranks import LocalRanks, SharedMemory
@@ -31,13 +32,13 @@ from unisono.jobs.runs.preparation import Claim, claim, plan_start, prepare_all,
 from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.jobs.runs.restarts import Restarts
 from unisono.jobs.runs.run_records import (
-    NOTHING_DONE,
     AgreementReports,
     Ending,
     RunRecorder,
     is_about_nodes,
     keep_refusal,
     result_of,
+    result_without_run,
     write_plan,
 )
 from unisono.jobs.runs.train_request import TrainRequest
@@ -66,8 +67,8 @@ class HeadRun:
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     disk: RunsDisk = field(init=False)
 
-    def run(self, loaded: LoadedConfig, local_node: LocalNode) -> dict[str, Any]:
-        """Runs to the end; gives the object of result.json."""
+    def run(self, loaded: LoadedConfig, local_node: LocalNode) -> RunResult:
+        """Runs to the end; gives its result."""
         with self.stack:
             claimed = self._claim(loaded, local_node)
             self.disk = RunsDisk(claimed.run.root, self.show)
@@ -84,7 +85,7 @@ class HeadRun:
 
     def _train(
         self, loaded: LoadedConfig, local_node: LocalNode, claimed: Claim, others: HeadNodes | None
-    ) -> dict[str, Any]:
+    ) -> RunResult:
         run = claimed.run
         self.disk.need("what is left of unfinished checkpoints", checkpoints_of(run, local_node).sweep)
         prepared, layout = prepare_all(
@@ -140,7 +141,7 @@ class HeadRun:
                 with self.interrupts.raising():  # reading a large checkpoint through may take minutes
                     plan = restarts.next_plan(plan, attempt, verdict)
             except Stopped as stopped:
-                ending = Ending(exit_code_of(stopped.number), ending.fields)
+                ending = Ending(exit_code_of(stopped.number), ending.progress)
                 break
             except UnisonoError as error:
                 ending = end.cannot_continue(plan, ending, error)
@@ -227,10 +228,10 @@ class HeadRun:
         plan: RunPlan,
         attempt: Attempt,
         ending: Ending,
-        restarts: list[dict[str, Any]],
+        restarts: Sequence[Restart],
         others: HeadNodes | None,
         recorder: RunRecorder,
-    ) -> dict[str, Any]:
+    ) -> RunResult:
         result = result_of(
             ending,
             run_id=plan.run_id,
@@ -247,16 +248,18 @@ class HeadRun:
         if others is not None:
             others.end(result, ending)
         if self.disk.hung is not None:  # to give the lock back would hang, too
-            self.show({"kind": "result", "time": time.time(), **result})
+            self.show({"kind": "result", "time": time.time(), **result.to_json()})
             leave(ending.exit_code)
         return result
 
     def _leave(self, error: UnfitError) -> NoReturn:
         """Ends where the run's directory does not answer: to give the lock back would hang, too."""
         self.show({"kind": "refused", "time": time.time(), **error.to_json()})
-        ending, seconds = Ending(error.exit_code, NOTHING_DONE, error=error), time.monotonic() - self.began
-        result = result_of(ending, run_id="", output_dir=str(self.disk.root), restarts=[], seconds=seconds)
-        self.show({"kind": "result", "time": time.time(), **result})
+        seconds = time.monotonic() - self.began
+        result = result_without_run(
+            Ending(error.exit_code, error=error), seconds=seconds, output_dir=str(self.disk.root)
+        )
+        self.show({"kind": "result", "time": time.time(), **result.to_json()})
         leave(error.exit_code)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import Disagreed, UnfitError, UsageError, storage_reason, storage_remedy
 from unisono.base.events import Show
@@ -20,6 +19,7 @@ from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting, rej
 from unisono.guard.rendezvous.party import ChannelFacts, MakeReport, Party
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock, recorded_holder
+from unisono.guard.rundir.records import RunResult
 from unisono.guard.supervise.child_process import interface_name
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
@@ -59,7 +59,7 @@ def take_part(
     party: Party,
     *,
     interrupts: Interrupts,
-) -> dict[str, Any]:
+) -> RunResult:
     """Carries this node's part to its end; gives the head's result, with this node's output_dir.
 
     Raises:

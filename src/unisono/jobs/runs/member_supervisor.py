@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed
@@ -21,7 +21,7 @@ from unisono.guard.control.file_transfer import FileSender, TransferOutcome
 from unisono.guard.facts.storage import RunsDisk
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import Holder, RunLock
-from unisono.guard.rundir.records import RunResult, set_verdict, write_result
+from unisono.guard.rundir.records import Progress, RunResult, outcome_of, set_verdict, write_result
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts, exit_code_of
 from unisono.guard.supervise.local_ranks import LocalRanks, RankUpdate
@@ -45,7 +45,7 @@ from unisono.guard.supervise.supervision import NodeSupervision
 from unisono.guard.supervise.timeline import Timeline
 from unisono.jobs.remote_checkpoint.rescue import MemorySender
 from unisono.jobs.remote_checkpoint.transfers import ShardSender
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, read_progress, result_of
+from unisono.jobs.runs.run_records import Ending, read_progress, result_of
 from unisono.trainer.plan import RunPlan
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class HeadlessEnd:
     disk: RunsDisk
     began: float
 
-    def end(self, *, stop: signal.Signals | None) -> dict[str, Any]:
+    def end(self, *, stop: signal.Signals | None) -> RunResult:
         """Reports the lost head, writes verdict and result where this node may, and returns the
         result.
 
@@ -281,16 +281,16 @@ class HeadlessEnd:
         """
         verdict = self.last.verdict
         known = find_cause(verdict.cause)
-        fields = {**NOTHING_DONE, "step": self.last.step}
+        progress = Progress(self.last.step)
         if self.shared:
-            fields = self.disk.write("how far the run is", partial(read_progress, self.run)) or fields
+            progress = self.disk.write("how far the run is", partial(read_progress, self.run)) or progress
         if stop is None:
             self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
-            ending = Ending(known.exit_code if known else 4, fields, verdict)
+            ending = Ending(known.exit_code if known else 4, progress, verdict)
         else:
             text = f"{verdict.summary}; the run was stopped, and its checkpoints are in its output_dir"
             self.show({"kind": "note", "time": time.time(), "text": text})
-            ending = Ending(exit_code_of(stop), fields)
+            ending = Ending(exit_code_of(stop), progress)
         result = result_of(
             ending,
             run_id=self.last.plan.run_id,
@@ -299,9 +299,9 @@ class HeadlessEnd:
             seconds=time.monotonic() - self.began,
         )
         self.disk.write("how the run ended", partial(self._write, ending, result))
-        return result if self.shared else {**result, "held_by": f"node 0 ({plain(self.last.head)})"}
+        return result if self.shared else _held_by(result, self.last.head)
 
-    def _write(self, ending: Ending, result: dict[str, Any]) -> None:
+    def _write(self, ending: Ending, result: RunResult) -> None:
         """The head writes its own files as long as it lives; after its death this node does."""
         verdicts = [ending.verdict] if ending.verdict is not None else []
         if not self.shared:
@@ -312,10 +312,10 @@ class HeadlessEnd:
                 _write_end(self.run, verdicts, result)
 
 
-def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: dict[str, Any]) -> None:
+def _write_end(run: RunDir, verdicts: Sequence[Verdict], result: RunResult) -> None:
     for verdict in verdicts:
         set_verdict(run, verdict)
-    write_result(run, RunResult.from_json(result))
+    write_result(run, result)
 
 
 def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
@@ -334,18 +334,24 @@ def _cited_from(verdict: Verdict, *, head: str) -> Verdict:
 
 def keep_end(
     run: RunDir, ended: JobEnded, *, head: str, shared: bool, show: Show, disk: RunsDisk
-) -> dict[str, Any]:
+) -> RunResult:
     """Keeps how the run ended, where the head's directory is not seen here.
 
     A verdict on the ranks has been shown already.
     """
-    result = {**(ended.result or {}), "exit_code": ended.exit_code}
+    body = ended.result or {"outcome": outcome_of(ended.exit_code)}
+    result = RunResult.from_json({**body, "exit_code": ended.exit_code})
     verdicts = [_cited_from(verdict, head=head) for verdict in ended.verdicts]
     if ended.problems:
         show({"kind": "refused", "time": time.time(), "problems": list(ended.problems)})
     if not shared:
         disk.write("how the run ended", partial(_write_end, run, verdicts, result))
-    return result if shared else {**result, "held_by": f"node 0 ({plain(head)})"}
+    return result if shared else _held_by(result, head)
+
+
+def _held_by(result: RunResult, head: str) -> RunResult:
+    """The result of a run whose directory is not seen here."""
+    return result.model_copy(update={"held_by": f"node 0 ({plain(head)})"})
 
 
 def keep_refusal(run: RunDir, error: Disagreed) -> None:

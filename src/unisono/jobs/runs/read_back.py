@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from unisono.base.errors import IntegrityError, RankDied, UnisonoError
 from unisono.base.events import Show
+from unisono.guard.rundir.records import ReadBackResult
 from unisono.guard.supervise.child_process import child_environment
 from unisono.guard.supervise.interrupts import Interrupts, Stopped
 from unisono.guard.supervise.task_process import TaskProcess, cannot_start
@@ -38,11 +39,7 @@ def read_back_result(
         interrupts: a signal ends it; the result stays.
         show: receives its phase, and a warning if it was not done.
     """
-    if (
-        ending.outcome != "completed"
-        or not ending.fields.get("weights")
-        or not plan.config.checkpoint.read_back
-    ):
+    if ending.outcome != "completed" or not ending.progress.weights or not plan.config.checkpoint.read_back:
         return ending
     began = time.monotonic()
     environment = child_environment(threads=plan.threads, without=leftovers, device=plan.device)
@@ -57,9 +54,8 @@ def read_back_result(
     except UnisonoError as error:  # it says nothing about the files
         _warn(show, f"the result was not read back: {error}", error.problems[0].fix)
         return ending
-    about = {key: comparison[key] for key in ("compared", "why", "differs_by", "tolerance")}
-    seconds = round(time.monotonic() - began, 3)
-    return replace(ending, fields={**ending.fields, "read_back": {**about, "seconds": seconds}})
+    compared = ReadBackResult.model_validate({**comparison, "seconds": round(time.monotonic() - began, 3)})
+    return replace(ending, progress=replace(ending.progress, read_back=compared))
 
 
 def _run(

@@ -19,7 +19,7 @@ from unisono.guard.agree.reports import name_node
 from unisono.guard.places.placement import lay_out
 from unisono.guard.rendezvous.party import ChannelFacts
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import set_verdict
+from unisono.guard.rundir.records import Progress, Restart, set_verdict
 from unisono.guard.supervise.node_messages import CheckpointIdentity
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.verification import still_due
@@ -94,7 +94,7 @@ class Restarts:
     others: HeadNodes | None
     table: AgreementReports
     show: Show
-    restarts: list[dict[str, Any]] = field(default_factory=list)
+    restarts: list[Restart] = field(default_factory=list)
     _deaths: list[Death] = field(default_factory=list)
     _since: float | None = None
 
@@ -136,12 +136,7 @@ class Restarts:
         unusable = self._unusable_nodes(plan, attempt, verdict)
         if unusable:
             assert self.others is not None
-            done = {
-                "step": attempt.step,
-                "tokens": attempt.tokens,
-                "loss": attempt.loss,
-                "checkpoint": attempt.checkpoint,
-            }
+            done = Progress(attempt.step, attempt.tokens, attempt.loss, checkpoint=attempt.checkpoint)
             self.others.leave_out(unusable, verdict, done=done)
         CheckpointStore(self.run.checkpoints, key=user_key(self.local_node.environment.settings_dir)).sweep()
         set_verdict(
@@ -152,12 +147,9 @@ class Restarts:
         )
         self._agree(resume)
         self.restarts.append(
-            {
-                "verdict": verdict.to_json(),
-                "from_step": resume.step if resume else 0,
-                "seconds": attempt.seconds,
-                "cost_s": None,
-            }
+            Restart(
+                verdict=verdict.to_json(), from_step=resume.step if resume else 0, seconds=attempt.seconds
+            )
         )
         again = {
             "resume": resume,
@@ -172,7 +164,8 @@ class Restarts:
     def stepped(self) -> None:
         """A step is done; the first one after a restart gives the cost of the restart."""
         if self._since is not None:
-            self.restarts[-1]["cost_s"] = round(time.monotonic() - self._since, 3)
+            cost_s = round(time.monotonic() - self._since, 3)
+            self.restarts[-1] = self.restarts[-1].model_copy(update={"cost_s": cost_s})
             self._since = None
 
     @property

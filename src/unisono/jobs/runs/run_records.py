@@ -5,7 +5,7 @@ ended, in the fields of result.json.
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.rundir.records import (
     Outcome,
+    Progress,
+    Restart,
     RunResult,
     iterate_metrics,
     outcome_of,
@@ -46,18 +48,6 @@ from unisono.trainer.plan import RunPlan
 _WISHES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
-NOTHING_DONE: dict[str, Any] = {
-    "step": 0,
-    "tokens": 0,
-    "loss": None,
-    "eval": {},
-    "tokens_per_second": None,
-    "checkpoint": None,
-    "weights": None,
-}
-"""The progress of a run that has none, by keys of result.json."""
-
-
 def write_decision(run: RunDir, plan: RunPlan) -> None:
     """Writes config.yaml, plan.json and environment.json: all that is decided before the ranks
     start; and agreement.json of one rank.
@@ -73,16 +63,16 @@ def write_decision(run: RunDir, plan: RunPlan) -> None:
     write_json(run.plan, plan.to_json(), mode=0o600)
 
 
-def read_progress(run: RunDir) -> dict[str, Any]:
+def read_progress(run: RunDir) -> Progress:
     """A run's progress, read from its directory; for a node that writes the result in place of a
     lost head.
 
-    Its keys are those of result.json. A checkpoint is not read through: whoever resumes from it
-    does that.
+    A checkpoint is not read through: whoever resumes from it does that.
     """
-    known = dict(NOTHING_DONE)
+    known: dict[str, object] = {}
+    step = 0
     for line in iterate_metrics(run.metrics):
-        known["step"] = line["step"]
+        step = line["step"]
         if "eval_loss" in line:
             known["eval"] = {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
         else:
@@ -90,8 +80,8 @@ def read_progress(run: RunDir) -> dict[str, Any]:
     saved = CheckpointStore(run.checkpoints, key=b"").list()  # only names are read
     if saved:
         known["checkpoint"] = str(saved[-1])
-        known["step"] = max(known["step"], step_of(saved[-1].name))
-    return known
+        step = max(step, step_of(saved[-1].name))
+    return replace(Progress(step), **known)  # type: ignore[arg-type]
 
 
 def note_in_plan(run: RunDir, **fields: Any) -> None:
@@ -283,13 +273,12 @@ class Ending:
     """How one attempt ended.
 
     Attributes:
-        fields: for result.json: step, tokens, loss, eval, tokens_per_second, checkpoint, weights.
         verdict: what was wrong, if anything was.
         error: the refusal of a rank, in its own words.
     """
 
     exit_code: int
-    fields: dict[str, Any] = field(default_factory=dict)
+    progress: Progress = field(default_factory=Progress)
     verdict: Verdict | None = None
     error: UnisonoError | None = None
 
@@ -301,25 +290,24 @@ class Ending:
 
 def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     """The outcome of an attempt: rank 0's own result if there is one, else what ended the ranks."""
-    known = {
-        "step": attempt.step,
-        "tokens": attempt.tokens,
-        "loss": attempt.loss,
-        "eval": attempt.evals,
-        "tokens_per_second": attempt.tokens_per_second,
-        "checkpoint": attempt.checkpoint,
-        "weights": None,
-    }
+    known = Progress(
+        attempt.step,
+        attempt.tokens,
+        attempt.loss,
+        attempt.evals,
+        attempt.tokens_per_second,
+        attempt.checkpoint,
+    )
     last = attempt.last or {}
     if last.get("kind") == "result" and attempt.decision is None:
-        reported = {name: last[name] for name in known if name in last}
-        reported["checkpoint"] = last.get("checkpoint") or attempt.checkpoint
+        reported = replace(known, **{one.name: last[one.name] for one in fields(known) if one.name in last})
+        reported = replace(reported, checkpoint=last.get("checkpoint") or attempt.checkpoint)
         verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
-            return _ended_by(name_death(end, plan, seen=attempt.run_view), {**known, **reported})
-        return Ending(int(last.get("exit_code", 0)), {**known, **reported}, verdict)
+            return _ended_by(name_death(end, plan, seen=attempt.run_view), reported)
+        return Ending(int(last.get("exit_code", 0)), reported, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
@@ -352,9 +340,9 @@ def _left_early(last: Mapping[str, Any], plan: RunPlan) -> bool:
     return plan.world_size > 1 and last.get("exit_code", 0) == 0 and int(last.get("step", planned)) < planned
 
 
-def _ended_by(verdict: Verdict, fields: dict[str, Any]) -> Ending:
+def _ended_by(verdict: Verdict, progress: Progress) -> Ending:
     cause = find_cause(verdict.cause)
-    return Ending(cause.exit_code if cause else 5, fields, verdict)
+    return Ending(cause.exit_code if cause else 5, progress, verdict)
 
 
 def _with_place(error: UnisonoError, place: RankPlace) -> UnisonoError:
@@ -393,53 +381,45 @@ def _stopped(attempt: Attempt, culprit: RankEnd | None) -> int:
 
 
 def result_of(
-    ending: Ending, *, run_id: str, output_dir: str, restarts: list[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    """The object of result.json."""
-    body = {
-        "run_id": run_id,
-        "outcome": ending.outcome,
-        "exit_code": ending.exit_code,
-        "output_dir": output_dir,
-        **ending.fields,
-        "verdict": ending.verdict.to_json() if ending.verdict else None,
-        "restarts": restarts,
-        "wall_time_s": seconds,
-    }
-    if ending.error is not None:
-        body["problems"] = ending.error.to_json()["problems"]
-    return RunResult.model_validate(body).to_json()
+    ending: Ending, *, run_id: str, output_dir: str, restarts: Sequence[Restart], seconds: float
+) -> RunResult:
+    """What result.json holds."""
+    return RunResult.model_validate(
+        {
+            **vars(ending.progress),
+            "run_id": run_id,
+            "outcome": ending.outcome,
+            "exit_code": ending.exit_code,
+            "output_dir": output_dir,
+            "verdict": ending.verdict.to_json() if ending.verdict else None,
+            "restarts": list(restarts),
+            "wall_time_s": seconds,
+            "problems": [asdict(one) for one in ending.error.problems] if ending.error is not None else [],
+        }
+    )
+
+
+def result_without_run(ending: Ending, *, seconds: float, output_dir: str = "") -> RunResult:
+    """The result of a start that ended before it had a run."""
+    return result_of(ending, run_id="", output_dir=output_dir, restarts=[], seconds=seconds)
 
 
 def refused_result(
-    exit_code: int, problems: list[dict[str, str]], verdict: dict[str, Any] | None
-) -> dict[str, Any]:
+    exit_code: int, problems: Sequence[Mapping[str, str]], verdict: Mapping[str, object] | None
+) -> RunResult:
     """The result of a start that was refused before it had a run to speak of."""
-    return {
-        "schema": 1,
-        "run_id": None,
-        "outcome": outcome_of(exit_code),
-        "exit_code": exit_code,
-        "output_dir": None,
-        **NOTHING_DONE,
-        "verdict": verdict,
-        "restarts": [],
-        "wall_time_s": 0.0,
-        "problems": problems,
-    }
+    return RunResult(
+        run_id=None,
+        outcome=outcome_of(exit_code),
+        exit_code=exit_code,
+        output_dir=None,
+        verdict=dict(verdict) if verdict else None,
+        problems=[dict(one) for one in problems],
+    )
 
 
-def dry_result(plan: RunPlan) -> dict[str, Any]:
+def dry_result(plan: RunPlan) -> RunResult:
     """The result of `--dry-run`: nothing was started."""
-    return {
-        "schema": 1,
-        "run_id": plan.run_id,
-        "outcome": "completed",
-        "exit_code": 0,
-        "dry_run": True,
-        "output_dir": plan.output_dir,
-        **NOTHING_DONE,
-        "verdict": None,
-        "restarts": [],
-        "wall_time_s": 0.0,
-    }
+    return RunResult(
+        run_id=plan.run_id, outcome="completed", exit_code=0, output_dir=plan.output_dir, dry_run=True
+    )

@@ -19,7 +19,7 @@ from unisono.guard.places.placement import lay_out
 from unisono.guard.rendezvous import meeting_rules
 from unisono.guard.rendezvous.remote_fronts import token_hint, token_of_step
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import read_metrics, shown_outcome
+from unisono.guard.rundir.records import RunResult, read_metrics, shown_outcome
 from unisono.guard.supervise.fork_server import ForkServer
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.guard.supervise.task_process import run_task
@@ -27,7 +27,7 @@ from unisono.jobs.remote_checkpoint.storage import storage_tried
 from unisono.jobs.runs.head_run import HeadRun
 from unisono.jobs.runs.planning import LocalNode, look_around, party_of, prepare, report_early_refusal
 from unisono.jobs.runs.preparation import plan_start
-from unisono.jobs.runs.run_records import NOTHING_DONE, Ending, is_about_nodes, result_of
+from unisono.jobs.runs.run_records import Ending, is_about_nodes, result_without_run
 from unisono.jobs.runs.start_decision import decide_start
 from unisono.jobs.runs.train_request import (
     TrainRequest,
@@ -42,8 +42,8 @@ from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
 
 
-def train(request: TrainRequest, show: Show) -> dict[str, Any]:
-    """Carries a start from its config to its end; gives the object of result.json.
+def train(request: TrainRequest, show: Show) -> RunResult:
+    """Carries a start from its config to its end; gives its result.
 
     Raises:
         UnisonoError: if it is refused before anything was started.
@@ -63,13 +63,8 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
         except Stopped as stopped:
             who = stopped.number.name + (f" to {stopped.where}" if stopped.where else "")
             notify(show, f"{who} before anything was started: nothing changed")
-            result = result_of(
-                Ending(exit_code_of(stopped.number), NOTHING_DONE),
-                run_id="",
-                output_dir="",
-                restarts=[],
-                seconds=time.monotonic() - began,
-            )
+            ending = Ending(exit_code_of(stopped.number))
+            result = result_without_run(ending, seconds=time.monotonic() - began)
         except UnisonoError as error:
             if error.verdict is None or not is_about_nodes(error):
                 raise
@@ -80,7 +75,7 @@ def train(request: TrainRequest, show: Show) -> dict[str, Any]:
             ):
                 notify(show, hint)
             result = _disagreed(error, show, began)
-    show({"kind": "result", "time": time.time(), **result})
+    show({"kind": "result", "time": time.time(), **result.to_json()})
     return result
 
 
@@ -149,7 +144,7 @@ def _refuse_random_base(config: RunConfig) -> None:
 
 def _start(
     request: TrainRequest, show: Show, interrupts: Interrupts, began: float, token: str | None
-) -> dict[str, Any]:
+) -> RunResult:
     environment = read_environment()
     token = token or token_of_step(environment)
     try:
@@ -174,20 +169,15 @@ def _start(
     return HeadRun(request, show, interrupts, began, party).run(loaded, local_node)
 
 
-def _disagreed(error: UnisonoError, show: Show, began: float) -> dict[str, Any]:
+def _disagreed(error: UnisonoError, show: Show, began: float) -> RunResult:
     """Says what nodes or ranks disagree about, in the same words on all of them, and gives the
     result.
     """
     assert error.verdict is not None
     if not (isinstance(error, Disagreed) and error.already_shown):
         meeting_rules.show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
-    return result_of(
-        Ending(error.exit_code, NOTHING_DONE, error.verdict),
-        run_id="",
-        output_dir="",
-        restarts=[],
-        seconds=time.monotonic() - began,
-    )
+    ending = Ending(error.exit_code, verdict=error.verdict)
+    return result_without_run(ending, seconds=time.monotonic() - began)
 
 
 ROWS = 64
@@ -207,7 +197,7 @@ class Rehearsal:
 
     exit_code: int = 0
     stages: list[tuple[str, float]] = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)
+    result: RunResult | None = None
     expected_s: float | None = None
     steps: int = 0
     checkpoint_bytes: int = 0
@@ -217,12 +207,12 @@ class Rehearsal:
         return {
             "schema": 1,
             "exit_code": self.exit_code,
-            "outcome": self.result.get("outcome", "failed"),
+            "outcome": self.result.outcome if self.result is not None else "failed",
             "stages": [{"stage": name, "seconds": seconds} for name, seconds in self.stages],
             "steps": self.steps,
             "expected_s": self.expected_s,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "verdict": self.result.get("verdict"),
+            "verdict": self.result.verdict if self.result is not None else None,
         }
 
 
@@ -302,7 +292,7 @@ def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, re
         fresh=False,
     )
     done.result = train(short_request, _only(show, "phase", "warning", "verdict", "refused"))
-    done.exit_code = int(done.result["exit_code"])
+    done.exit_code = done.result.exit_code
 
 
 def _export(request: TrainRequest, run: RunDir, out: Path, *, on_message: Callable[[Message], None]) -> None:
@@ -337,7 +327,8 @@ def _only(show: Show, *kinds: str) -> Show:
 def summary(done: Rehearsal) -> list[str]:
     """For people: what is known now about the long run."""
     if done.exit_code:
-        ended = shown_outcome(str(done.result.get("outcome")), done.result.get("verdict"))
+        result = done.result
+        ended = shown_outcome(result.outcome, result.verdict) if result is not None else "failed"
         return [f"the rehearsal ended with {ended} (exit code {done.exit_code})"]
     lines = [f"every stage passed in {show_seconds(sum(seconds for _, seconds in done.stages))}"]
     if done.expected_s is not None:
