@@ -3,14 +3,19 @@
 Run: pytest tests/jobs/runs/test_member_supervisor.py
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unisono.base.causes import Verdict
 from unisono.base.events import Message
-from unisono.guard.supervise.node_messages import VerdictReached, encode
-from unisono.jobs.runs.member_supervisor import Serving
+from unisono.guard.facts.storage import RunsDisk
+from unisono.guard.rundir import RunDir
+from unisono.guard.rundir.records import read_result
+from unisono.guard.supervise.node_messages import JobEnded, VerdictReached, encode
+from unisono.jobs.runs.member_supervisor import Serving, keep_end
 
 
 def serving(shown: list[Message]) -> Serving:
@@ -39,3 +44,16 @@ def test_unreadable_request_is_not_ignored(message: Message) -> None:
     """Its ranks would wait for what never comes."""
     with pytest.raises(ValueError, match=r"validation error"):
         serving([]).obey(message)
+
+
+def test_a_job_that_ends_without_a_result_leaves_one_here(tmp_path: Path) -> None:
+    """The head failed while ranks ran: it has no result to send, and its directory is not here."""
+    verdict = Verdict(cause="node_missing", when="during", summary="node 1 is missing")
+    run, shown = RunDir(tmp_path), list[Message]()
+    disk = RunsDisk(run.root, shown.append)
+    last = JobEnded(3, (verdict,), ({"what": "the head failed"},))
+    kept = keep_end(run, last, head="ada", shared=False, show=shown.append, disk=disk)
+    assert (kept.outcome, kept.exit_code, kept.held_by) == ("disagreed", 3, "node 0 (ada)")
+    assert read_result(run) == kept.model_copy(update={"held_by": ""})
+    assert json.loads(run.verdict.read_text())["summary"] == verdict.summary
+    assert [message["kind"] for message in shown] == ["refused"]
