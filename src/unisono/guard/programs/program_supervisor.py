@@ -13,7 +13,7 @@ from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.control.channel_ends import HeadServer
-from unisono.guard.control.connection import Event, Left, NodeMessage
+from unisono.guard.control.connection import ChannelEvent, Left, NodeMessage
 from unisono.guard.integrations.border import LAUNCHER
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.programs.launcher_facts import LauncherFacts
@@ -189,7 +189,7 @@ class ProgramSupervisor:
         for event in self.server.receive(0) if self.server is not None else []:
             self._take_event(event)
 
-    def _take_event(self, event: Event) -> None:
+    def _take_event(self, event: ChannelEvent) -> None:
         if isinstance(event, Left):
             if event.node_rank not in self.programs:
                 self._failures.node_lost(NodeLoss.at_head(event), now=time.monotonic())

@@ -17,7 +17,7 @@ from unisono.base.events import Message, Show
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
-from unisono.guard.control.connection import Event, FileReceived, Left, NodeMessage
+from unisono.guard.control.connection import ChannelEvent, FileReceived, Left, NodeMessage
 from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
@@ -370,7 +370,7 @@ class _RankSupervision:
             self._server.broadcast(go)
         self._notify(f"all {self.job.world_size} ranks agree")
 
-    def _take_event(self, event: Event) -> None:
+    def _take_event(self, event: ChannelEvent) -> None:
         now = time.monotonic()
         if isinstance(event, Left):
             if event.node_rank in self._away:
