@@ -2,7 +2,8 @@
 side, extracted from the source.
 
 python scripts/make_catalogue.py           adds the texts that are new, without a translation, and removes those that are gone
-python scripts/make_catalogue.py --check   changes nothing; exit code 1 and a list if a text has no translation, or an entry no text
+python scripts/make_catalogue.py --check   changes nothing; exit code 1 and a list if a text of COMPLETE has no translation, an entry
+                                           has other values than its text, or there is no such text; the others are only counted
 python scripts/make_catalogue.py --fill F  fills in translations from a file of lines `ENGLISH<tab>CHINESE`
 
 An f-string becomes a template: its values are placeholders with the names of their expressions, and
@@ -15,6 +16,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,31 @@ WORDS = (
     "File name too long", "Stale file handle", "Directory not empty", "Cannot allocate memory", "Name or service not known", "timed out",
 )  # fmt: skip
 """Labels, and texts of the parser of command lines and of the system."""
+COMPLETE = {
+    "causes": ("base/causes/",),
+    "verdicts": ("guard/agree/", "guard/watch/", "guard/rendezvous/meeting_rules.py", "guard/supervise/postmortem.py",
+                 "guard/supervise/evidence.py", "guard/supervise/stack_collection.py", "guard/programs/program_end.py",
+                 "trainer/training/training_checks.py"),
+    "help": ("front/cli/app.py", "front/cli/output.py", "front/cli/job_options.py"),
+    "first screen, progress": ("front/cli/screen.py", "front/cli/terminal.py", "jobs/runs/start_decision.py"),
+    "diagnose, its likelihood words and questions": ("guard/diagnosis/", "front/cli/diagnose.py"),
+    "generate": ("front/cli/generate.py", "trainer/task/generation.py", "trainer/task/inference.py", "trainer/task/prompts.py"),
+    "runs": ("front/cli/board.py", "guard/rundir/records.py"),
+    "doctor": ("front/checks/", "front/cli/doctor.py"),
+}  # fmt: skip
+"""What must be complete in Chinese: the files, or folders, of each. To it belong labels and the
+pages of causes, the help of each command, and in any file the arguments of COMPLETE_CALLS. Any
+other text may stay English.
+"""
+COMPLETE_CALLS = ("Verdict", "Evidence", "phase")
+"""Calls that make a part of a verdict, or a line of progress."""
+_HELP = ("help", "short_help", "epilog")
 _VARIABLES = "base/causes/variables.toml"
 SHORT_TEXTS = ("front/cli/terminal.py", "front/cli/screen.py", "front/checks/examination.py")
 """Files of which a text of one word counts, too."""
 
 _HEAD = """# Texts in Chinese, by the English text: causes, and what the program shows. One line for each text; unisono.base.locale reads this file.
-# scripts/make_catalogue.py adds new texts and removes old ones; a test names what has no translation.
+# scripts/make_catalogue.py adds new texts and removes old ones; its list COMPLETE says which must have a translation.
 msgid ""
 msgstr "Content-Type: text/plain; charset=UTF-8\\nLanguage: zh_CN\\n"
 """
@@ -86,18 +107,19 @@ Pieces = tuple[str, ...]
 
 
 class Texts(ast.NodeVisitor):
-    """Collects the templates of one file."""
+    """Collects the templates of one file, and whether each must have a translation."""
 
-    def __init__(self, *, least_words: int) -> None:
-        self.found: dict[str, None] = {}
+    def __init__(self, *, least_words: int, is_complete: bool) -> None:
+        self.templates: dict[str, bool] = {}
         self._least_words = least_words
+        self._is_complete = is_complete
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         """The docstring of a command is its help."""
         told = " ".join(map(ast.unparse, (*node.decorator_list, node.args)))
         if re.search(r"typer\.(?:Argument|Option)\(|app\.command", told):
             for part in (ast.get_docstring(node) or "").split("\n\n"):
-                self.found[" ".join(part.split())] = None
+                self.templates[" ".join(part.split())] = True
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -134,6 +156,11 @@ class Texts(ast.NodeVisitor):
         """Without the arguments of tests."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         self.visit(node.func)
+        is_complete, self._is_complete = self._is_complete, self._is_complete or name in COMPLETE_CALLS
+        self._visit_arguments(name, node)
+        self._is_complete = is_complete
+
+    def _visit_arguments(self, name: str, node: ast.Call) -> None:
         if (
             name == "DoctorCheck" and len(node.args) > _HOW
         ):  # how a check of doctor works is for its page alone
@@ -150,9 +177,15 @@ class Texts(ast.NodeVisitor):
             return
         for part in node.args:
             self.visit(part)
+        is_complete = self._is_complete
         for keyword in node.keywords:
             if keyword.arg not in _NO_TEXT:
+                self._is_complete = is_complete or keyword.arg in _HELP
                 self.visit(keyword.value)
+        self._is_complete = is_complete
+
+    def _add(self, text: str) -> None:
+        self.templates[text] = self._is_complete or self.templates.get(text, False)
 
     def _take_noun(self, name: str, words: list[Any]) -> None:
         """The texts of `count(3, "node")` and `number_list("rank", [1, 2])`."""
@@ -160,7 +193,7 @@ class Texts(ast.NodeVisitor):
         if len(nouns) == 1:
             nouns.append(f"{nouns[0]}s")
         for noun in nouns:
-            self.found[f"{noun} {{numbers}}" if name == "number_list" else f"{{n}} {noun}"] = None
+            self._add(f"{noun} {{numbers}}" if name == "number_list" else f"{{n}} {noun}")
 
     def visit_Constant(self, node: ast.Constant) -> None:
         """A text without values."""
@@ -190,7 +223,7 @@ class Texts(ast.NodeVisitor):
         """Adds a text, if it is one for people."""
         text = _WITHOUT.sub("", template(pieces))
         if self._is_text(text):
-            self.found[text] = None
+            self._add(text)
 
     def _is_text(self, text: str) -> bool:
         words = _WORD.findall(PLACEHOLDER.sub(" ", text))
@@ -296,14 +329,15 @@ def _name(node: ast.expr) -> str:
             return "value"
 
 
-def texts_of_source() -> dict[str, dict[str, None]]:
-    """The templates, by file."""
-    found: dict[str, dict[str, None]] = {}
+def texts_of_source() -> dict[str, dict[str, bool]]:
+    """The templates, by file, and whether each must have a translation."""
+    by_file: dict[str, dict[str, bool]] = {}
+    complete = tuple(place for places in COMPLETE.values() for place in places)
     for path in sorted((*SOURCE.rglob("*.py"), *SOURCE.rglob("catalogue/*.toml"), SOURCE / _VARIABLES)):
         name = path.relative_to(SOURCE).as_posix()
         if name.startswith(NOT_SHOWN):
             continue
-        texts = Texts(least_words=1 if name in SHORT_TEXTS else 2)
+        texts = Texts(least_words=1 if name in SHORT_TEXTS else 2, is_complete=name.startswith(complete))
         if path.suffix == ".toml":
             is_cause = path.parent.name == "catalogue"
             for text in (
@@ -312,8 +346,8 @@ def texts_of_source() -> dict[str, dict[str, None]]:
                 texts.take((text,))
         else:
             texts.visit(ast.parse(path.read_text("utf-8")))
-        found[name] = texts.found
-    return found
+        by_file[name] = texts.templates
+    return by_file
 
 
 def _texts_of_cause(cause: Cause) -> Iterator[str]:
@@ -331,10 +365,21 @@ def _texts_of_variables() -> Iterator[str]:
         yield from (advice.costs, advice.right)
 
 
-def wanted() -> dict[str, str]:
-    """Every text that the catalogue must have, with the part of the project that it comes from."""
-    found: dict[str, str] = {}
-    shapes: set[str] = set()
+@dataclass(slots=True)
+class Text:
+    """A text of the catalogue.
+
+    Attributes:
+        origin: the part of the project that it comes from.
+        is_complete: whether it must have a translation.
+    """
+
+    origin: str
+    is_complete: bool = True
+
+
+def catalogue_texts() -> dict[str, Text]:
+    """Every text that has an entry in the catalogue."""
     pages: list[str] = []
 
     def collect(text: str) -> str:
@@ -342,26 +387,25 @@ def wanted() -> dict[str, str]:
         return str(text)
 
     cause_pages(collect, "zh")
-    for text in (*LABELS, *WORDS):
-        found.setdefault(text, "labels, and words of other programs")
-    for path, texts in texts_of_source().items():
-        for text in texts:
+    texts = {text: Text("labels, and words of other programs") for text in (*LABELS, *WORDS)}
+    by_shape: dict[str, Text] = {}
+    for path, templates in texts_of_source().items():
+        for text, is_complete in templates.items():
             shape = re.sub(r"\{(?!n\})[a-z_0-9]+\}", "{}", text)
-            if (
-                shape not in shapes
-            ):  # the same sentence with other names of its values is found by the first one
-                shapes.add(shape)
-                found.setdefault(text, path)
+            if shape in by_shape:  # with other names of its values: the first one matches it, too
+                by_shape[shape].is_complete |= is_complete
+            else:
+                by_shape[shape] = texts.setdefault(text, Text(path, is_complete))
     for text in pages:
-        found.setdefault(text, "pages of causes")
-    return found
+        texts.setdefault(text, Text("pages of causes")).is_complete = True
+    return texts
 
 
-def _renamed(found: dict[str, str], known: dict[str, str]) -> dict[str, str]:
+def _renamed(texts: dict[str, Text], known: dict[str, str]) -> dict[str, str]:
     """The translations of texts of which only the names of values have changed."""
     by_shape = {PLACEHOLDER.sub("{}", english): english for english in known}
     renamed = {}
-    for text in found:
+    for text in texts:
         old = by_shape.get(PLACEHOLDER.sub("{}", text))
         if text not in known and old is not None:
             names = dict(zip(PLACEHOLDER.findall(old), PLACEHOLDER.findall(text), strict=True))
@@ -369,15 +413,15 @@ def _renamed(found: dict[str, str], known: dict[str, str]) -> dict[str, str]:
     return renamed
 
 
-def texts_of_catalogue(found: dict[str, str], known: dict[str, str]) -> str:
+def texts_of_catalogue(texts: dict[str, Text], known: dict[str, str]) -> str:
     """The file: texts by their origin, with the known translations."""
     parts = [_HEAD]
-    for origin in dict.fromkeys(found.values()):
+    for origin in dict.fromkeys(text.origin for text in texts.values()):
         parts.append(f"# ---- {origin}\n")
         parts += [
             f'msgid "{escaped(text)}"\nmsgstr "{escaped(known.get(text, ""))}"\n'
-            for text, place in found.items()
-            if place == origin
+            for text, about in texts.items()
+            if about.origin == origin
         ]
     return "\n".join(parts)
 
@@ -397,26 +441,46 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--fill", type=Path)
     options = parser.parse_args()
-    found, known = wanted(), read_entries(CATALOGUE)
+    texts, known = catalogue_texts(), read_entries(CATALOGUE)
     if options.check:
-        wrong = [f"no translation: {text}" for text in found if text not in known]
-        wrong += [
-            f"other values in the translation: {text}"
-            for text in found
-            if not has_same_values(text, known.get(text, text))
-        ]
-        wrong += [f"no such text: {text}" for text in known if text not in found]
-        print("\n".join(wrong), file=sys.stderr)
-        return 1 if wrong else 0
+        complaints = mistakes(texts, known)
+        print("\n".join(complaints), file=sys.stderr)
+        print(_count(texts, known))
+        return 1 if complaints else 0
     if options.fill:
         known |= dict(
             line.split("\t") for line in options.fill.read_text("utf-8").splitlines() if "\t" in line
         )
-    known |= _renamed(found, known)
-    CATALOGUE.write_text(texts_of_catalogue(found, known), "utf-8")
-    missing = sum(text not in known for text in found)
-    print(f"{len(found)} texts, {missing} without a translation")
+    known |= _renamed(texts, known)
+    CATALOGUE.write_text(texts_of_catalogue(texts, known), "utf-8")
+    print(_count(texts, known))
     return 0
+
+
+def mistakes(texts: dict[str, Text], known: dict[str, str]) -> list[str]:
+    """What `--check` refuses."""
+    return [
+        *(
+            f"no translation: {text} ({about.origin})"
+            for text, about in texts.items()
+            if about.is_complete and text not in known
+        ),
+        *(
+            f"other values in the translation: {text}"
+            for text in texts
+            if not has_same_values(text, known.get(text, text))
+        ),
+        *(f"no such text: {text}" for text in known if text not in texts),
+    ]
+
+
+def _count(texts: dict[str, Text], known: dict[str, str]) -> str:
+    missing = [about.is_complete for text, about in texts.items() if text not in known]
+    complete = sum(about.is_complete for about in texts.values())
+    return (
+        f"{len(texts)} texts; {sum(missing)} of {complete} that must have a translation have none;"
+        f" {len(missing) - sum(missing)} others are English only"
+    )
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ TARGETS = (
     Target("lines of a file, median", 170, at_least=True),
     Target("imports of one module, most", 28),
     Target("file names used more than twice", 0),
+    Target("class names used twice", 0),
     Target("fmt: skip", 50),
 )
 
@@ -137,7 +138,7 @@ def measure(modules: Sequence[Module]) -> Report:
     imports = imports_between(modules)
     importers = Counter(target for targets in imports.values() for target in targets)
     widest = max(imports, key=lambda name: len(imports[name]))
-    repeated = repeated_names(modules)
+    repeated, classes = repeated_names(modules), repeated_classes(modules)
     rooms = lines_of_rooms(modules)
     folders = {module.path.parts[:2] for module in modules if len(module.path.parts) > _PARTS_OF_A_MODULE}
     wings = Counter(wing for wing, _ in folders)
@@ -157,6 +158,7 @@ def measure(modules: Sequence[Module]) -> Report:
         "modules with one importer": sum(count == 1 for count in importers.values()),
         "imports of one module, most": len(imports[widest]),
         "file names used more than twice": len(repeated),
+        "class names used twice": len(classes),
         "fmt: skip": sum(module.text.count("# fmt: skip") for module in modules),
         "lines of the largest room": largest_lines,
     }
@@ -165,6 +167,9 @@ def measure(modules: Sequence[Module]) -> Report:
         "lines of a file, most": str(max(modules, key=lambda module: module.lines).path),
         "imports of one module, most": widest,
         "file names used more than twice": ", ".join(f"{name} ×{count}" for name, count in repeated.items()),
+        "class names used twice": ", ".join(
+            f"{name} in {' and '.join(paths)}" for name, paths in classes.items()
+        ),
         "lines of the largest room": largest,
     }
     return Report(figures, details)
@@ -230,6 +235,16 @@ def repeated_names(modules: Sequence[Module]) -> dict[str, int]:
     return {
         name: count for name, count in counts.items() if count > _MOST_OF_A_NAME and name not in _EXEMPT_NAMES
     }
+
+
+def repeated_classes(modules: Sequence[Module]) -> dict[str, list[str]]:
+    """Classes, private ones, too, that share their name with another one, and their files."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].append(module.path.as_posix())
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
 
 
 def show(report: Report) -> str:

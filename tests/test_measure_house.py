@@ -13,6 +13,7 @@ from measure_house import (
     imports_between,
     measure,
     read_modules,
+    repeated_classes,
     repeated_names,
 )
 
@@ -58,6 +59,14 @@ def test_a_file_name_may_occur_twice_and_a_command_may_have_its_rooms_name(packa
     assert repeated_names(read_modules(package)) == {"rows": 3}
     (package / "trainer" / "data" / "rows.py").unlink()
     assert repeated_names(read_modules(package)) == {}
+
+
+def test_a_class_has_a_name_that_no_other_class_has(package: Path) -> None:
+    (package / "trainer/plan/rows.py").write_text("class Row:\n    class _Cell: ...\n")
+    (package / "trainer/data/rows.py").write_text("def make():\n    class _Cell: ...\n")
+    assert repeated_classes(read_modules(package)) == {
+        "_Cell": ["trainer/data/rows.py", "trainer/plan/rows.py"]
+    }
 
 
 def test_the_figures_are_those_of_the_files(package: Path) -> None:

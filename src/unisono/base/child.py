@@ -120,22 +120,12 @@ def leave(code: int, *, orderly: bool = True) -> NoReturn:
             waits for may hang.
     """
     if orderly:
-        _keep_compile_times_to_themselves()
-        # No public function calls them without the rest of the interpreter's end.
+        # No public function of Python 3.14 calls them without the rest of the interpreter's end.
         atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(code)
-
-
-def _keep_compile_times_to_themselves() -> None:
-    """At exit, torch._dynamo makes a table of compile times for its log, which is usually off, and
-    imports 30 modules for it.
-    """
-    dump = getattr(sys.modules.get("torch._dynamo.utils"), "dump_compile_times", None)
-    if dump is not None and not logging.getLogger("torch._dynamo.utils").isEnabledFor(logging.INFO):
-        atexit.unregister(dump)
 
 
 def _result(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> dict[str, Any]:

@@ -159,9 +159,7 @@ class RankDied(UnisonoError):  # noqa: N818 - named for what happened
 
 
 def error_number(error: BaseException) -> int | None:
-    """The errno of a failed file operation; None if the exception is a different one or has
-    none.
-    """
+    """The errno of a failed file operation; None if the exception has none."""
     if isinstance(error, OSError):
         return error.errno if isinstance(error.errno, int) else None
     match = _IN_TEXT.search(str(error)) if type(error).__name__ == "SafetensorError" else None
@@ -190,9 +188,7 @@ def file_size_limit() -> int | None:
 
 
 def storage_reason(error: BaseException) -> str:
-    """Why a file could not be read or written, in one sentence; with the value if a limit was
-    reached.
-    """
+    """Why a file could not be read or written, in one sentence; with the value of a limit."""
     number = error_number(error)
     if _is_too_large(error):
         limit = file_size_limit()

@@ -342,9 +342,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; empty if the file is missing, truncated, or holds a different
-    value.
-    """
+    """The JSON object in the file; empty if it is missing, truncated, or holds another value."""
     try:
         value = read_json(path)
     except (OSError, ValueError):

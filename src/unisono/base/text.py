@@ -102,9 +102,7 @@ def _indent(line: str, width: int, hanging: int) -> int:
 
 
 def shortened(text: str, width: int) -> str:
-    """`text` in at most `width` columns, cut between words with an ellipsis; unchanged if `width`
-    is 0.
-    """
+    """`text` in at most `width` columns, cut between words with an ellipsis; uncut if it is 0."""
     if not width or columns(text) <= width:
         return text
     kept = width - 1
@@ -124,9 +122,7 @@ def fitting(text: str, width: int) -> str:
 
 
 def columns(text: str) -> int:
-    """The columns that a terminal needs for `text`: two for a wide character, none for a combining
-    one.
-    """
+    """The columns of `text` on a terminal: two for a wide character, none for a combining one."""
     if text.isascii():
         return len(text)
     return sum(
@@ -504,9 +500,7 @@ def names_secret(name: str) -> bool:
 
 
 def is_left_by_launcher(name: str) -> bool:
-    """Whether a variable of this name belongs to a distributed job of some launcher, or to
-    accelerate.
-    """
+    """Whether a variable of this name belongs to a job of some launcher, or to accelerate."""
     return bool(_LEFTOVER.match(name))
 
 

@@ -46,9 +46,7 @@ def let_gloo_finish(limit_s: float = LIMIT_S) -> bool:
 
 
 def gloo_states() -> list[str]:
-    """The state of each of gloo's threads from proc(5): S for sleeping, R for running or
-    runnable.
-    """
+    """The state of each of gloo's threads from proc(5): S for sleeping, R for runnable."""
     states = []
     for stat in Path("/proc/self/task").glob("*/stat"):  # empty except on Linux
         try:

@@ -58,9 +58,7 @@ def _read_key(path: Path) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Writes a new key to a temporary file and links it into place; the first of several processes
-    wins.
-    """
+    """Writes a new key to a temporary file and links it into place; the first process wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

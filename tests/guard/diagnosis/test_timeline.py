@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.guard.diagnosis.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
+from unisono.guard.diagnosis.run_facts import EventKind, LogEvent, Origin, RankFacts, RunFacts
 from unisono.guard.diagnosis.timeline import LEAST_WIDTH, MOST_ROWS, draw
 
 SIGNS = set(" -+w~FEX#")
@@ -20,11 +20,11 @@ def event(
     line: int = 1,
     host: str | None = None,
     source: str = "a.log",
-) -> Event:
-    return Event(source, line, line, "x", kind, None, "text", Origin(rank=rank, host=host), time)
+) -> LogEvent:
+    return LogEvent(source, line, line, "x", kind, None, "text", Origin(rank=rank, host=host), time)
 
 
-def run_of(*events: Event, ranks: int = 0) -> RunFacts:
+def run_of(*events: LogEvent, ranks: int = 0) -> RunFacts:
     events = tuple(replace(one, line=number, order=number) for number, one in enumerate(events, 1))
     return RunFacts(events=events, ranks={rank: RankFacts(rank) for rank in range(ranks)})
 
@@ -93,7 +93,7 @@ events = st.lists(st.builds(lambda rank, time, kind, host, source: event(rank, t
 
 
 @given(events, st.integers(0, 200))
-def test_lines_fit_the_terminal_and_are_plain_without_colour(found: list[Event], width: int) -> None:
+def test_lines_fit_the_terminal_and_are_plain_without_colour(found: list[LogEvent], width: int) -> None:
     facts = run_of(*found)
     lines = draw(facts, first="a.log:1", ranks=(1,), width=width)
     assert max(map(len, lines)) <= max(width, LEAST_WIDTH)

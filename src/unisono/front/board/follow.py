@@ -446,9 +446,7 @@ def is_run(path: Path) -> bool:
 
 
 def _shows_a_run(path: Path) -> bool:
-    """Whether a directory holds a run, or might: one that cannot be searched is shown with the
-    reason.
-    """
+    """Whether a directory holds a run, or might: one that cannot be searched is shown, too."""
     try:
         return path.is_dir() and is_run(path)
     except OSError:

@@ -63,9 +63,7 @@ class DoctorRequest(TrainRequest):
 
     @property
     def node_options(self) -> dict[str, object]:
-        """The options of the same command on a different node, by name; those of None are
-        omitted.
-        """
+        """The options of the same command on a different node, by name, without those of None."""
         return {
             "--join-timeout": f"{self.join_timeout_s:g}",
             "--nproc": self.nproc,
@@ -184,9 +182,7 @@ unisono.
 
 
 def findings_of(value: object) -> list[Finding]:
-    """Findings of a different machine or process, from doctor's JSON; invalid entries are
-    dropped.
-    """
+    """Findings of a different machine or process, from doctor's JSON, without invalid ones."""
     read = []
     for one in value.get("checks") or [] if isinstance(value, dict) else []:
         with contextlib.suppress(KeyError, TypeError):

@@ -168,9 +168,7 @@ def _key(token: bytes, run_nonce: str) -> bytes:
 
 
 def _dial_findings(meeting: Meeting) -> list[Finding]:
-    """Findings of the dial matrix, which do not end the meeting: the ladder may find settings that
-    work.
-    """
+    """Findings of the dial matrix. The meeting continues: settings may be found that work."""
     agreement = head_dials(meeting)
     fixes = {verdict.summary: verdict.fix for verdict in agreement.verdicts}
     return [

@@ -570,9 +570,7 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
 
 
 def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
-    """The section `checkpoint` of the run's config, empty if unreadable; and `keep_every` in
-    steps.
-    """
+    """The section `checkpoint` of the run's config, empty if unreadable, and `keep_every`."""
     from unisono.base.files import read_object
 
     plan = read_object(files.plan)

@@ -33,9 +33,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that has the options of its groups in place of the parameters whose types they
-    are.
-    """
+    """A command that has the options of its groups in place of the parameters of these types."""
     signature = inspect.signature(command)
     groups: dict[str, type[OptionGroup]] = {
         name: parameter.annotation

@@ -325,9 +325,7 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
 
 
 def _read_back(about: dict[str, Any] | None) -> list[str]:
-    """How the written files compare with the trained model; nothing where they were not loaded
-    again.
-    """
+    """How the written files compare with the trained model; empty if they were not read again."""
     if not about:
         return []
     took = show_seconds(float(about["seconds"]))

@@ -387,9 +387,7 @@ def _wait_until_gone(folder: Path) -> None:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Processes whose working directory is inside a folder; those of other users are not
-    visible.
-    """
+    """Processes whose working directory is inside a folder, without those of other users."""
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

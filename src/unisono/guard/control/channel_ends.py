@@ -19,8 +19,8 @@ from unisono.guard.control.connection import (
     BYE,
     CHANNEL_THREAD,
     SUSPECT_S,
+    ChannelEvent,
     Connection,
-    Event,
     Heartbeats,
     Inbox,
     Left,
@@ -289,7 +289,7 @@ class HeadServer:
         self._socket = bind_port(host, port, backlog=_BACKLOG)
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (str(name[0]), int(name[1]))
-        self._inbox: Inbox[Event] = Inbox()
+        self._inbox: Inbox[ChannelEvent] = Inbox()
         self._closed = False
         own_name = str(welcome.get("head_host") or socket.gethostname())
         CHANNEL_THREAD.enter()
@@ -299,7 +299,7 @@ class HeadServer:
             )
         )
 
-    def receive(self, timeout_s: float) -> list[Event]:
+    def receive(self, timeout_s: float) -> list[ChannelEvent]:
         """All events since the last call, in order; waits up to `timeout_s` for the first."""
         return self._inbox.take(timeout_s)
 
@@ -354,7 +354,7 @@ class HeadServer:
         """Replies to the sender of a file, from any thread."""
         CHANNEL_THREAD.post(caller.write, encode(body))
 
-    def post(self, event: Event) -> None:
+    def post(self, event: ChannelEvent) -> None:
         """Adds an event for `receive`."""
         self._inbox.put(event)
 

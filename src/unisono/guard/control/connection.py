@@ -102,7 +102,7 @@ class FileReceived:
     error: str = ""
 
 
-Event = Joined | NodeMessage | Left | Rejected | FileReceived
+ChannelEvent = Joined | NodeMessage | Left | Rejected | FileReceived
 
 
 Item = TypeVar("Item")

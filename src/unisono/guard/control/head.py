@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from unisono.guard.control.connection import (
     BYE,
     SUSPECT_S,
+    ChannelEvent,
     Connection,
-    Event,
     Heartbeats,
     Inbox,
     Joined,
@@ -76,7 +76,7 @@ class Head:
         welcome: dict[str, Any],
         run: str,
         epoch: int,
-        inbox: Inbox[Event],
+        inbox: Inbox[ChannelEvent],
     ) -> None:
         self.token = token
         self.nodes = nodes

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.run_facts import (
-    Event,
     Exit,
     Hypothesis,
+    LogEvent,
     Origin,
     RunFacts,
     SourceFacts,
@@ -99,7 +99,7 @@ class Attribution:
             node_rank=self._nodes[log.name],
         )
 
-    def events(self, log: Scanned) -> list[Event]:
+    def events(self, log: Scanned) -> list[LogEvent]:
         """The events of a log; those within a traceback belong to its process."""
         reported = [(trace, self._reported_origin(trace, log)) for trace in log.tracebacks[-_MOST_SPANS:]]
         spans = [
@@ -153,7 +153,7 @@ class Attribution:
             ),
         )
 
-    def _placed(self, event: Event, who: Origin) -> Event:
+    def _placed(self, event: LogEvent, who: Origin) -> LogEvent:
         who = self._completed(who, event.source)
         return event if who == event.who else replace(event, who=who)
 
@@ -229,7 +229,7 @@ def _launched(log: Scanned) -> bool:
     return any(event.signature in _LAUNCHED for event in log.events)
 
 
-def _is_within(event: Event, trace: Traceback) -> bool:
+def _is_within(event: LogEvent, trace: Traceback) -> bool:
     return (
         trace.began <= event.order
         and event.line <= trace.event.line + (0 if event.order <= trace.event.order else _MESSAGE_LINES)
@@ -242,7 +242,7 @@ def _pid_ranks(logs: Sequence[Scanned]) -> dict[int, int]:
     """Ranks by process; a process number that two hosts use for different ranks is left out."""
     ranks_of: dict[int, set[int]] = defaultdict(set)
     for log in logs:
-        rank: Event | None = None
+        rank: LogEvent | None = None
         for event in log.events:
             if event.signature == "table_rank":
                 rank = event
@@ -364,5 +364,5 @@ def with_host(finding: Hypothesis, facts: RunFacts) -> Hypothesis:
     return replace(finding, hosts=(host,)) if host and several else finding
 
 
-def _words(event: Event) -> str:
+def _words(event: LogEvent) -> str:
     return split_prefix(event.text)[1][:_WORDS_CHARS]

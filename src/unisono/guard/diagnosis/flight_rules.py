@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from unisono.guard.diagnosis.flight_recording import FlightEntry, Recording
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Origin
+from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, Origin
 
 # fmt: off
 SIZES_MATCH = frozenset(
@@ -284,10 +284,10 @@ class _Run:
         entry = recording.entry(group, far.enqueued)
         return f"{entry or f'#{far.enqueued}'}{f', called at {entry.place}' if entry and entry.place else ''}"
 
-    def _evidence(self, ranks: Sequence[int], place: _Place) -> tuple[Event, ...]:
+    def _evidence(self, ranks: Sequence[int], place: _Place) -> tuple[LogEvent, ...]:
         return tuple(self._event(rank, place) for rank in ranks[:_MOST_SHOWN] if rank in self.of_rank)
 
-    def _event(self, rank: int, place: _Place) -> Event:
+    def _event(self, rank: int, place: _Place) -> LogEvent:
         recording, (group, seq) = self.of_rank[rank], place
         entry = recording.entry(group, seq)
         text = (
@@ -300,7 +300,7 @@ class _Run:
         elif entry:
             text += ", not completed" if (recording.waits.get(group) or seq + 1) <= seq else ", completed"
             text += f", called at {entry.place}" if entry.place else ""
-        return Event(
+        return LogEvent(
             recording.name,
             1,
             seq,

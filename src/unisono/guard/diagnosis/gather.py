@@ -8,8 +8,8 @@ from unisono.guard.diagnosis.attribution import Attribution, with_ranks
 from unisono.guard.diagnosis.process_ends import find_exits
 from unisono.guard.diagnosis.run_facts import (
     Ending,
-    Event,
     Exit,
+    LogEvent,
     RankFacts,
     RunFacts,
     TimedOutCollective,
@@ -60,7 +60,7 @@ def gather(scanned: Sequence[Scanned], *, excerpts: Container[str] = ()) -> RunF
     )
 
 
-def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[Scanned]) -> int | None:
+def _world_size(events: Iterable[LogEvent], exits: Sequence[Exit], logs: Sequence[Scanned]) -> int | None:
     reported = Counter(
         world
         for event in events
@@ -96,7 +96,7 @@ def _world_size(events: Iterable[Event], exits: Sequence[Exit], logs: Sequence[S
     return len(listed) if len(listed) > 1 and listed == set(range(len(listed))) else None
 
 
-def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
+def _nodes(events: Iterable[LogEvent], logs: Sequence[Scanned]) -> int | None:
     reported = Counter(
         number
         for event in events
@@ -112,12 +112,12 @@ def _nodes(events: Iterable[Event], logs: Sequence[Scanned]) -> int | None:
     return len(named) if len(named) > 1 else None
 
 
-def _hosts(events: Iterable[Event], exits: Iterable[Exit]) -> tuple[str, ...]:
+def _hosts(events: Iterable[LogEvent], exits: Iterable[Exit]) -> tuple[str, ...]:
     named = [event.who.host for event in events if event.who.host] + [one.host for one in exits if one.host]
     return tuple(dict.fromkeys(named))
 
 
-def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
+def _steps(events: Sequence[LogEvent]) -> tuple[int | None, int | None]:
     """The last step in a log and the total, from the progress bar with the most steps that is not a
     loading bar.
     """
@@ -137,9 +137,12 @@ def _steps(events: Sequence[Event]) -> tuple[int | None, int | None]:
 
 
 def _ranks(
-    logs: Sequence[Scanned], events: Sequence[Event], tracebacks: Sequence[Traceback], exits: Sequence[Exit]
+    logs: Sequence[Scanned],
+    events: Sequence[LogEvent],
+    tracebacks: Sequence[Traceback],
+    exits: Sequence[Exit],
 ) -> dict[int, RankFacts]:
-    by_rank: dict[int, list[Event]] = defaultdict(list)
+    by_rank: dict[int, list[LogEvent]] = defaultdict(list)
     for event in events:
         if event.rank is not None and event.rank < _MOST_RANKS:
             by_rank[event.rank].append(event)
@@ -170,7 +173,7 @@ def _ranks(
     }
 
 
-def _rank(rank: int, events: list[Event], source: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
+def _rank(rank: int, events: list[LogEvent], source: str, exits: list[Exit], failed: bool) -> RankFacts:  # noqa: FBT001
     rank_events = [event for event in events if event.rank == rank]
     progress = [event for event in rank_events if event.kind == "progress"]
     done = [event for event in events if event.kind in _FINISHED or event.signature == "rank_done"]
@@ -220,7 +223,7 @@ def _ending(reported: Exit | None, *, failed: bool, finished: bool) -> Ending:
     return "finished" if finished else "unknown"
 
 
-def _collectives(events: Iterable[Event]) -> Iterable[TimedOutCollective]:
+def _collectives(events: Iterable[LogEvent]) -> Iterable[TimedOutCollective]:
     """One for each rank and group: the first that it waited for."""
     collectives: dict[tuple[int | None, str], TimedOutCollective] = {}
     for event in events:
@@ -274,7 +277,7 @@ BY_PRIORITY = (
 """Frameworks whose settings a user would change, those that wrap others first."""
 
 
-def find_framework(events: Iterable[Event]) -> str:
+def find_framework(events: Iterable[LogEvent]) -> str:
     """One of BY_PRIORITY, or "" if unknown."""
     frameworks = {name for event in events if event.signature == "made_by" for name in event.fields}
     return next((name for name in BY_PRIORITY if name in frameworks), "")
@@ -323,12 +326,12 @@ def last_run(scanned: Sequence[Scanned]) -> tuple[list[Scanned], list[Earlier]]:
     return kept, earlier
 
 
-_START = Event(source="", line=1, order=0, signature="line", kind="fact", cause=None, text="")
+_START = LogEvent(source="", line=1, order=0, signature="line", kind="fact", cause=None, text="")
 
 
-def _beginnings(one: Scanned) -> list[Event]:
+def _beginnings(one: Scanned) -> list[LogEvent]:
     """The events with which further runs begin."""
-    beginnings: list[Event] = []
+    beginnings: list[LogEvent] = []
     begin, ended, restarts = 0, False, False
     for index, event in enumerate(one.events):
         if event.signature in _ENDS or _is_plain_end(event):
@@ -343,12 +346,12 @@ def _beginnings(one: Scanned) -> list[Event]:
     return beginnings
 
 
-def _is_plain_end(event: Event) -> bool:
+def _is_plain_end(event: LogEvent) -> bool:
     """An exception without a rank: the launcher's, or that of a program with one rank."""
     return event.signature == "exception" and event.rank is None
 
 
-def _same_run(before: list[Event], after: list[Event]) -> bool:
+def _same_run(before: list[LogEvent], after: list[LogEvent]) -> bool:
     """Whether two parts are logs of two nodes of one run: different nodes, different ranks, or the
     same time.
     """

@@ -34,7 +34,7 @@ from unisono.guard.diagnosis.rules_setup import (
     find_unshared,
     find_versions,
 )
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, RunFacts, View, first_of_each, ranks_of
+from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View, first_of_each, ranks_of
 
 CERTAIN = 0.8
 """Hypotheses with less confidence come after the program's own exceptions."""
@@ -279,7 +279,7 @@ def verdict_of(finding: Hypothesis, facts: RunFacts) -> Verdict:
     )
 
 
-def _evidence(events: tuple[Event, ...]) -> tuple[Evidence, ...]:
+def _evidence(events: tuple[LogEvent, ...]) -> tuple[Evidence, ...]:
     evidence: dict[tuple[str, str], Evidence] = {}
     for event in events:
         evidence.setdefault((event.where, event.text), Evidence(where=event.where, text=event.text))
@@ -292,7 +292,7 @@ def _chain(finding: Hypothesis, facts: RunFacts) -> tuple[Evidence, ...]:
         return ()
     first = finding.evidence[0]
     cited = {(event.source, event.line) for event in finding.evidence}
-    later: dict[str, Event] = {}
+    later: dict[str, LogEvent] = {}
     for event in facts.events:
         after = (
             event.order > first.order

@@ -19,7 +19,7 @@ from unisono.base.user_code import MODEL_CODE, own_code
 from unisono.guard.diagnosis.judge import DiagnosisResult
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.own_verdicts import suspected
-from unisono.guard.diagnosis.run_facts import Event, EventKind, Origin, RankFacts, RunFacts
+from unisono.guard.diagnosis.run_facts import EventKind, LogEvent, Origin, RankFacts, RunFacts
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import read_holder
 from unisono.guard.rundir.merged_logs import Clocks, is_time
@@ -56,13 +56,13 @@ class RankEvents:
 
     rank: int
     host: str
-    events: tuple[Event, ...]
+    events: tuple[LogEvent, ...]
     phase: str
     last_time: float | None
     messages: tuple[Message, ...]
 
     @property
-    def crash(self) -> tuple[Event, Message] | None:
+    def crash(self) -> tuple[LogEvent, Message] | None:
         """The exception that ended it, unless another rank's exit caused it."""
         for event, message in zip(self.events, self.messages, strict=True):
             if message["kind"] in ("crashed", "refused") and not message.get("peer_lost"):
@@ -142,7 +142,7 @@ def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: Ru
     rank = _whole(path.stem.rpartition("-")[2]) or 0
     host = hosts.get(rank, "")
     ahead_s = clocks.ahead_s(rank)
-    events: list[Event] = []
+    events: list[LogEvent] = []
     messages: list[Message] = []
     phase = ""
     for number, message in _messages(path):
@@ -154,7 +154,7 @@ def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: Ru
         when = time - ahead_s if is_time(time) else None
         kind = _KINDS.get(message["kind"], "progress")
         events.append(
-            Event(
+            LogEvent(
                 f"events/{path.name}",
                 number,
                 number,
@@ -567,5 +567,5 @@ def _hosts(reports: Sequence[RankEvents]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.host for one in reports if one.host))
 
 
-def _evidence(event: Event) -> Evidence:
+def _evidence(event: LogEvent) -> Evidence:
     return Evidence(where=event.where, text=event.text)

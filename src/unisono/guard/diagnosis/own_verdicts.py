@@ -10,7 +10,7 @@ from unisono.base.causes import find_cause
 from unisono.base.causes.verdict import Evidence, OwnRunOnly, Verdict
 from unisono.base.files import iterate_lines
 from unisono.guard.diagnosis.lines import shown
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, RunFacts, View
+from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.timeline import read_entry
 
@@ -31,7 +31,7 @@ def find_stated(view: View) -> list[Hypothesis]:
     return []
 
 
-def _is_over(view: View, event: Event) -> bool:
+def _is_over(view: View, event: LogEvent) -> bool:
     """Whether the run went on after it: it was started again, or its ranks moved."""
     moves = view.facts.of("unisono_moves")
     return view.survived(event) or any(
@@ -39,7 +39,7 @@ def _is_over(view: View, event: Event) -> bool:
     )
 
 
-def _hypothesis(event: Event, *, confidence: float) -> Hypothesis:
+def _hypothesis(event: LogEvent, *, confidence: float) -> Hypothesis:
     what = event.fields["what"]
     return Hypothesis(
         event.fields["cause"],

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from unisono.guard.diagnosis.run_facts import Event, Exit, Origin, Traceback
+from unisono.guard.diagnosis.run_facts import Exit, LogEvent, Origin, Traceback
 
 MOST_LINES = 1500
 """Lines of an open traceback: a longer one has lost its end."""
@@ -87,7 +87,7 @@ class Tracebacks:
         for state in (self._open, self._talking, self._link):
             state.clear()
 
-    def feed(self, key: str, text: str, order: int, event: Callable[[], Event]) -> bool:
+    def feed(self, key: str, text: str, order: int, event: Callable[[], LogEvent]) -> bool:
         """Takes a line without its prefixes; `key` distinguishes the processes of a log.
 
         True: it was part of a traceback.
@@ -143,7 +143,7 @@ class Tracebacks:
             tabled=tabled,
         )
 
-    def _inside(self, key: str, opened: _Open, text: str, event: Callable[[], Event]) -> bool:
+    def _inside(self, key: str, opened: _Open, text: str, event: Callable[[], LogEvent]) -> bool:
         opened.lines += 1
         frame = _FRAME.match(text) or _BOXED.match(text)
         if frame:
@@ -162,7 +162,7 @@ class Tracebacks:
             del self._open[key]
         return bool(text) and text[0] in " │|╭╰"
 
-    def _close(self, key: str, opened: _Open, match: re.Match[str], event: Event) -> None:
+    def _close(self, key: str, opened: _Open, match: re.Match[str], event: LogEvent) -> None:
         del self._open[key]
         if (
             match["inner"] and match["type"] == "RayTaskError"
@@ -255,10 +255,10 @@ _WORDS = {
 }
 
 
-def find_exits(events: Iterable[Event]) -> list[Exit]:
+def find_exits(events: Iterable[LogEvent]) -> list[Exit]:
     """All reported exits, in the order of the logs. One exit may be reported twice."""
     exits: list[Exit] = []
-    block: dict[str, Event] = {}
+    block: dict[str, LogEvent] = {}
     first = False
     for event in events:
         if event.signature == "table_first":
@@ -275,7 +275,7 @@ def find_exits(events: Iterable[Event]) -> list[Exit]:
     return exits
 
 
-def _table_exits(event: Event, block: dict[str, Event], first: bool) -> Exit:  # noqa: FBT001
+def _table_exits(event: LogEvent, block: dict[str, LogEvent], first: bool) -> Exit:  # noqa: FBT001
     near = {name: one for name, one in block.items() if 0 <= event.line - one.line <= _BLOCK_LINES}
     rank, host, time = near.get("table_rank"), near.get("table_host"), near.get("table_time")
     return Exit(
@@ -290,7 +290,7 @@ def _table_exits(event: Event, block: dict[str, Event], first: bool) -> Exit:  #
     )
 
 
-def _line_exits(event: Event) -> list[Exit]:
+def _line_exits(event: LogEvent) -> list[Exit]:
     return [
         Exit(
             event,
@@ -303,7 +303,7 @@ def _line_exits(event: Event) -> list[Exit]:
     ]
 
 
-def _srun_exits(event: Event) -> list[Exit]:
+def _srun_exits(event: LogEvent) -> list[Exit]:
     how = event.fields.get("how", "")
     code = event.number("code")
     code = (
@@ -315,7 +315,7 @@ def _srun_exits(event: Event) -> list[Exit]:
     return [Exit(event, code, rank=rank, host=event.fields.get("host"), time=event.time) for rank in ranks]
 
 
-def _rank_exits(event: Event) -> list[Exit]:
+def _rank_exits(event: LogEvent) -> list[Exit]:
     code = event.number("code") or 0
     code = -code if event.fields.get("how") == "signal" else _of_shell(code)
     return [
@@ -330,7 +330,7 @@ def _rank_exits(event: Event) -> list[Exit]:
     ]
 
 
-def _mpirun_exits(event: Event) -> list[Exit]:
+def _mpirun_exits(event: LogEvent) -> list[Exit]:
     return [
         Exit(
             event,
@@ -342,7 +342,7 @@ def _mpirun_exits(event: Event) -> list[Exit]:
     ]
 
 
-def _spawned_exits(event: Event) -> list[Exit]:
+def _spawned_exits(event: LogEvent) -> list[Exit]:
     name = event.fields.get("signal")
     if name:
         number = getattr(signal, name, None)
@@ -352,7 +352,7 @@ def _spawned_exits(event: Event) -> list[Exit]:
     return [Exit(event, code, local_rank=event.number("local_rank"), first=True)]
 
 
-def _container_exits(event: Event) -> list[Exit]:
+def _container_exits(event: LogEvent) -> list[Exit]:
     """Exit codes that shells, containers and make give to a process that a signal ended: 128 plus
     the signal's number.
     """
@@ -360,7 +360,7 @@ def _container_exits(event: Event) -> list[Exit]:
     return [Exit(event, 128 - code, host=event.fields.get("host") or event.who.host, time=event.time)]
 
 
-def _deepspeed_exits(event: Event) -> list[Exit]:
+def _deepspeed_exits(event: LogEvent) -> list[Exit]:
     return [
         Exit(event, event.number("code") or 0, time=event.time)
     ]  # whose it is, the line does not know: it names the last local rank

@@ -6,7 +6,15 @@ import re
 from itertools import pairwise
 
 from unisono.guard.diagnosis.rules_hang import LOST, WAITED, stalled
-from unisono.guard.diagnosis.run_facts import Event, Exit, Hypothesis, View, first_of_each, hosts_of, ranks_of
+from unisono.guard.diagnosis.run_facts import (
+    Exit,
+    Hypothesis,
+    LogEvent,
+    View,
+    first_of_each,
+    hosts_of,
+    ranks_of,
+)
 
 _DEADLY = frozenset({-4, -7, -8, -9, -11})
 _SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -8: "SIGFPE", -9: "SIGKILL", -11: "SIGSEGV"}
@@ -300,7 +308,7 @@ def _killed(view: View) -> list[Hypothesis]:
     ]
 
 
-def _is_strangers(view: View, event: Event) -> bool:
+def _is_strangers(view: View, event: LogEvent) -> bool:
     """Whether the kernel killed a process that is not part of a training run, by its name."""
     named = _KILLED.search(event.text)
     if named is None or _RUN_PROGRAMS.search(named[1]) or event.who.rank is not None:
@@ -313,7 +321,7 @@ def _is_strangers(view: View, event: Event) -> bool:
     return int(pid) not in known_pids and not shells
 
 
-def _pods(view: View, stated: list[Event]) -> tuple[str, ...]:
+def _pods(view: View, stated: list[LogEvent]) -> tuple[str, ...]:
     """The pods that were reported to run out of memory."""
     near = [
         event.fields["pod"]
@@ -437,7 +445,7 @@ def _gap(view: View) -> set[int]:
     )
 
 
-def _hosts(view: View, stated: list[Event], ranks: tuple[int, ...]) -> tuple[str, ...]:
+def _hosts(view: View, stated: list[LogEvent], ranks: tuple[int, ...]) -> tuple[str, ...]:
     if len(view.facts.hosts) < 2:
         return ()
     named = hosts_of(stated) or tuple(
@@ -446,8 +454,8 @@ def _hosts(view: View, stated: list[Event], ranks: tuple[int, ...]) -> tuple[str
     return named if len(named) == 1 else ()
 
 
-def _unique(events: tuple[Event, ...]) -> list[Event]:
-    seen: dict[tuple[str, int], Event] = {}
+def _unique(events: tuple[LogEvent, ...]) -> list[LogEvent]:
+    seen: dict[tuple[str, int], LogEvent] = {}
     for event in events:
         seen.setdefault((event.source, event.line), event)
     return list(seen.values())

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, TimedOutCollective, View, first_of_each
+from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, TimedOutCollective, View, first_of_each
 
 NEAR_END_SHARE = 0.97
 NEAR_END_STEPS = 6
@@ -51,7 +51,7 @@ def find_mismatches(view: View) -> list[Hypothesis]:
     ]
 
 
-def find_uneven(view: View, *, evidence: Iterable[Event] = ()) -> list[Hypothesis]:
+def find_uneven(view: View, *, evidence: Iterable[LogEvent] = ()) -> list[Hypothesis]:
     """Ranks with fewer steps than the others."""
     waited = [event for event in view.facts.events if event.signature in (*WAITED, *LOST)]
     if not waited and not evidence:
@@ -253,7 +253,7 @@ def _one_continues(view: View, waiting: list[TimedOutCollective]) -> list[Hypoth
     return [stalled(view, 0, [one.event for one in waiting])] if after else []
 
 
-def stalled(view: View, rank: int, proofs: list[Event]) -> Hypothesis:
+def stalled(view: View, rank: int, proofs: list[LogEvent]) -> Hypothesis:
     """The finding that a rank did not come, with the last that was seen of it."""
     facts = view.facts.ranks.get(rank)
     busy = _last_sign(view, rank)
@@ -400,7 +400,7 @@ def missing_ranks(view: View, waiting: set[int]) -> list[int]:
     return sorted(all_ranks - waiting - failed)
 
 
-def _last_sign(view: View, rank: int) -> Event | None:
+def _last_sign(view: View, rank: int) -> LogEvent | None:
     """The last line of a rank that shows what it was at."""
     facts = view.facts.ranks.get(rank)
     if facts is None:
@@ -420,7 +420,7 @@ def _last_sign(view: View, rank: int) -> Event | None:
     return source.tail[-1] if source and source.tail else facts.last
 
 
-def _finished_early(view: View) -> Event | None:
+def _finished_early(view: View) -> LogEvent | None:
     """The line with which one rank says that it is done, where the others never do."""
     done = view.facts.of("rank_done")
     ranks = {event.number("rank") for event in done}
@@ -430,7 +430,7 @@ def _finished_early(view: View) -> Event | None:
     )
 
 
-def _rank_of(event: Event) -> int | None:
+def _rank_of(event: LogEvent) -> int | None:
     named = event.number("rank")
     return named if named is not None else event.rank
 
@@ -444,7 +444,7 @@ def _odd(values: Mapping[int, Hashable]) -> int | None:
     return next((rank for rank, value in values.items() if value == least), None) if number == 1 else None
 
 
-def _odd_fingerprint(events: list[Event]) -> int | None:
+def _odd_fingerprint(events: list[LogEvent]) -> int | None:
     """The rank that most others say differs from them."""
     prints: dict[int, str] = {}
     for event in events:
@@ -455,7 +455,7 @@ def _odd_fingerprint(events: list[Event]) -> int | None:
     return _odd(prints)
 
 
-def _lines(waiting: list[TimedOutCollective], *, first: int | None = None) -> tuple[Event, ...]:
+def _lines(waiting: list[TimedOutCollective], *, first: int | None = None) -> tuple[LogEvent, ...]:
     return tuple(one.event for one in sorted(waiting, key=lambda one: one.rank != first))[:6]
 
 

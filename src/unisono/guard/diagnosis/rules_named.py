@@ -10,7 +10,15 @@ from unisono.base.causes import find_cause
 from unisono.base.causes.entries import judgement_of
 from unisono.guard.diagnosis.line_prefixes import split_prefix
 from unisono.guard.diagnosis.process_ends import exception_of
-from unisono.guard.diagnosis.run_facts import WRAPPERS, Event, Hypothesis, Traceback, View, hosts_of, ranks_of
+from unisono.guard.diagnosis.run_facts import (
+    WRAPPERS,
+    Hypothesis,
+    LogEvent,
+    Traceback,
+    View,
+    hosts_of,
+    ranks_of,
+)
 
 _NAN = re.compile(r"\bnan\b|returned nan|inf`", re.IGNORECASE)
 _STRONG = re.compile(r"train_runtime|train metrics|Do not forget to share")
@@ -30,7 +38,7 @@ class Named:
     """A cause with the lines that state it."""
 
     cause: str
-    events: tuple[Event, ...]
+    events: tuple[LogEvent, ...]
     quiet: bool
 
 
@@ -83,7 +91,7 @@ def named_hypothesis(view: View, stated: Named) -> Hypothesis:
     )
 
 
-def culprits(view: View, events: Iterable[Event]) -> tuple[int, ...]:
+def culprits(view: View, events: Iterable[LogEvent]) -> tuple[int, ...]:
     """The ranks of these lines; empty if all ranks have them, or if the rank is unknown."""
     named = ranks_of(events)
     world = view.facts.world_size
@@ -260,7 +268,7 @@ def _is_own(view: View, trace: Traceback) -> bool:
     return not any(_owned_elsewhere(view, event) for event in view.near(trace))
 
 
-def _owned_elsewhere(view: View, event: Event) -> bool:
+def _owned_elsewhere(view: View, event: LogEvent) -> bool:
     return (
         event.cause is not None
         and judgement_of(event.cause).explains_exceptions
@@ -269,7 +277,7 @@ def _owned_elsewhere(view: View, event: Event) -> bool:
     )
 
 
-def _without_header(view: View) -> list[Event]:
+def _without_header(view: View) -> list[LogEvent]:
     """Last lines of tracebacks whose heads are lost."""
     covered = {(trace.event.source, trace.event.line) for trace in view.facts.tracebacks}
     covered |= {
@@ -332,7 +340,7 @@ def _finding(view: View, traces: list[Traceback], confidence: float) -> Hypothes
     )
 
 
-def _from_lines(view: View, lines: list[Event]) -> Hypothesis:
+def _from_lines(view: View, lines: list[LogEvent]) -> Hypothesis:
     first = lines[0]
     parts = exception_of(_after_label(first.text)) or ("", "")
     ranks = culprits(view, [event for event in lines if event.text == first.text] or [first])
@@ -440,11 +448,11 @@ def find_nan(view: View) -> list[Hypothesis]:
     ]
 
 
-def _is_row(event: Event) -> bool:
+def _is_row(event: LogEvent) -> bool:
     return "returned nan" not in event.text and "contains either" not in event.text
 
 
-def _end_of_work(view: View) -> Event | None:
+def _end_of_work(view: View) -> LogEvent | None:
     """The last line that says that the work is done."""
     return max(
         view.finishes,
@@ -457,14 +465,14 @@ def _end_of_work(view: View) -> Event | None:
     )
 
 
-def _done_lines(view: View) -> list[Event]:
+def _done_lines(view: View) -> list[LogEvent]:
     """The lines with which every rank says that it is done; empty: not all do."""
     done = view.facts.of("rank_done")
     all_ranks = set(range(view.facts.world_size)) if view.facts.world_size else set(view.facts.ranks)
     return done if done and all_ranks and {event.number("rank") for event in done} >= all_ranks else []
 
 
-def _is_after(view: View, event: Event, end: Event) -> bool:
+def _is_after(view: View, event: LogEvent, end: LogEvent) -> bool:
     finishes = [one.order for one in view.finishes if one.source == event.source]
     if finishes:
         return event.order > max(finishes)
@@ -516,7 +524,7 @@ def _all_done(view: View) -> list[Hypothesis]:
     return []
 
 
-def _crash_at_exit(view: View, end: Event) -> Hypothesis | None:
+def _crash_at_exit(view: View, end: LogEvent) -> Hypothesis | None:
     """A process that aborted after its work was done."""
     aborts = [
         event
@@ -555,7 +563,7 @@ def _is_destroy(trace: Traceback) -> bool:
     )
 
 
-def _healthy(view: View, end: Event) -> Hypothesis:
+def _healthy(view: View, end: LogEvent) -> Hypothesis:
     warned = [event for event in view.facts.events if event.kind in ("error", "death", "consequence")]
     more = f"; {len(warned)} alarming lines were not fatal" if warned else ""
     return Hypothesis("healthy", f"the run finished{more}", (end,), confidence=0.95)

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 
 from unisono.guard.diagnosis.rules_hang import WAITED, first_collectives, missing_ranks
-from unisono.guard.diagnosis.run_facts import Event, Hypothesis, Traceback, View, first_of_each, hosts_of
+from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, Traceback, View, first_of_each, hosts_of
 
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -38,14 +38,14 @@ def find_unequal_nodes(view: View) -> list[Hypothesis]:
     ]
 
 
-def _worlds(view: View) -> dict[int, Event]:
+def _worlds(view: View) -> dict[int, LogEvent]:
     """The world sizes for which launchers of one run prepared their ranks, each with a line; empty
     unless they differ and no step was made.
     """
     if view.facts.step or view.finishes:
         return {}
     for signature in ("lightning_member", "deepspeed_world"):
-        worlds: dict[int, Event] = {}
+        worlds: dict[int, LogEvent] = {}
         places: dict[int, set[str]] = defaultdict(set)
         for event in view.facts.of(signature):
             if world := event.number("world"):
@@ -57,7 +57,7 @@ def _worlds(view: View) -> dict[int, Event]:
     return {}
 
 
-def _different_worlds(view: View, worlds: dict[int, Event]) -> Hypothesis:
+def _different_worlds(view: View, worlds: dict[int, LogEvent]) -> Hypothesis:
     listed = ", ".join(f"{_node(view, event)}: {world}" for world, event in worlds.items())
     waits = first_of_each(view.facts.of(*WAITED, "clients_joined"), limit=2)
     return Hypothesis(
@@ -148,15 +148,15 @@ def find_rendezvous(view: View) -> list[Hypothesis]:
     return hypotheses
 
 
-def _counts(view: View) -> dict[str, tuple[int, Event]]:
+def _counts(view: View) -> dict[str, tuple[int, LogEvent]]:
     """How many ranks each node says that it starts, with the line."""
-    counts: dict[str, tuple[int, Event]] = {}
+    counts: dict[str, tuple[int, LogEvent]] = {}
     for event in view.facts.of("lf_tasks", "deepspeed_nodes"):
         count = event.number("count")
         if count:
             counts[_node(view, event)] = (count, event)
     if len(counts) < 2:
-        other: dict[str, tuple[int, Event]] = {}
+        other: dict[str, tuple[int, LogEvent]] = {}
         for event in view.facts.of("nproc", "visible_count"):
             count = event.number("count")
             if count:
@@ -165,7 +165,7 @@ def _counts(view: View) -> dict[str, tuple[int, Event]]:
     return counts
 
 
-def _node(view: View, event: Event) -> str:
+def _node(view: View, event: LogEvent) -> str:
     """The node of a line: its log, or the nearest statement of a node's number in it."""
     near = [
         one
@@ -195,14 +195,14 @@ def _start_failed(view: View) -> bool:
     return bool(signs) and not view.facts.step
 
 
-def _several_nodes(view: View, lines: list[Event]) -> bool:
+def _several_nodes(view: View, lines: list[LogEvent]) -> bool:
     """Whether more than one host takes part: then a loopback address is wrong."""
     if (view.facts.nodes or 1) > 1 or len(view.facts.hosts) > 1 or len(view.facts.sources) > 1:
         return True
     return any("127.0.1.1" in event.text or event.who.host for event in lines)
 
 
-def _is_final(view: View, names: list[Event]) -> bool:
+def _is_final(view: View, names: list[LogEvent]) -> bool:
     """IPv6 alone is harmless; and a name that was found in the end was found."""
     other = [event for event in names if "IPv6" not in event.text]
     failed = view.facts.of(
@@ -221,7 +221,7 @@ def _host_in(text: str) -> str:
     return hosts.split(",")[0] or "?"
 
 
-def tally(events: list[Event]) -> dict[str, int]:
+def tally(events: list[LogEvent]) -> dict[str, int]:
     """How many lines of each log."""
     numbers: dict[str, int] = defaultdict(int)
     for event in events:
@@ -263,7 +263,7 @@ def find_interfaces(view: View) -> list[Hypothesis]:
     used = view.facts.of("bootstrap")
     if not used or not _failed(view):
         return []
-    by_host: dict[str, Event] = {}
+    by_host: dict[str, LogEvent] = {}
     for event in used:
         by_host.setdefault(event.who.host or event.source, event)
     wrong = {host: event for host, event in by_host.items() if _LOCAL.match(event.fields["interface"])}
@@ -285,7 +285,7 @@ def find_interfaces(view: View) -> list[Hypothesis]:
 
 def find_versions(view: View) -> list[Hypothesis]:
     """Hosts with different NCCL."""
-    by_host: dict[str, Event] = {}
+    by_host: dict[str, LogEvent] = {}
     for event in view.facts.of("nccl_version"):
         by_host.setdefault(event.who.host or event.source, event)
     versions = {event.fields["version"] for event in by_host.values()}

@@ -32,7 +32,7 @@ NO_ORIGIN = Origin()
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LogEvent:
     """A relevant line of a log.
 
     Attributes:
@@ -97,7 +97,7 @@ class Traceback:
         tabled: whether it is in a row of torchrun's table.
     """
 
-    event: Event
+    event: LogEvent
     began: int
     type: str
     message: str
@@ -124,7 +124,7 @@ class Exit:
         time: in seconds; None: unknown.
     """
 
-    event: Event
+    event: LogEvent
     code: int
     rank: int | None = None
     local_rank: int | None = None
@@ -146,7 +146,7 @@ class TimedOutCollective:
         enqueued: the last work that was enqueued; completed: the last that was done.
     """
 
-    event: Event
+    event: LogEvent
     rank: int | None
     group: str = ""
     seq: int | None = None
@@ -177,12 +177,12 @@ class RankFacts:
     local_rank: int | None = None
     pids: tuple[int, ...] = ()
     own_source: str = ""
-    first: Event | None = None
-    last: Event | None = None
-    progress: Event | None = None
+    first: LogEvent | None = None
+    last: LogEvent | None = None
+    progress: LogEvent | None = None
     step: int | None = None
     steps: int | None = None
-    finished: Event | None = None
+    finished: LogEvent | None = None
     ending: Ending = "unknown"
     exit: Exit | None = None
 
@@ -205,8 +205,8 @@ class SourceFacts:
     bytes: int = 0
     rank: int | None = None
     host: str | None = None
-    head: tuple[Event, ...] = ()
-    tail: tuple[Event, ...] = ()
+    head: tuple[LogEvent, ...] = ()
+    tail: tuple[LogEvent, ...] = ()
     cut_head: bool = False
     restarts: int = 0
     node_rank: int | None = None
@@ -232,7 +232,7 @@ class RunFacts:
     """
 
     sources: dict[str, SourceFacts] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    events: tuple[LogEvent, ...] = ()
     ranks: dict[int, RankFacts] = field(default_factory=dict)
     world_size: int | None = None
     nodes: int | None = None
@@ -245,11 +245,11 @@ class RunFacts:
     steps: int | None = None
     earlier_runs: tuple[str, ...] = ()
 
-    def of(self, *signatures: str) -> list[Event]:
+    def of(self, *signatures: str) -> list[LogEvent]:
         """The events with one of these signatures."""
         return [event for event in self.events if event.signature in signatures]
 
-    def pointing_to(self, *causes: str) -> list[Event]:
+    def pointing_to(self, *causes: str) -> list[LogEvent]:
         """The events that indicate one of these causes."""
         return [event for event in self.events if event.cause in causes]
 
@@ -272,11 +272,11 @@ class Hypothesis:
 
     cause: str
     why: str
-    evidence: tuple[Event, ...] = ()
+    evidence: tuple[LogEvent, ...] = ()
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     confidence: float = 1.0
-    followed: tuple[Event, ...] = ()
+    followed: tuple[LogEvent, ...] = ()
     missing: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     step: int | None = None
@@ -335,7 +335,7 @@ class View:
     facts: RunFacts
 
     @cached_property
-    def progress(self) -> list[Event]:
+    def progress(self) -> list[LogEvent]:
         """Lines that show progress of training."""
         return [
             event
@@ -344,17 +344,17 @@ class View:
         ]
 
     @cached_property
-    def finishes(self) -> list[Event]:
+    def finishes(self) -> list[LogEvent]:
         """Lines that say that the work is done."""
         return [event for event in self.facts.events if event.kind == "finished"]
 
     @cached_property
-    def beginnings(self) -> list[Event]:
+    def beginnings(self) -> list[LogEvent]:
         """Lines with which a start begins."""
         return self.facts.of("omp_banner", "lf_tasks", "launched", "training_began", "deepspeed_cmd")
 
     @cached_property
-    def consequences(self) -> list[Event]:
+    def consequences(self) -> list[LogEvent]:
         """Lines of victims, in order."""
         return [event for event in self.facts.events if event.kind == "consequence"]
 
@@ -373,15 +373,15 @@ class View:
         text = f"{trace.type}: {trace.event.text} {trace.message}"
         return bool(_VICTIM.search(text[:3000]))
 
-    def is_victims(self, event: Event) -> bool:
+    def is_victims(self, event: LogEvent) -> bool:
         """Whether a line only reports that another rank is gone or absent."""
         return event.kind == "consequence" or bool(_VICTIM.search(event.text))
 
-    def is_quiet(self, event: Event) -> bool:
+    def is_quiet(self, event: LogEvent) -> bool:
         """Whether a line calls itself a warning or less."""
         return bool(_LEVEL.search(event.text[:200]))
 
-    def survived(self, event: Event) -> bool:
+    def survived(self, event: LogEvent) -> bool:
         """Whether the rank continued to train, or the launcher started again, after the line."""
         if event.order < self.attempt_began.get(event.source, -1):
             return True
@@ -399,7 +399,7 @@ class View:
         steps = {(one.signature, one.number("step"), one.line) for one in later if one.signature != "log_row"}
         return len({line for _, _, line in steps}) >= SURVIVED_STEPS and len(later) >= SURVIVED_STEPS
 
-    def is_reported(self, event: Event) -> bool:
+    def is_reported(self, event: LogEvent) -> bool:
         """Whether a line belongs to an exception that Python only reports before it continues."""
         return any(
             trace.event.source == event.source
@@ -423,7 +423,7 @@ class View:
         quiet = set(self.facts.ranks) - spoke
         return tuple(quiet) if len(quiet) == 1 and len(self.facts.ranks) > 2 else ()
 
-    def near(self, trace: Traceback) -> list[Event]:
+    def near(self, trace: Traceback) -> list[LogEvent]:
         """The events within a traceback, its chain, and the lines of its message."""
         events = self._of_rank_in_log.get((trace.event.source, trace.event.rank), [])
         first = bisect_left(events, trace.began, key=lambda event: event.order)
@@ -431,9 +431,9 @@ class View:
         return events[first:last]
 
     @cached_property
-    def _of_rank_in_log(self) -> dict[tuple[str, int | None], list[Event]]:
+    def _of_rank_in_log(self) -> dict[tuple[str, int | None], list[LogEvent]]:
         """The events of each rank in each log, in its order."""
-        grouped: dict[tuple[str, int | None], list[Event]] = {}
+        grouped: dict[tuple[str, int | None], list[LogEvent]] = {}
         for event in sorted(self.facts.events, key=lambda event: event.order):
             grouped.setdefault((event.source, event.rank), []).append(event)
         return grouped
@@ -461,19 +461,19 @@ class View:
         )
 
 
-def ranks_of(events: Iterable[Event]) -> tuple[int, ...]:
+def ranks_of(events: Iterable[LogEvent]) -> tuple[int, ...]:
     """The ranks that these lines are of, ascending."""
     return tuple(sorted({event.rank for event in events if event.rank is not None}))
 
 
-def hosts_of(events: Iterable[Event]) -> tuple[str, ...]:
+def hosts_of(events: Iterable[LogEvent]) -> tuple[str, ...]:
     """The hosts, in order."""
     return tuple(dict.fromkeys(event.who.host for event in events if event.who.host))
 
 
-def first_of_each(events: Sequence[Event], *, limit: int = 8) -> tuple[Event, ...]:
+def first_of_each(events: Sequence[LogEvent], *, limit: int = 8) -> tuple[LogEvent, ...]:
     """The first line of each signature of each rank, in order."""
-    firsts: dict[tuple[str, int | None, str], Event] = {}
+    firsts: dict[tuple[str, int | None, str], LogEvent] = {}
     for event in events:
         firsts.setdefault((event.signature, event.rank, event.source), event)
     return tuple(firsts.values())[:limit]

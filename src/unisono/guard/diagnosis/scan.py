@@ -38,7 +38,7 @@ from unisono.guard.diagnosis.lines import (
     split_pieces,
 )
 from unisono.guard.diagnosis.process_ends import Tracebacks
-from unisono.guard.diagnosis.run_facts import NO_ORIGIN, Event, EventKind, Origin, Traceback
+from unisono.guard.diagnosis.run_facts import NO_ORIGIN, EventKind, LogEvent, Origin, Traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,10 @@ class Scanned:
     lines: int = 0
     bytes: int = 0
     who: Origin = field(default_factory=Origin)
-    events: list[Event] = field(default_factory=list)
+    events: list[LogEvent] = field(default_factory=list)
     tracebacks: list[Traceback] = field(default_factory=list)
-    head: list[Event] = field(default_factory=list)
-    tail: list[Event] = field(default_factory=list)
+    head: list[LogEvent] = field(default_factory=list)
+    tail: list[LogEvent] = field(default_factory=list)
 
 
 def scan(name: str, stream: BinaryIO) -> Scanned:
@@ -129,10 +129,10 @@ class _Kept:
     """The first and the last events of one kind."""
 
     def __init__(self) -> None:
-        self.first: list[Callable[[], Event]] = []
-        self.last: deque[Callable[[], Event]] = deque(maxlen=LAST_KEPT)
+        self.first: list[Callable[[], LogEvent]] = []
+        self.last: deque[Callable[[], LogEvent]] = deque(maxlen=LAST_KEPT)
 
-    def add(self, event: Callable[[], Event]) -> None:
+    def add(self, event: Callable[[], LogEvent]) -> None:
         """Takes one; it is made once it is known to stay."""
         (self.first if len(self.first) < FIRST_KEPT else self.last).append(event)
 
@@ -204,7 +204,7 @@ class _LogScanner:
         self._year = next((year for text in lines if (year := find_year(text))), None)
         self._out.head = self._edge(b"\n".join(head), 1, 0)[:EDGE_LINES]
 
-    def _edge(self, data: bytes, line: int, offset: int) -> list[Event]:
+    def _edge(self, data: bytes, line: int, offset: int) -> list[LogEvent]:
         events = []
         for raw in data.split(b"\n"):
             for piece, order in _pieces(raw, offset, self._wrapping):
@@ -296,12 +296,12 @@ class _LogScanner:
         *,
         year: int | None,
         around: str = "",
-    ) -> Event:
+    ) -> LogEvent:
         """The event of a line; its time may be in what is `around` it."""
         time = find_time(piece, year=year)
         if time is None and around:
             time = find_time(around, year=year)
-        return Event(self._name, line, order, signature, kind, cause, shown(piece), who, time, fields)
+        return LogEvent(self._name, line, order, signature, kind, cause, shown(piece), who, time, fields)
 
 
 def _segments(

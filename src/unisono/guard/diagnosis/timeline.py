@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.text import one_line
-from unisono.guard.diagnosis.run_facts import Event, RunFacts
+from unisono.guard.diagnosis.run_facts import LogEvent, RunFacts
 
 MOST_ROWS = 32
 LEAST_WIDTH = 40
@@ -39,7 +39,7 @@ class _Row:
     label: str
     host: str = ""
     rank: int | None = None
-    events: list[tuple[float, Event]] = field(default_factory=list)
+    events: list[tuple[float, LogEvent]] = field(default_factory=list)
 
     @property
     def marks(self) -> int:
@@ -75,11 +75,11 @@ def draw(
     return [*lines, *(one_line(note, limit=width) for note in notes), *_wrapped(LEGEND, width)]
 
 
-def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
+def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, LogEvent]]]:
     """All events with their places: times, where logs have them, else how far down their log they
     are (0 to 1).
     """
-    by_source: dict[str, dict[int, Event]] = defaultdict(dict)
+    by_source: dict[str, dict[int, LogEvent]] = defaultdict(dict)
     for event in facts.events:
         by_source[event.source][event.order] = event
     for source in facts.sources.values():
@@ -94,7 +94,7 @@ def _placed(facts: RunFacts) -> tuple[bool, list[tuple[float, Event]]]:
     return timed, timeline
 
 
-def _with_times(ordered: Sequence[Event]) -> list[tuple[float, Event]]:
+def _with_times(ordered: Sequence[LogEvent]) -> list[tuple[float, LogEvent]]:
     """A line without a time is as late as the last one above it that has one; the first ones as the
     next one below.
     """
@@ -107,7 +107,7 @@ def _with_times(ordered: Sequence[Event]) -> list[tuple[float, Event]]:
     ]
 
 
-def _rows(facts: RunFacts, placed: Iterable[tuple[float, Event]]) -> list[_Row]:
+def _rows(facts: RunFacts, placed: Iterable[tuple[float, LogEvent]]) -> list[_Row]:
     rows: dict[int | str, _Row] = {}
     for number, rank_facts in sorted(facts.ranks.items()):
         rows[number] = _Row(_label(f"rank {number}", rank_facts.host), rank_facts.host or "", number)

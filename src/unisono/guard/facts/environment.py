@@ -384,13 +384,14 @@ def check_hub_answers() -> None:
 
     It joins them to paths of its cache as they are (2.4), so that a hub could write anywhere.
     """
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils._http import default_client_factory
+    from huggingface_hub import get_session, set_client_factory
+
+    first: Any = get_session()
+    hooks = {"request": first.event_hooks["request"], "response": [_refuse_paths]}
 
     def make_client() -> Any:
-        client = default_client_factory()
-        client.event_hooks["response"].append(_refuse_paths)
-        return client
+        settings = {"follow_redirects": first.follow_redirects, "timeout": first.timeout}
+        return type(first)(event_hooks=hooks, **settings)
 
     set_client_factory(make_client)
 

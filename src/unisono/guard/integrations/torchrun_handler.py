@@ -3,6 +3,7 @@ all nodes, and returns torch's store.
 """
 
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -279,24 +280,24 @@ def launcher_nproc() -> int | None:
     """Number of ranks that the launcher is about to start on this node, whose call is on the stack;
     None if unknown.
     """
-    return _of_config("nproc_per_node", sys._getframe(1))  # noqa: SLF001 - see above
+    return _of_config("nproc_per_node", inspect.currentframe())
 
 
 def launcher_restarts() -> int | None:
     """Number of restarts of the launcher; None if unknown."""
-    return _of_config("max_restarts", sys._getframe(1))  # noqa: SLF001 - see above
+    return _of_config("max_restarts", inspect.currentframe())
 
 
 def launcher_node_rank() -> int | None:
     """The node rank from torchrun's `--node-rank` or PET_NODE_RANK; None if torchrun's command was
     not used.
     """
-    args = _local_of(sys._getframe(1), _RUN, "run", "args")  # noqa: SLF001 - see above
+    args = _local_of(inspect.currentframe(), _RUN, "run", "args")
     rank = getattr(args, "node_rank", None)
     return rank if isinstance(rank, int) else None
 
 
-def _of_config(name: str, frame: FrameType) -> int | None:
+def _of_config(name: str, frame: FrameType | None) -> int | None:
     value = getattr(_local_of(frame, _LAUNCHER, "launch_agent", "config"), name, None)
     return value if isinstance(value, int) else None
 

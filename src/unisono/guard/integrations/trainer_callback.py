@@ -354,8 +354,8 @@ def find_world() -> World | None:
     size = distributed.get_world_size()
     if size < 2:
         return None
-    # torch has no public name for the store that init_process_group has made; a test notices if
-    # this one goes.
+    # The store that init_process_group has made. torch 2.13 has a public `get_group_store`, but not
+    # each earlier torch that such programs have. A test notices if this name goes.
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
     return World(distributed.get_rank(), size, store)
 

@@ -166,7 +166,7 @@ def _key(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class LauncherSettings:
     """The job by arguments and, where an argument is missing, environment; None: not set.
 
     Attributes:
@@ -183,10 +183,10 @@ class Job:
     restarts: Setting | None = None
 
 
-def read_job(command: Command, variables: Mapping[str, str]) -> Job:
+def read_job(command: Command, variables: Mapping[str, str]) -> LauncherSettings:
     """The job that a command describes."""
     reader = _READERS.get(command.kind)
-    job = reader(command) if reader else Job()
+    job = reader(command) if reader else LauncherSettings()
     torch = command.kind in ("torchrun", "python", "other", "llamafactory")
     pet = dict(_from(variables, "PET_" if torch else ""))
     plain = dict(_from(variables, ""))
@@ -201,7 +201,7 @@ def read_job(command: Command, variables: Mapping[str, str]) -> Job:
     endpoint = pet.get("RDZV_ENDPOINT") if torch else None
     host, port = _split(endpoint)
     backend = job.backend or (pet.get("RDZV_BACKEND") if torch else None)
-    return Job(
+    return LauncherSettings(
         nodes=first(job.nodes, "NNODES"),
         node_rank=first(job.node_rank, "NODE_RANK"),
         nproc=first(job.nproc, "NPROC_PER_NODE"),
@@ -231,15 +231,15 @@ def _split(endpoint: Setting | None) -> tuple[Setting | None, Setting | None]:
     return Setting(host, endpoint.origin) if host else None, Setting(port, endpoint.origin) if port else None
 
 
-def _torchrun(command: Command) -> Job:
+def _torchrun(command: Command) -> LauncherSettings:
     host, port = _split(command.option("rdzv_endpoint"))
     if "standalone" in command.options:
-        return Job(
+        return LauncherSettings(
             nodes=Setting("1", "--standalone"),
             nproc=command.option("nproc_per_node"),
             restarts=command.option("max_restarts"),
         )
-    return Job(
+    return LauncherSettings(
         nodes=command.option("nnodes"),
         node_rank=command.option("node_rank"),
         nproc=command.option("nproc_per_node"),
@@ -250,7 +250,7 @@ def _torchrun(command: Command) -> Job:
     )
 
 
-def _accelerate(command: Command) -> Job:
+def _accelerate(command: Command) -> LauncherSettings:
     nodes, together = command.option("num_machines"), command.option("num_processes")
     nproc = together
     if (
@@ -261,7 +261,7 @@ def _accelerate(command: Command) -> Job:
         and int(nodes.text)
     ):
         nproc = Setting(str(int(together.text) // int(nodes.text)), f"{together.origin} / {nodes.origin}")
-    return Job(
+    return LauncherSettings(
         nodes=nodes,
         node_rank=command.option("machine_rank"),
         nproc=nproc,
@@ -272,8 +272,8 @@ def _accelerate(command: Command) -> Job:
     )
 
 
-def _deepspeed(command: Command) -> Job:
-    return Job(
+def _deepspeed(command: Command) -> LauncherSettings:
+    return LauncherSettings(
         nodes=command.option("num_nodes"),
         node_rank=command.option("node_rank"),
         nproc=command.option("num_gpus", "num_accelerators"),
@@ -282,7 +282,7 @@ def _deepspeed(command: Command) -> Job:
     )
 
 
-_READERS: dict[Kind, Callable[[Command], Job]] = {
+_READERS: dict[Kind, Callable[[Command], LauncherSettings]] = {
     "torchrun": _torchrun,
     "accelerate": _accelerate,
     "deepspeed": _deepspeed,

@@ -22,7 +22,7 @@ from unisono.guard.places.topology import (
     parse_hosts,
     read_topology,
 )
-from unisono.guard.programs.launcher_facts import Command, Job, Setting, read_job
+from unisono.guard.programs.launcher_facts import Command, LauncherSettings, Setting, read_job
 from unisono.guard.programs.program_end import GRACE_S
 
 _VARIABLES = {"nodes": "NNODES", "node_rank": "NODE_RANK", "nproc": "NPROC_PER_NODE", "head": "MASTER_ADDR"}
@@ -113,7 +113,7 @@ class RunShape:
 
     topology: Topology
     command: Command
-    job: Job
+    job: LauncherSettings
     own_rendezvous: bool
     notes: tuple[str, ...] = field(default=())
 
@@ -179,11 +179,11 @@ def _origin_shown(origin: str, origins: Mapping[str, str]) -> str:
     return ", ".join(origins.get(name, name) for name in origin.split(", "))
 
 
-def _is_automatic(job: Job, request: RunRequest) -> bool:
+def _is_automatic(job: LauncherSettings, request: RunRequest) -> bool:
     return request.nproc is None and job.nproc is not None and not job.nproc.text.isdigit()
 
 
-def _merged(job: Job) -> tuple[dict[str, str], dict[str, str]]:
+def _merged(job: LauncherSettings) -> tuple[dict[str, str], dict[str, str]]:
     """The program's values under the names that read_topology knows, and their real origins."""
     values = {
         "NNODES": job.nodes,
@@ -211,7 +211,7 @@ def _in_its_words(problem: Problem, origins: Mapping[str, str]) -> Problem:
     return Problem(**texts)
 
 
-def _refuse_contradictions(request: RunRequest, job: Job, variables: Mapping[str, str]) -> None:
+def _refuse_contradictions(request: RunRequest, job: LauncherSettings, variables: Mapping[str, str]) -> None:
     """Refuses an option of ours that contradicts the program's argument.
 
     Variables have lower priority than both.
@@ -258,7 +258,7 @@ def refuse_launcher(request: RunRequest) -> None:
 
 
 def _refuse_other_hosts(
-    request: RunRequest, job: Job, topology: Topology, variables: Mapping[str, str]
+    request: RunRequest, job: LauncherSettings, topology: Topology, variables: Mapping[str, str]
 ) -> None:
     """Refuses arguments of the program that conflict with `--hosts`, where one command line is for
     all nodes.
@@ -289,7 +289,7 @@ def _is_same(value: str, program_value: str) -> bool:
     )
 
 
-def _refuse_elastic(request: RunRequest, job: Job) -> None:
+def _refuse_elastic(request: RunRequest, job: LauncherSettings) -> None:
     """Refuses a range of nodes: a job whose number of nodes may change cannot be compared."""
     for text, origin in (
         (request.nodes, "--nodes"),
@@ -306,7 +306,7 @@ def _refuse_elastic(request: RunRequest, job: Job) -> None:
 
 
 def _ports(
-    request: RunRequest, job: Job, topology: Topology, *, starts_ranks: bool
+    request: RunRequest, job: LauncherSettings, topology: Topology, *, starts_ranks: bool
 ) -> tuple[Topology, tuple[str, ...]]:
     """Chooses the port of the control channel: the head's, or the next one if the program listens
     there.

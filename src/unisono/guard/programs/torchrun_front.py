@@ -25,7 +25,7 @@ from unisono.guard.facts import Probes, no_gpus, read_environment, read_machine,
 from unisono.guard.integrations.border import Guard
 from unisono.guard.places.ranks import NodePlace
 from unisono.guard.places.topology import Topology
-from unisono.guard.programs.launcher_facts import Job, read_command
+from unisono.guard.programs.launcher_facts import LauncherSettings, read_command
 from unisono.guard.programs.local_program import LocalProgram
 from unisono.guard.programs.member_program import MemberProgram
 from unisono.guard.programs.program_end import SignalQueue
@@ -87,7 +87,7 @@ class _TorchrunFront:
             join_timeout_s=float(settings["wait_s"]),
             command="torchrun --rdzv-backend unisono",
         )
-        shape = RunShape(topology, read_command(words), Job(), own_rendezvous=False)
+        shape = RunShape(topology, read_command(words), LauncherSettings(), own_rendezvous=False)
         return cls(
             shape, RunRequest(words, uneven=bool(settings["uneven"])), party, f"by-hand-{settings['pid']}"
         )

@@ -16,7 +16,7 @@ from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.membership import wrong_token
 from unisono.guard.agree.reports import NodeReport, name_node, plain_host
 from unisono.guard.control.channel_ends import HeadServer
-from unisono.guard.control.connection import Event, FileReceived, Joined, Left, NodeMessage, Rejected
+from unisono.guard.control.connection import ChannelEvent, FileReceived, Joined, Left, NodeMessage, Rejected
 from unisono.guard.rendezvous import meeting_rules
 from unisono.guard.rendezvous.head_address import listening_address
 from unisono.guard.rendezvous.meeting_rules import RollCall, disagreement, end_message
@@ -320,7 +320,7 @@ class Meeting:
         if self._record is not None:
             self._record(self.reports, self.agreement)
 
-    def _handle_event(self, event: Event) -> None:
+    def _handle_event(self, event: ChannelEvent) -> None:
         if not isinstance(event, NodeMessage) or event.message.get("kind") in ("refused", "stop"):
             # Counted from the last join or leave, not from the last report: files may be large. For
             # a silent node, from its last sign of life.

@@ -349,7 +349,7 @@ class _DirectRendering:
         from transformers.utils import chat_template_utils
 
         text = self._tokenizer.get_chat_template(self._text)
-        compiled = chat_template_utils._compile_jinja_template(text)  # noqa: SLF001 - no public one
+        compiled = chat_template_utils._compile_jinja_template(text)  # noqa: SLF001 - not public in 5.23
         template = object.__new__(type(compiled))
         vars(template).update(vars(compiled), globals=dict(compiled.globals))
         return template, self._tokenizer.special_tokens_map

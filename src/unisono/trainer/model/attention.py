@@ -25,6 +25,11 @@ from unisono.trainer.model.kernels import BLOCK, KEEP_UP_TO, Heads, PackedAttent
 FLAT_ATTENTION = "unisono_flat"
 
 
+def attention_of(base: Any) -> str:
+    """The name of the attention that a model of transformers computes."""
+    return str(base.config._attn_implementation)  # noqa: SLF001 - transformers 5.23 has only a public setter
+
+
 class UnsupportedAttentionError(Exception):
     """The model needs an attention feature that the flat form does not support; padded rows are
     used then.
@@ -266,7 +271,7 @@ def flash(
     H, D), and what the backward pass needs.
     """
     q, k, v = map(_aligned, inputs)
-    results = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - attention.varlen without its autograd
+    results = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - torch 2.13: attention.varlen has it with its own autograd
         q, k, v, *_rows_of(places), 0.0, heads.window is None, False, **_settings_of(heads)
     )  # fmt: skip
     return results[0], [q, k, v, *results[:4]]
@@ -278,7 +283,7 @@ def flash_backward(
     """The gradients of q, k and v."""
     q, k, v, out, sums, state, unused = kept
     with _deterministic():
-        return torch.ops.aten._flash_attention_backward(  # noqa: SLF001
+        return torch.ops.aten._flash_attention_backward(  # noqa: SLF001 - as above
             grad, q, k, v, out, sums, *_rows_of(places), 0.0, heads.window is None, state, unused, **_settings_of(heads)
         )  # fmt: skip
 
@@ -326,7 +331,7 @@ def _deterministic() -> Iterator[None]:
     """Lets the flash kernels add up the gradient of queries in a fixed order, so that a resumed run
     computes the same.
 
-    Not by `torch.use_deterministic_algorithms`, which imports torch's compiler.
+    Not by `torch.use_deterministic_algorithms`, which in torch 2.13 imports the compiler.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -587,7 +592,7 @@ def _probabilities(
 
 
 def _softmax_backward(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - called by torch's softmax
+    return torch._softmax_backward_data(grad, p, -1, p.dtype)  # noqa: SLF001 - torch 2.13: called by its softmax
 
 
 def _spread(tensor: torch.Tensor, kv: int) -> torch.Tensor:

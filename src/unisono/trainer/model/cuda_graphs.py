@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from unisono.base.text import one_line
+from unisono.trainer.model import foreach
 from unisono.trainer.model.attention import Ends, to_device
 
 IGNORED = -1
@@ -111,7 +112,7 @@ class _Replay(torch.autograd.Function):
         assert recorded.graph is not None
         recorded.graph.replay()
         gradients = [gradient for gradient in recorded.gradients if gradient is not None]
-        ctx.gradients = iter(torch._foreach_mul(gradients, 1.0))  # noqa: SLF001 - copies, in few kernels
+        ctx.gradients = iter(foreach.multiply(gradients, 1.0))  # copies
         ctx.reached = [gradient is not None for gradient in recorded.gradients]
         return recorded.loss.clone()
 
@@ -119,7 +120,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the parameters."""
         gradients = list(ctx.gradients)
-        torch._foreach_mul_(gradients, grad)
+        foreach.multiply_(gradients, grad)
         remaining = iter(gradients)
         return None, *(next(remaining) if is_reached else None for is_reached in ctx.reached)
 

@@ -791,7 +791,8 @@ def _is_norm(module: Any, kernels: Any) -> bool:
     # Not with the module's own weight, which may be sharded.
     tried = torch.linspace(0.5, 2, len(weight), device=weight.device).to(weight.dtype)
     twin = copy.copy(module)
-    twin._parameters = {"weight": torch.nn.Parameter(tried, requires_grad=False)}  # noqa: SLF001
+    torch.nn.Module.__init__(twin)  # without the parameters and hooks of the module
+    twin.weight = torch.nn.Parameter(tried, requires_grad=False)
     x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
     if weight.dtype == torch.bfloat16:
         return torch.allclose(kernels.norm(x, tried, eps)[0], type(module).forward(twin, x), rtol=0.02)

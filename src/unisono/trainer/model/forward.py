@@ -28,6 +28,7 @@ from unisono.trainer.model.attention import (
     Ends,
     Merged,
     UnsupportedAttentionError,
+    attention_of,
     merge,
     register,
     shorten_last_layer,
@@ -316,7 +317,7 @@ def choose_forward(
         # transformers 5.20 renamed it, and warns about the old name.
         enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    attention = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+    attention = attention_of(base)
     # The head of a reward model is trained, too; it is computed in float32.
     others = len(list(_score_head(base).parameters())) if loaded.is_reward else 0
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
@@ -481,8 +482,8 @@ def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
     as alone.
     """
     base = forward.loaded.base
-    # A model without this flag does not use the attention interface, and would keep its own
-    # attention.
+    # A model without this flag (transformers 5.23: not public) does not use the attention
+    # interface, and would keep its own attention.
     if not getattr(base, "_supports_attention_backend", False):
         forward.why = "its attention cannot be replaced"
         return

@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from unisono.trainer.model.attention import FLAT_ATTENTION
+from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of
 
 _ROWS = 64  # in a batch: more gain little on CPU, and all wait for the longest answer
 _TOKENS = 65_536  # of prompts and answers in a batch, with padding: limits the cache
@@ -380,7 +380,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     training = [module for module in model.modules() if module.training]
-    attention = base.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+    attention = attention_of(base)
     settings = base.generation_config
     model.eval()
     base.generation_config = GenerationConfig()

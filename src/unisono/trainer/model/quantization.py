@@ -673,10 +673,10 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
         model.set_submodule(name, plain)
     base.hf_quantizer.remove_quantization_config(base)
     # transformers reverses what it did on loading when it saves, and cannot reverse the reading of
-    # packed values.
+    # packed values; 5.23 has no public name for these steps.
     steps = getattr(base, "_weight_conversions", None)
     if steps is not None:
-        base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - no public name
+        base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - 5.23
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
 
 

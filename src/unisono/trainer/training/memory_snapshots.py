@@ -29,6 +29,7 @@ from unisono.guard.facts.limits import available_memory
 from unisono.guard.rundir.records import without_nan
 from unisono.trainer.checkpoint.snapshot import SLOTS, SlotLayout, Slots, TensorEntry, needed_bytes, slot_text
 from unisono.trainer.checkpoint.state import DTYPES, dtype_name
+from unisono.trainer.model import foreach
 from unisono.trainer.training.optim import moments_before_a_step
 from unisono.trainer.training.run import Contents, Run, contents_of, source_values
 from unisono.trainer.training.saver import RankTensor
@@ -250,7 +251,7 @@ class _TensorSlots:
             self._stage.fill()
         writing = self._slots.begin(sequence)
         for block in self._blocks:
-            torch._foreach_copy_(block.targets[writing.number], block.sources)
+            foreach.copy_(block.targets[writing.number], block.sources)
             writing.note(block.end)
         self._slots.commit(writing, step=step, text=text)
 
@@ -289,11 +290,11 @@ class _Stage:
         """Copies all tensors, and waits for the device: the step is kept only once its tensors are
         on the host.
         """
-        torch._foreach_copy_(*self._moved)
+        foreach.copy_(*self._moved)
         self._pinned.copy_(self._flat, non_blocking=True)
         torch.cuda.current_stream(self._flat.device).synchronize()
         if self._copied[0]:
-            torch._foreach_copy_(*self._copied)
+            foreach.copy_(*self._copied)
 
 
 def _contents_after_a_step(run: Run) -> Contents:

@@ -15,6 +15,7 @@ from unisono.trainer.checkpoint.state import refuse_unsaved
 from unisono.trainer.config.optimizers import OPTIMIZERS
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import OptimSection, RunConfig
+from unisono.trainer.model import foreach
 from unisono.trainer.model.kernels import AdamWFigures
 from unisono.trainer.model.layers import kernels_of
 from unisono.trainer.training.sharding import own_part
@@ -357,8 +358,7 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.nn.utils.get_total_norm(gradients)
     norms: list[torch.Tensor] = []
     for block in _blocks(gradients):
-        # torch.nn.utils.get_total_norm uses it, too, but gives the norm of a block.
-        norms += torch._foreach_norm([gradient.float() for gradient in block])  # noqa: SLF001
+        norms += foreach.norms([gradient.float() for gradient in block])
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -391,8 +391,7 @@ def _update(optimizer: torch.optim.Optimizer, factor: torch.Tensor | None) -> No
 
 def _scale(gradients: list[torch.Tensor], factor: torch.Tensor | None) -> None:
     if factor is not None and gradients:
-        # On a GPU a few kernels for all; torch has no public name for it.
-        torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
+        foreach.multiply_([own_part(gradient) for gradient in gradients], factor)
 
 
 def _widen(parameters: Iterable[torch.Tensor]) -> None:

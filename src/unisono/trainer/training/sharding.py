@@ -238,7 +238,9 @@ def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _layers(base: Any) -> list[torch.nn.Module]:
-    """The blocks that transformers does not split over devices; of nested blocks the outer one."""
+    """The blocks that transformers (5.23: by no public name) does not split over devices; of nested
+    blocks the outer one.
+    """
     names = set(getattr(base, "_no_split_modules", None) or ())
     layers: list[torch.nn.Module] = []
     inside: set[torch.nn.Module] = set()

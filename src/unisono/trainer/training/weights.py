@@ -137,7 +137,7 @@ def untied(base: Any) -> Tensors:
     transformers saves them.
     """
     seen: dict[int, str] = {}
-    ignored = set(base._keys_to_ignore_on_save or ())  # noqa: SLF001 - transformers has no public name for it
+    ignored = set(base._keys_to_ignore_on_save or ())  # noqa: SLF001 - not public in transformers 5.23
     return {
         name: tensor.detach()
         for name, tensor in base.state_dict(keep_vars=True).items()

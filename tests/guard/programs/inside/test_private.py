@@ -156,8 +156,16 @@ def test_init_and_destroy_have_the_parameters_that_are_given_and_read() -> None:
     assert dist.HashStore is not None
 
 
-def test_torch_keeps_its_groups_in_the_map_searched_for_destroyed_ones() -> None:
-    assert isinstance(c10d._world.pg_map, dict)
+def test_torch_refuses_to_give_the_backend_of_a_destroyed_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        assert dist.get_backend(group) == "gloo"
+        dist.destroy_process_group(group)
+        with pytest.raises(ValueError, match="not initialized"):
+            dist.get_backend(group)
+    finally:
+        dist.destroy_process_group()
     assert c10d.GroupMember.NON_GROUP_MEMBER is not None
 
 

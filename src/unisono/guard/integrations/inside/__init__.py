@@ -86,7 +86,7 @@ class StepReachability:
         self._calls: _Calls = ()
         self._noted = -_EVERY_S
 
-    def note(self, frame: FrameType) -> None:
+    def note(self, frame: FrameType | None) -> None:
         """Records that a step is made here, at most once per second, since a loop makes steps at
         the same place.
         """
@@ -111,13 +111,12 @@ class StepReachability:
         return None  # it is at the step, or inside it
 
 
-def _calls_of(frame: FrameType) -> _Calls:
+def _calls_of(frame: FrameType | None) -> _Calls:
     calls: list[tuple[CodeType, int]] = []
-    at: FrameType | None = frame
-    while at is not None and len(calls) < _DEEPEST:
-        calls.append((at.f_code, at.f_lasti))
-        at = at.f_back
-    return tuple(reversed(calls)) if at is None else ()
+    while frame is not None and len(calls) < _DEEPEST:
+        calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(calls)) if frame is None else ()
 
 
 def leads(code: CodeType, start: int, end: int) -> bool:

@@ -117,7 +117,7 @@ def _row_identity(data: Any, deep: int) -> Iterator[Any]:
     elif isinstance(tensors := getattr(data, "tensors", None), tuple):
         yield [_rows_of(tensor) for tensor in tensors]
     elif hasattr(data, "_indices") and hasattr(data, "column_names"):
-        table = data._indices  # noqa: SLF001 - of the library datasets; a test notices if it goes
+        table = data._indices  # noqa: SLF001 - of datasets 5.2; a test notices if it goes
         if table is not None:
             yield table.column(0).slice(0, _MOST_INDICES).to_pylist()
         # `map` after a split leaves no indices, and `filter` makes new ones, the same on all ranks:
@@ -169,7 +169,8 @@ def hook_loaders(module: ModuleType) -> None:
         return original(self)
 
     loader.__iter__ = iterate
-    # The iterator of all torch loaders; it has no public name, and a test fails if it changes.
+    # The iterator of all torch loaders; it has no public name in torch 2.13, and a test
+    # fails if it changes.
     of_batches = getattr(module, "_BaseDataLoaderIter", None)
     if of_batches is not None:
         of_batches.__next__ = _reading(of_batches.__next__, at)

@@ -161,9 +161,7 @@ def device_uuid() -> str:
 
 
 _KEPT = ("_bootstrap_store_info", "_shared_tcp_store_server")
-"""Attributes that DynamicRendezvousHandler keeps from the first start; a test fails if they are
-removed.
-"""
+"""What DynamicRendezvousHandler (torch 2.13) keeps of the first start; a test fails if it goes."""
 
 
 def hook_rendezvous(module: ModuleType) -> None:
@@ -288,9 +286,10 @@ def _is_gone(group: Any, module: ModuleType) -> bool:
     """Whether a group was destroyed, or never created. torch handles groups without this rank."""
     if group is None:
         return not module.is_initialized()
-    # torch itself looks there; a test notices if it goes.
-    members = module._world.pg_map  # noqa: SLF001
-    return group != module.GroupMember.NON_GROUP_MEMBER and members.get(group) is None
+    try:
+        return group != module.GroupMember.NON_GROUP_MEMBER and not module.get_backend(group)
+    except (ValueError, AssertionError):  # earlier torch asserts it
+        return True
 
 
 def _world_size(given: Mapping[str, Any], environment: Mapping[str, str]) -> int | None:

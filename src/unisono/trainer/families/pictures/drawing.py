@@ -114,7 +114,7 @@ def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lamb
 
     def watch(pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         if on_step(step + 1):
-            pipe._interrupt = True  # noqa: SLF001 - how diffusers documents it
+            pipe._interrupt = True  # noqa: SLF001 - as diffusers 0.42 documents it
         return values
 
     with quiet(), torch.no_grad():
