@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.checkpoint.states import load_state
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter, read_metrics
@@ -27,7 +28,6 @@ from unisono.trainer.checkpoint.snapshot import (
     needed_bytes,
     slot_text,
 )
-from unisono.trainer.checkpoint.state import load_state
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan

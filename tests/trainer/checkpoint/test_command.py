@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import xxhash
@@ -24,6 +24,9 @@ from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.checkpoint.writer import TensorPart, write_tensor_file
+
+if TYPE_CHECKING:
+    from unisono.trainer.checkpoint.retention import CheckpointRow
 
 Save = Callable[..., Path]
 
@@ -81,11 +84,12 @@ def test_a_listing_for_people_has_a_line_for_each(run: RunDir) -> None:
 
 
 def test_a_table_reports_age_state_and_who_holds_it() -> None:
-    row = {
-        "step": 7, "bytes": 1_500_000, "created": "2026-01-01T00:00:00+00:00", "verified_at": "2026-01-03T11:30:00+00:00",
+    row: CheckpointRow = {
+        "step": 7, "path": "", "bytes": 1_500_000, "created": "2026-01-01T00:00:00+00:00", "verified_at": "2026-01-03T11:30:00+00:00",
         "read_again": True, "intact": True, "foreign": True, "best": True, "for_ever": True, "holder": "a", "writers": ["a", "b", "c"],
     }  # fmt: skip
-    damaged = row | {
+    damaged: CheckpointRow = {
+        **row,
         "bytes": None,
         "created": None,
         "verified_at": None,

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.trainer.checkpoint.states import part_of
 from unisono.base.errors import IntegrityError
-from unisono.trainer.checkpoint.state import CheckpointReader, bytes_of, dtype_name, part_of
+from unisono.trainer.checkpoint.state import CheckpointReader, bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import (
     STATE,
     TensorPart,

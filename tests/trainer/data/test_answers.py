@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import DataError
-from unisono.trainer.data import Conversation, RowError
+from unisono.trainer.data import Conversation, Message, RowError, ToolCall
 from unisono.trainer.data.answer_spans import _by_marks, _by_prefixes
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.token_table import Encoded
@@ -25,7 +25,7 @@ TEMPLATES = [
 ]  # fmt: skip
 
 
-def turns(*contents: str) -> list[dict[str, Any]]:
+def turns(*contents: str) -> list[Message]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
@@ -33,13 +33,13 @@ def make_encoder(directory: Path, **settings: Any) -> Encoder:
     return Encoder(load_tokenizer(directory, trust_remote_code=False), directory=directory, **settings)
 
 
-def encode(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Encoded:
+def encode(encoder: Encoder, messages: list[Message], tools: list[Any] | None = None) -> Encoded:
     (encoded,) = encoder.encode([Conversation(messages, tools)])
     assert isinstance(encoded, Encoded), encoded
     return encoded
 
 
-def refusal(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+def refusal(encoder: Encoder, messages: list[Message], tools: list[Any] | None = None) -> str:
     (encoded,) = encoder.encode([Conversation(messages, tools)])
     assert isinstance(encoded, RowError)
     return str(encoded)
@@ -196,8 +196,8 @@ def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: Tokenize
             },
         }
     ]
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
-    messages: list[dict[str, Any]] = [
+    call: ToolCall = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Łódź"}}}
+    messages: list[Message] = [
         {"role": "user", "content": "weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "12 °C"},
@@ -215,8 +215,8 @@ def test_tool_calls_are_answers_and_tool_results_are_not(tokenizer_dir: Tokenize
 
 def test_what_a_template_would_leave_out_is_refused(tokenizer_dir: TokenizerDir) -> None:
     encoder = make_encoder(tokenizer_dir("turns", eos="<end_of_turn>"))
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages: list[dict[str, Any]] = [
+    call: ToolCall = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages: list[Message] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
@@ -235,7 +235,7 @@ def test_a_message_of_weight_0_is_not_trained(tokenizer_dir: TokenizerDir) -> No
 
 @pytest.mark.parametrize("messages", [turns("hello"), turns("hello", ""), turns("hello", " \n")])
 def test_a_conversation_without_an_answer_is_refused(
-    tokenizer_dir: TokenizerDir, messages: list[dict[str, Any]]
+    tokenizer_dir: TokenizerDir, messages: list[Message]
 ) -> None:
     assert "answer" in refusal(make_encoder(tokenizer_dir("chatml_tools")), messages)
 

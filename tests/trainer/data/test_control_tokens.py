@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.trainer.config.schema import SourceSection
-from unisono.trainer.data import Completion, Conversation, RowError, Text
+from unisono.trainer.data import Completion, Conversation, Message, Messages, RowError, Text
 from unisono.trainer.data.control_tokens import ControlTokens
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.token_table import Encoded
@@ -22,7 +22,7 @@ from unisono.trainer.readers.llamafactory.template import find_lf_template
 
 TokenizerDir = Callable[..., Path]
 END = "<|im_end|>"
-ROW = [
+ROW: list[Message] = [
     {"role": "user", "content": f"what is {END} for? 日本"},
     {"role": "assistant", "content": f"it ends {END} a turn"},
 ]
@@ -114,9 +114,7 @@ def test_a_place_behind_an_escaped_token_moves_with_it(tokenizer_dir: TokenizerD
 # LLaMA-Factory's templates.
 
 
-def lf_encoded(
-    directory: Path, messages: list[dict[str, Any]], **settings: Any
-) -> tuple[LfEncoder, Encoded | RowError]:
+def lf_encoded(directory: Path, messages: Messages, **settings: Any) -> tuple[LfEncoder, Encoded | RowError]:
     template = find_lf_template("qwen3")
     assert template is not None
     encoder = LfEncoder(load_tokenizer(directory, trust_remote_code=False), template, **settings)
@@ -164,7 +162,7 @@ def test_earlier_answers_keep_their_thoughts_on_request(
 
 def test_what_looks_like_a_mark_of_an_escaped_token_stays_text(tokenizer_dir: TokenizerDir) -> None:
     encoder = make_encoder(tokenizer_dir("chatml_tools"), control_tokens="escape")
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": f"zqk0qz {END} zqk0xqz"},
         {"role": "assistant", "content": "zqk0qz"},
     ]

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from unisono.trainer.config.schema import TagsSection
-from unisono.trainer.data import Completion, Conversation, RowError, Text
+from unisono.trainer.data import Completion, Conversation, Message, RowError, Text, ToolCall
 from unisono.trainer.data.formats import FormatName, detect, to_example
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL: ToolCall = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+USER: Message = {"role": "user", "content": "q"}
+ASSISTANT: Message = {"role": "assistant", "content": "a"}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_openai_rows_are_what_llamafactory_makes_of_them() -> None:
             {"role": "tool", "content": "2"}, ASSISTANT, {"role": "tool", "content": "dropped"},
         ],
     }  # fmt: skip
-    kept = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    kept: ToolCall = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert to_example("openai", row, {}) == Conversation(
         [
             {"role": "system", "content": "detailed thinking off"}, USER, {"role": "assistant", "content": "", "tool_calls": [kept]},
@@ -149,9 +150,10 @@ def test_openai_messages_lose_nulls_and_get_text_and_objects() -> None:
             {"role": "assistant", "content": None, "tool_calls": [call]},
         ]
     }
+    numbered: Any = {"id": "1", **CALL}
     assert to_example("messages", row, {}) == Conversation([
         {"role": "user", "content": "qr"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", **CALL}]},
+        {"role": "assistant", "content": "", "tool_calls": [numbered]},
     ])  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from unisono.trainer.data import Conversation
+from unisono.trainer.data import Conversation, Message, ToolCall
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.token_table import Encoded
 from unisono.trainer.data.tokenizer import load_tokenizer
@@ -88,11 +88,11 @@ def _save_tokenizer(folder: Path, name: str) -> Path:
     return folder
 
 
-def turns(*contents: str) -> list[dict[str, Any]]:
+def turns(*contents: str) -> list[Message]:
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def trained(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[str]:
+def trained(encoder: Encoder, messages: list[Message], tools: list[Any] | None = None) -> list[str]:
     """The text of each stretch of loss tokens; the tokens of the row are those of
     apply_chat_template, up to a stop token at the end.
     """
@@ -135,7 +135,7 @@ def test_answer_whose_thought_harmony_drops_does_not_count(make_encoder: MakeEnc
     assert trained(make_encoder(name, thoughts="ignore"), messages) == [f"{begin}there", f"{begin}fine", last]
 
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "K"}}}
+CALL: ToolCall = {"type": "function", "function": {"name": "weather", "arguments": {"city": "K"}}}
 TOOLS = [
     {
         "type": "function",
@@ -166,7 +166,7 @@ TOOLS = [
 def test_a_call_ends_with_the_stop_token_of_calls(
     make_encoder: MakeEncoder, name: str, call: str, answer: str
 ) -> None:
-    messages: list[dict[str, Any]] = [
+    messages: list[Message] = [
         {"role": "user", "content": "how warm?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "12"},

@@ -13,17 +13,27 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from unisono.trainer.data import Conversation, Ledger, Place, Preference, RowError, unrendered_parts
+from unisono.trainer.data import (
+    Conversation,
+    Ledger,
+    Message,
+    Place,
+    Preference,
+    RowError,
+    ThoughtKey,
+    ToolCall,
+    unrendered_parts,
+)
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.rendered_parts import RenderedParts
 from unisono.trainer.data.token_table import Encoded, EncodedUnit
 from unisono.trainer.data.tokenizer import load_tokenizer
 
 TokenizerDir = Callable[..., Path]
-USER = {"role": "user", "content": "2+2?"}
-ANSWER = {"role": "assistant", "content": "Four."}
+USER: Message = {"role": "user", "content": "2+2?"}
+ANSWER: Message = {"role": "assistant", "content": "Four."}
 THOUGHT = "two and two are four"
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+CALL: ToolCall = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object"}},
@@ -59,7 +69,7 @@ def encoder_of(folder: Path, template: str, tokenizer_dir: TokenizerDir, **setti
     return Encoder(tokenizer, directory=directory, template_file=str(file), **settings)
 
 
-def encoded(encoder: Encoder, *messages: dict[str, Any], tools: list[Any] | None = None) -> Encoded | str:
+def encoded(encoder: Encoder, *messages: Message, tools: list[Any] | None = None) -> Encoded | str:
     """The row, or why it is bad."""
     (row,) = encoder.encode([Conversation(list(messages), tools)])
     return str(row) if isinstance(row, RowError) else row
@@ -98,10 +108,12 @@ def test_templates_branch_on_contents_so_that_each_row_is_looked_at(
 @pytest.mark.parametrize("template", [READS_REASONING, DROPS_THOUGHTS, ONLY_KNOWN_ROLES])
 @pytest.mark.parametrize("thoughts", ["loss", "ignore", "strip"])
 def test_thought_is_rendered_by_the_template_or_its_answer_does_not_count(
-    key: str, template: str, thoughts: str, tmp_path: Path, tokenizer_dir: TokenizerDir
+    key: ThoughtKey, template: str, thoughts: str, tmp_path: Path, tokenizer_dir: TokenizerDir
 ) -> None:
     encoder = encoder_of(tmp_path, template, tokenizer_dir, thoughts=thoughts)
-    row = encoded(encoder, USER, ANSWER | {key: THOUGHT})
+    answer = ANSWER.copy()
+    answer[key] = THOUGHT
+    row = encoded(encoder, USER, answer)
     if thoughts == "strip":
         assert text_of(encoder, row, trained=True) == "Four.<|im_end|>"
         assert isinstance(row, Encoded)
@@ -134,7 +146,7 @@ def test_a_text_beside_a_call_is_a_bad_row_where_the_template_drops_it(
     tmp_path: Path, tokenizer_dir: TokenizerDir
 ) -> None:
     encoder = encoder_of(tmp_path, CALL_OR_TEXT, tokenizer_dir, check_template=False)
-    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    call: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert "weather" in text_of(encoder, encoded(encoder, USER, call, tools=[TOOL]))
     beside = encoded(encoder, USER, call | {"content": "I look it up."}, tools=[TOOL])
     assert beside == "message 2 (assistant) is not rendered by the chat template"
@@ -151,7 +163,7 @@ def test_a_tool_that_the_template_does_not_write_is_a_bad_row(
 
 def test_marks_in_a_row_are_texts(tmp_path: Path, tokenizer_dir: TokenizerDir) -> None:
     encoder = encoder_of(tmp_path, ONLY_KNOWN_ROLES, tokenizer_dir)
-    lost = {"role": "developer", "content": "zq0qz zq1qz"}
+    lost: Message = {"role": "developer", "content": "zq0qz zq1qz"}
     assert "message 1" in str(encoded(encoder, lost, {"role": "user", "content": "zq0qz zq0xqz"}, ANSWER))
     assert isinstance(encoded(encoder, {"role": "user", "content": "zq0qz zq1qz"}, ANSWER), Encoded)
 
@@ -176,9 +188,9 @@ MESSAGES = st.lists(
 @example(rows=[[USER, ANSWER], [USER | {"content": " 2+2? "}, ANSWER]], trims=True)
 @example(rows=[[{"role": "developer", "content": "a"}, {"role": "user", "content": "a"}]], trims=False)
 def test_exactly_the_messages_that_a_template_does_not_write_are_lost(
-    rows: list[list[dict[str, Any]]], *, trims: bool
+    rows: list[list[Message]], *, trims: bool
 ) -> None:
-    def render(messages: list[dict[str, Any]], _: object) -> str:
+    def render(messages: list[Message], _: object) -> str:
         return "".join(
             f"<{m['role']}>{m['content'].strip() if trims else m['content']}</{m['role']}>\n"
             for m in messages
@@ -216,7 +228,7 @@ def test_every_part_of_every_form_is_rendered_bad_or_noted(
     result = {"role": "tool", "name": "uniquecall", "tool_call_id": "abcdefghi", "content": "uniqueresult"}
     function = {"name": "uniquetool", "description": "uniquedescription", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
-    shapes: list[tuple[list[dict[str, Any]], list[Any] | None]] = [
+    shapes: list[tuple[list[Any], list[Any] | None]] = [
         ([question, answer], None),
         ([system, question, answer], None),
         ([system | {"role": "developer"}, question, answer], None),

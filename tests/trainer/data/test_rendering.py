@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from tests import front_server
 from unisono.base.errors import DataError, Problem
-from unisono.trainer.data import Conversation, RowError, template
+from unisono.trainer.data import Conversation, Message, Messages, RowError, template
 from unisono.trainer.data.encode import Encoder
 from unisono.trainer.data.template import ChatTemplate, choose_template
 from unisono.trainer.data.tokenizer import load_tokenizer
 
-TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
+TALK: list[Message] = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]
 DOUBLING = (
     "{% set ns = namespace(a=[], b=[]) %}\n"
     "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}\n"
@@ -178,7 +178,7 @@ class _Through(ChatTemplate):
     _direct = None
 
 
-def outcome(rendering: ChatTemplate, messages: list[dict[str, Any]], *, prompt: bool) -> Any:
+def outcome(rendering: ChatTemplate, messages: Messages, *, prompt: bool) -> Any:
     try:
         return rendering.render(messages, prompt=prompt)
     except RowError as error:

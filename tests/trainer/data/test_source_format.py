@@ -11,12 +11,13 @@ import yaml
 
 from unisono.base.errors import DataError, Problem
 from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
-from unisono.trainer.data import Completion, Conversation, Place, Preference, RawRow
+from unisono.trainer.data import Completion, Conversation, Message, Place, Preference, RawRow
 from unisono.trainer.data.formats import to_example
 from unisono.trainer.data.preference_rows import read_preference
 from unisono.trainer.data.source_format import USUAL_NAMES, propose, settle_format
 
-Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+Q: Message = {"role": "user", "content": "q"}
+A: Message = {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
 EARLIER = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
 
@@ -35,7 +36,7 @@ def refusal(row: dict[str, Any], objective: str = "sft", key: str = "data.train"
     return caught.value.problems[0]
 
 
-def conversation(row: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+def conversation(row: dict[str, Any], **settings: Any) -> list[Message]:
     """The messages of a row that is read without a format."""
     found = settle_format(section(**settings), first(row), objective="sft", key="data.train")
     example = to_example(found.name, row, found.section.columns)

@@ -28,7 +28,7 @@ def find(tmp_path: Path, train: Any, **more: Any) -> list[RowSource]:
     return find_sources(DataSection.model_validate({"train": train, **more}), cache_dir=tmp_path / "cache")
 
 
-def texts(source: RowSource) -> list[str]:
+def texts(source: RowSource) -> list[object]:
     rows = [row for file in source.files for row in read_rows(file)]
     return [row.value["text"] for row in rows if isinstance(row, RawRow)]
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unisono.base.errors import Problem
     from unisono.guard.rundir import RunDir
     from unisono.jobs.runs.replay import Replayed
+    from unisono.trainer.checkpoint.retention import CheckpointRow
     from unisono.trainer.checkpoint.store import CheckpointStore
     from unisono.trainer.checkpoint.verify import Damage, ModelCheck, VerificationResult
 
@@ -430,7 +431,7 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     return CheckpointStore(files.checkpoints, key=key), key
 
 
-def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[str]:
+def table(rows: "list[CheckpointRow]", *, now: datetime | None = None) -> list[str]:
     """The rows in columns, under a line of titles.
 
     Args:
@@ -462,7 +463,7 @@ def table(rows: list[dict[str, Any]], *, now: datetime | None = None) -> list[st
     ]
 
 
-def _kept(row: dict[str, Any]) -> str:
+def _kept(row: "CheckpointRow") -> str:
     marks = [("best", row["best"]), ("permanent", row["for_ever"])]
     return ", ".join(name for name, is_so in marks if is_so)
 

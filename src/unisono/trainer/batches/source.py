@@ -127,7 +127,7 @@ class BatchSource(ABC):
         back.
         """
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, object]:
         """What a resume needs beyond the number of steps done, after a step; the same on all
         ranks.
 

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -92,7 +92,7 @@ class Vouched(BaseModel):
 
     def _body(self, *without: str) -> bytes:
         """Canonical JSON: sorted keys, no whitespace, ASCII."""
-        body: dict[str, Any] = self.model_dump(mode="json", exclude=set(without))
+        body = self.model_dump(mode="json", exclude=set(without))
         return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

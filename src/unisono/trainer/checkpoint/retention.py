@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from unisono.base.files import read_json, write_json
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
@@ -244,10 +244,8 @@ def record_verified(root: Path, readings: Iterable[VerificationResult]) -> None:
         }
         for reading in readings
     }
-    with (
-        contextlib.suppress(OSError),
-        _locked(root),
-    ):  # a different user's run, or a full disk: the finding itself is reported anyway
+    # A different user's run, or a full disk: the finding itself is reported anyway.
+    with contextlib.suppress(OSError), _locked(root):
         entries = _entries(root) | new
         there = {name: entry for name, entry in entries.items() if (root / name).is_dir()}
         write_json(root / VERIFIED, {"schema": 1, "verified": there}, mode=0o600)
@@ -274,14 +272,14 @@ def recorded_state(path: Path, manifest: Manifest) -> bool | None:
     return bool(entry["intact"])
 
 
-def _entry_of(root: Path, name: str, manifest: Manifest | None) -> dict[str, Any] | None:
+def _entry_of(root: Path, name: str, manifest: Manifest | None) -> dict[str, object] | None:
     """The record about a checkpoint with this manifest."""
     entry = _entries(root).get(name)
-    of_this = isinstance(entry, dict) and entry.get("checksum") == (manifest.checksum if manifest else None)
-    return entry if of_this else None
+    checksum = manifest.checksum if manifest else None
+    return entry if isinstance(entry, dict) and entry.get("checksum") == checksum else None
 
 
-def _entries(root: Path) -> dict[str, Any]:
+def _entries(root: Path) -> dict[str, object]:
     try:
         value = read_json(root / VERIFIED)
     except (OSError, ValueError):
@@ -355,10 +353,25 @@ class KnownStates:
 # ---- for people
 
 
-def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and
-    read_again (since it was written).
-    """
+class CheckpointRow(TypedDict):
+    """A checkpoint, with the hosts that wrote files; fronts add whether it is best, permanent."""
+
+    step: int
+    path: str
+    bytes: int | None
+    created: str | None
+    verified_at: str | None
+    intact: bool
+    holder: str | None
+    foreign: bool
+    writers: list[str]
+    read_again: bool
+    best: NotRequired[bool]
+    for_ever: NotRequired[bool]
+
+
+def row_of(path: Path, *, key: bytes) -> CheckpointRow:
+    """A checkpoint as a JSON row."""
     manifest, findings = inspect(path, key=key, contents=False)
     verified = last_verified(path.parent, path.name, manifest)
     complete = not any(finding.is_fatal for finding in findings)

@@ -16,10 +16,9 @@ slot whose digest does not match its head is damaged, and is refused.
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import xxhash
 
@@ -123,8 +122,8 @@ class StepSnapshot:
     step: int
     layout: SlotLayout
     tensors: memoryview = field(repr=False)
-    values: dict[str, Any] = field(repr=False)
-    lines: list[dict[str, Any]]
+    values: Mapping[str, object] = field(repr=False)
+    lines: list[dict[str, object]]
 
     def parts(self, group: str) -> list[TensorPart]:
         """The tensors of a group, as parts for a file."""
@@ -217,7 +216,7 @@ def needed_bytes(layout: SlotLayout, *, text_bytes: int) -> int:
     return SLOTS * (slot + -slot % _PAGE_BYTES)
 
 
-def slot_text(values: dict[str, Any], lines: Sequence[dict[str, Any]]) -> bytes:
+def slot_text(values: Mapping[str, object], lines: Sequence[Mapping[str, object]]) -> bytes:
     """The text of a slot.
 
     Args:

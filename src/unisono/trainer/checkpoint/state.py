@@ -1,4 +1,4 @@
-"""Reads the tensors and optimizers of a checkpoint, and writes them; bit-exact both ways.
+"""Reads the tensors of a checkpoint, and the state of optimizers; bit-exact both ways.
 
 The only module here that needs torch.
 
@@ -7,32 +7,26 @@ everything else is in `state.json`. Nothing is pickled: reading a checkpoint run
 not look for damage: have CheckpointStore read the directory through first.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import safe_open
 
 from unisono.base.errors import ConfigError, IntegrityError
 from unisono.base.files import parse_json, path_below, read_text
-from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.writer import (
-    ALIASES,
     PARTS,
     STATE,
-    TensorFile,
-    TensorPart,
     decode_values,
     encode_values,
-    group_file,
     group_files,
-    state_text,
-    write_files,
 )
 
 Tensors = dict[str, torch.Tensor]
+ParamGroup = dict[str, Any]  # of torch.optim; its keys depend on the optimizer
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,6 +46,23 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class OptimizerValues(TypedDict):
+    """An optimizer's groups with names of parameters, and other values by `PARAMETER::KEY`."""
+
+    groups: list[ParamGroup]
+    values: dict[str, object]
+
+
+class RunValues(TypedDict, total=False):
+    """The `state` of state.json of a run; see `training.run.Contents`."""
+
+    train: dict[str, object]
+    optimizer: dict[str, OptimizerValues]
+    kernels: bool | None
+    batches: Mapping[str, object]
+    base: dict[str, str | bool | None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class CheckpointReader:
         self.groups: dict[str, dict[str, Outline]] = {}
         try:
             document = parse_json(read_text(directory / STATE, errors="surrogatepass"))
-            self.values: dict[str, Any] = decode_values(document["state"])
+            self.values: RunValues = decode_values(document["state"])
             shards = int(document.get("shards", 1))
             for group in document["groups"]:
                 self._open(
@@ -112,17 +123,6 @@ class CheckpointReader:
             whole[window] = part.file.get_tensor(part.name)
         return whole
 
-    def group(self, group: str) -> Tensors:
-        """All tensors of a group.
-
-        Tensors that shared memory when they were saved share it again.
-        """
-        tensors: Tensors = {}
-        for name, places in self._places[group].items():
-            first = next((other for other in tensors if self._places[group][other] is places), None)
-            tensors[name] = tensors[first] if first is not None else self.tensor(group, name)
-        return tensors
-
     def _open(self, group: str, files: list[Path]) -> None:
         self.groups[group], self._places[group] = {}, {}
         for path in files:
@@ -131,9 +131,6 @@ class CheckpointReader:
             parts = parse_json(metadata.get(PARTS, "{}"))
             for name in file.keys():  # noqa: SIM118 - not a dict
                 self._note(group, name, file, parts.get(name))
-            for name, original in parse_json(metadata.get(ALIASES, "{}")).items():
-                self.groups[group][name] = self.groups[group][original]
-                self._places[group][name] = self._places[group][original]
         self._check_cover(group)
 
     def _note(self, group: str, name: str, file: Any, part: list[list[int]] | None) -> None:
@@ -171,37 +168,7 @@ def _unreadable(directory: Path, why: str) -> IntegrityError:
     )
 
 
-# ---- writing, and optimizers
-
-
-def save_state(
-    directory: Path, *, tensors: dict[str, Tensors], state: dict[str, Any]
-) -> dict[str, FileEntry]:
-    """Writes groups of tensors and a state of plain values into an empty directory; returns the
-    files.
-
-    Tensors that share memory (tied weights) are written once, and share memory again after reading.
-
-    Args:
-        tensors: by group and name; any device, shape (also 0-dim) and dtype. A group may be empty.
-        state: see `state_text`.
-
-    Raises:
-        StorageFull: if there is not enough space.
-        TypeError: if the state holds an unsupported type.
-    """
-    text = state_text(sorted(tensors), state)
-    files = []
-    for group, members in tensors.items():
-        kept, aliases = _once(members)
-        parts = [part_of(name, tensor.detach().cpu().contiguous()) for name, tensor in kept.items()]
-        files.append(TensorFile(group_file(group, 0, 1), parts, {ALIASES: json.dumps(aliases)}))
-    return write_files(directory, files, {STATE: text})
-
-
-def part_of(name: str, tensor: torch.Tensor) -> TensorPart:
-    """A contiguous tensor in host memory as a part for a file."""
-    return TensorPart(name, dtype_name(tensor.dtype), tuple(tensor.shape), lambda: bytes_of(tensor))
+# ---- tensors as bytes, and optimizers
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -214,19 +181,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def load_state(directory: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """The complete content of a checkpoint; the tensors are full, and on the CPU.
-
-    It does not look for damage: have CheckpointStore read the directory through first.
-
-    Raises:
-        IntegrityError: if a file cannot be read.
-    """
-    reader = CheckpointReader(directory)
-    return {group: reader.group(group) for group in reader.groups}, reader.values
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[Tensors, dict[str, Any]]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tuple[Tensors, OptimizerValues]:
     """An optimizer's state by parameter name: tensors, and everything else.
 
     Args:
@@ -238,7 +193,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> tup
         non-tensor state.
     """
     tensors: Tensors = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, parameter in _named(optimizer, names).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
@@ -295,7 +250,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, names: list[str], tensors: Tensors, state: dict[str, Any]
+    optimizer: torch.optim.Optimizer, names: list[str], tensors: Tensors, state: OptimizerValues
 ) -> None:
     """Restores what optimizer_tensors returned, bit-exactly (load_state_dict would cast to the
     parameter's dtype).
@@ -305,7 +260,7 @@ def load_optimizer(
     """
     parameters = _named(optimizer, names)
     _check_groups(optimizer, names, state)
-    loaded: dict[str, dict[str, Any]] = {}
+    loaded: dict[str, dict[str, object]] = {}
     for label, value in {**tensors, **state["values"]}.items():
         name, _, key = label.rpartition("::")
         loaded.setdefault(name, {})[key] = value
@@ -326,7 +281,7 @@ def _named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, torc
     return dict(zip(names, parameters, strict=True))
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: dict[str, Any]) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, names: list[str], state: OptimizerValues) -> None:
     saved = [name for group in state["groups"] for name in group["names"]]
     if saved != names:
         odd = next(iter(sorted(set(saved) ^ set(names))), "their order")
@@ -352,24 +307,3 @@ def _device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
-
-
-def _once(members: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """The distinct tensors, and further names of each.
-
-    A view of a part of a different tensor is copied.
-    """
-    first: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
-    kept: Tensors = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in members.items():
-        address = tensor.untyped_storage().data_ptr()
-        identity = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if tensor.numel() and identity in first:
-            aliases[name] = first[identity]
-            continue
-        first[identity] = name
-        kept[name] = tensor.detach().clone() if tensor.numel() and address in storages else tensor
-        storages.add(address)
-    return kept, aliases

@@ -39,8 +39,6 @@ PARTS = "unisono.parts"
 """Key in the header's metadata: for each part, the full shape of its tensor and the part's offsets,
 as JSON.
 """
-ALIASES = "unisono.aliases"
-"""Key in the header's metadata: further names of tensors that share memory, as JSON."""
 STATE = "state.json"
 ITEM_BYTES = {
     "F64": 8,
@@ -190,7 +188,7 @@ def group_files(group: str, shards: int) -> list[str]:
 # ---- plain values
 
 
-def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> bytes:
+def state_text(groups: list[str], state: Mapping[str, object], *, shards: int = 1) -> bytes:
     """The content of state.json.
 
     Args:
@@ -202,7 +200,7 @@ def state_text(groups: list[str], state: dict[str, Any], *, shards: int = 1) -> 
     Raises:
         TypeError: if the state holds a different type.
     """
-    document: dict[str, Any] = {"schema": 1, "groups": groups, "state": encode_values(state, "state")}
+    document: dict[str, object] = {"schema": 1, "groups": groups, "state": encode_values(state, "state")}
     if shards > 1:
         document["shards"] = shards
     return json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1).encode(
@@ -286,9 +284,8 @@ def write_files(
     except OSError as error:
         if not is_full(error):
             raise
-        written = sum(
-            file.stat().st_size for file in directory.iterdir()
-        )  # a different process took the space meanwhile
+        # A different process took the space meanwhile.
+        written = sum(file.stat().st_size for file in directory.iterdir())
         available = written + free_bytes(directory)
         raise StorageFull(directory, needed_bytes=max(needed, available + 1), free_bytes=available) from error
 
@@ -375,8 +372,7 @@ def write_failure(error: BaseException, target: Path, temporary: Path) -> Storag
         str(getattr(error, "filename", None) or target),
         storage_reason(error),
         storage_remedy(
-            error,
-            else_="fix it, or set output_dir to a different one; older checkpoints are unchanged",
+            error, else_="fix it, or set output_dir to a different one; older checkpoints are unchanged"
         ),
     )
     return StorageFailed(problem, path=target, verdict=storage_verdict(error, problem, phase="save"))

@@ -14,17 +14,46 @@ on the weight. `tokens_cut` are tokens of used rows that the model never sees.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypeVar
+from typing import IO, Any, Literal, Required, Self, TypedDict, TypeVar
 
 Item = TypeVar("Item")
-Message = dict[str, Any]
-"""A message of a conversation in OpenAI's format: role, content, tool_calls; `weight` in an answer
-that does not count in the loss in full.
-"""
+ThoughtKey = Literal["reasoning_content", "reasoning", "thinking", "thought"]
+
+
+class FunctionCall(TypedDict):
+    """What a tool call calls."""
+
+    name: str
+    arguments: object
+
+
+class ToolCall(TypedDict):
+    """A tool call in OpenAI's format; a row's other keys of it stay."""
+
+    type: str
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """A message of a conversation in OpenAI's format; a row's other keys of it stay. An answer that
+    does not count in the loss in full has a `weight`.
+    """
+
+    role: Required[str]
+    content: Required[str]
+    tool_calls: list[ToolCall]
+    weight: float
+    reasoning_content: str
+    reasoning: str
+    thinking: str
+    thought: str
+
+
+Messages = Sequence[Mapping[str, object]]  # for a template, with whatever keys they have
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +79,7 @@ class RawRow:
     """A row as read from its file: column names and values."""
 
     place: Place
-    value: dict[str, Any]
+    value: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +255,11 @@ class SourceCounts:
     loss_tokens: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The source's entry in data.json."""
-        body: dict[str, Any] = {"path": self.path, "weight": self.weight}
-        return (
-            body
-            | {name: getattr(self, name) for name in _COUNTS}
-            | {"dropped": dict(sorted(self.dropped.items()))}
-        )
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        dropped = dict(sorted(self.dropped.items()))
+        return {"path": self.path, "weight": self.weight, **counts, "dropped": dropped}
 
 
 class Ledger:
@@ -264,13 +290,15 @@ class Ledger:
         entry |= {"parts": list(parts)} if parts else {}
         self._notes.write(json.dumps(entry, ensure_ascii=True) + "\n")
 
-    def total(self) -> dict[str, Any]:
+    @property
+    def dropped(self) -> dict[str, int]:
+        """The dropped rows of all sources, by reason."""
+        return dict(sorted(sum((source.dropped for source in self.sources), Counter()).items()))
+
+    def total(self) -> dict[str, int | dict[str, int]]:
         """The sums over all sources."""
-        dropped: Counter[str] = sum((source.dropped for source in self.sources), Counter())
-        sums: dict[str, Any] = {
-            name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS
-        }
-        return sums | {"dropped": dict(sorted(dropped.items()))}
+        sums = {name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS}
+        return {**sums, "dropped": self.dropped}
 
     def write(self, path: Path) -> None:
         """Writes data.json to a new file: one line each for `sources` and `total`, then one for
@@ -287,7 +315,7 @@ class Ledger:
             out.write("\n]}\n")
 
 
-def read_counts(path: Path) -> dict[str, Any]:
+def read_counts(path: Path) -> Mapping[str, object]:
     """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which
     may be millions.
     """
@@ -296,7 +324,7 @@ def read_counts(path: Path) -> dict[str, Any]:
     return json.loads(head.rstrip().removesuffix(",") + "}")
 
 
-def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
+def first_notes(path: Path, *, limit: int) -> list[Mapping[str, object]]:
     """The first dropped or changed rows of such a ledger."""
     with path.open(encoding="utf-8") as stream:
         lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))
@@ -320,11 +348,9 @@ def unrendered_parts(path: Path, rows: Iterable[str]) -> dict[str, list[str]]:
     return parts
 
 
-def flat_total(total: dict[str, Any]) -> dict[str, int]:
+def flat_total(total: Mapping[str, int | dict[str, int]]) -> dict[str, int]:
     """The total with `dropped` as a single number, for the plan."""
-    return {
-        name: sum(value.values()) if isinstance(value, dict) else int(value) for name, value in total.items()
-    }
+    return {name: sum(value.values()) if isinstance(value, dict) else value for name, value in total.items()}
 
 
 def grouped(items: Iterable[tuple[Item, int]], *, most: int) -> Iterator[list[Item]]:

@@ -289,9 +289,8 @@ def _begin_by_mark(template: ChatTemplate, conversation: Conversation, text: str
     messages, tools = conversation.messages, conversation.tools
     content = messages[i]["content"]
     offset = content.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in content else 0
-    offset += (
-        len(content[offset:]) - len(content[offset:].lstrip()) if offset else 0
-    )  # templates drop thoughts up to here
+    # Templates drop thoughts up to here.
+    offset += len(content[offset:]) - len(content[offset:].lstrip()) if offset else 0
     marked = messages[i] | {"content": content[:offset] + _MARK + content[offset:]}
     other = template.try_render([*messages[:i], marked, *messages[i + 1 :]], tools)
     bare = template.try_render(messages[:i], tools) if i else None

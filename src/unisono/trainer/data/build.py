@@ -319,7 +319,7 @@ def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[s
     if not missing:
         return
     total = ledger.total()
-    dropped = ", ".join(f"{n} dropped ({why})" for why, n in total["dropped"].items()) or "0 dropped"
+    dropped = ", ".join(f"{n} dropped ({why})" for why, n in ledger.dropped.items()) or "0 dropped"
     first_bad = f" (the first is {ledger.first_bad})" if ledger.first_bad else ""
     raise DataError.of(
         f"no rows are left to {'train on' if missing[0] == 'train' else 'evaluate on'}",

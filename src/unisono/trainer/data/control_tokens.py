@@ -97,7 +97,7 @@ class ControlTokens:
             return pattern.sub(lambda match: hidden.mark(match[0]), text)
 
         messages = [
-            {name: value if name == "role" else _mapped(value, hide) for name, value in message.items()}
+            message | _mapped({name: value for name, value in message.items() if name != "role"}, hide)
             for message in conversation.messages
         ]
         hidden.conversation = Conversation(messages, conversation.tools)

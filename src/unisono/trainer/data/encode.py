@@ -1,6 +1,6 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ from unisono.trainer.data import (
     EmptyAnswerError,
     Example,
     Exchange,
+    Message,
     Preference,
     RowError,
     Text,
@@ -108,7 +109,7 @@ class RowEncoder(Protocol):
         """
         ...
 
-    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+    def read_row(self, name: FormatName, row: Mapping[str, object], source: SourceSection) -> Example:
         """The example of a row of a source.
 
         Raises:
@@ -210,7 +211,7 @@ class Encoder:
         """None: a chat template is text, which any tokenizer has tokens for."""
         return []
 
-    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+    def read_row(self, name: FormatName, row: Mapping[str, object], source: SourceSection) -> Example:
         """The example of a row of a source.
 
         Raises:
@@ -246,9 +247,7 @@ class Encoder:
             ]
             for group in grouped(((one, len(one[1].text)) for one in chosen), most=_BATCH_CHARACTERS):
                 texts = self._texts.encode(
-                    [job.text for _, job in group],
-                    special=whole,
-                    ranges=any(job.answers for _, job in group),
+                    [job.text for _, job in group], special=whole, ranges=any(job.answers for _, job in group)
                 )
                 for (i, job), tokens in zip(group, texts, strict=True):
                     job_tokens = (
@@ -356,13 +355,12 @@ class Encoder:
         try:
             if isinstance(example, Text):
                 return self._text_job(example)
-            assert not isinstance(
-                example, Exchange | Preference
-            )  # of another encoder; encoded answer by answer
+            # An exchange is of another encoder; a preference is encoded answer by answer.
+            assert not isinstance(example, Exchange | Preference)
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)
-                turns = [
+                turns: list[Message] = [
                     {"role": "user", "content": example.prompt},
                     {"role": "assistant", "content": example.completion},
                 ]

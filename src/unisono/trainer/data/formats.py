@@ -16,10 +16,13 @@ from unisono.trainer.data import (
     Conversation,
     Example,
     Exchange,
+    FunctionCall,
     Message,
     Preference,
     RowError,
     Text,
+    ThoughtKey,
+    ToolCall,
 )
 
 FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"]
@@ -53,7 +56,7 @@ FLAGS = ("weight", "train", "loss", "trainable", "training")
 write each of them.
 """
 
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+THOUGHT_KEYS: tuple[ThoughtKey, ...] = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message that hold the thought of an answer."""
 
 
@@ -67,7 +70,7 @@ def column_of(standard: str, renamed: Renamed) -> str | None:
     return None if standard in renamed.values() else standard
 
 
-def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | None:
+def detect(row: Mapping[str, object], renamed: Renamed) -> tuple[FormatName, str] | None:
     """The format of a source by its first row, and why; None if it matches no known format.
 
     Args:
@@ -76,7 +79,7 @@ def detect(row: dict[str, Any], renamed: Renamed) -> tuple[FormatName, str] | No
     """
     columns = list(row)
     for name, (needed, _) in COLUMNS.items():
-        file_column = [theirs for column in needed if (theirs := column_of(column, renamed)) in row]
+        file_column = [theirs for column in needed if (theirs := column_of(column, renamed)) in columns]
         if len(file_column) < len(needed):
             continue
         taken, because = _by_its_turns(name, row[file_column[0]])
@@ -110,7 +113,7 @@ def _file_columns(name: FormatName, renamed: Renamed) -> list[str | None]:
 
 
 def to_example(
-    name: FormatName, row: dict[str, Any], renamed: Renamed, tags: TagsSection | None = None
+    name: FormatName, row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None = None
 ) -> Example:
     """The example of a row.
 
@@ -134,7 +137,7 @@ def to_example(
 class RowColumns:
     """A row by standard column names; `renamed` and `tags` as in `to_example`."""
 
-    def __init__(self, row: dict[str, Any], renamed: Renamed, tags: TagsSection | None) -> None:
+    def __init__(self, row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> None:
         self.tags = tags
         self._row = row
         self._renamed = renamed
@@ -221,7 +224,7 @@ def completion_of(row: RowColumns, prompt: str, answer: str) -> Conversation | C
     tools, system = tools_of(row), system_of(row)
     if tools is None and not system:
         return Completion(prompt, answer)
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    turns: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     return Conversation([*system, *turns], tools)
 
 
@@ -235,7 +238,7 @@ def _either(row: RowColumns) -> str:
 
 
 def _read_alpaca(row: RowColumns) -> Example:
-    answer = {"role": "assistant", "content": row.text("output")}
+    answer: Message = {"role": "assistant", "content": row.text("output")}
     return Conversation([*alpaca_prompt(row), answer], tools_of(row))
 
 
@@ -293,7 +296,9 @@ def sharegpt_messages(turns: list[Any], tags: TagsSection | None) -> list[Messag
         else:
             message = {"role": role, "content": text}
         if message["role"] == "assistant":
-            message |= {key: turn[key] for key in THOUGHT_KEYS if turn.get(key)}
+            for key in THOUGHT_KEYS:
+                if turn.get(key):
+                    message[key] = turn[key]
         messages.append(_flagged(message, turn, number))
     return messages
 
@@ -359,13 +364,13 @@ def with_system(messages: list[Message], row: RowColumns) -> list[Message]:
     return messages
 
 
-def _flagged(message: Message, source: Message, number: int) -> Message:
+def _flagged(message: Message, source: Mapping[str, object], number: int) -> Message:
     """The message of a source, with `weight` if it is an answer that does not count in full."""
     weight = weight_of(source, number, is_answer=message["role"] == "assistant")
     return message if weight == 1 else message | {"weight": weight}
 
 
-def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
+def weight_of(message: Mapping[str, object], number: int, *, is_answer: bool) -> float:
     """The weight of a message in the loss by its flags, from 0 to 1; 1 without flags.
 
     Args:
@@ -377,9 +382,12 @@ def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
         RowError: if a flag is neither true, false nor a number from 0 to 1, flags contradict each
             other, or a message that is no answer should count.
     """
-    flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    for name, value in flags.items():
+    flags: dict[str, float] = {}
+    for name in FLAGS:
+        if (value := message.get(name)) is None:
+            continue
         if isinstance(value, bool | int | float) and 0 <= value <= 1:
+            flags[name] = value
             continue
         raise RowError(
             f"{name} of message {number} is {one_line(repr(value), limit=40)}, neither false or true, nor a"
@@ -389,13 +397,13 @@ def weight_of(message: Message, number: int, *, is_answer: bool) -> float:
     if len(set(map(float, flags.values()))) > 1:
         names = ", ".join(f"{name}: {value}" for name, value in flags.items())
         raise RowError(f"message {number} contradicts itself: {names}", "remove one of them")
-    name, value = next(iter(flags.items()), ("weight", 1))
-    if flags and value and not is_answer:
+    name, weight = next(iter(flags.items()), ("weight", 1))
+    if flags and weight and not is_answer:
         raise RowError(
-            f"message {number} has {name}: {str(value).lower()}, and is not an answer",
+            f"message {number} has {name}: {str(weight).lower()}, and is not an answer",
             f"only messages of the assistant count in the loss: remove it, or set data.ignore: [{name}]",
         )
-    return float(value)
+    return float(weight)
 
 
 _OPENAI_TAGS = TagsSection(
@@ -436,7 +444,8 @@ def _read_openai(row: RowColumns) -> Example:
     system = _without_thinking(
         row.optional_text("system") if leading is None else leading, has_tools=has_tools
     )
-    return Conversation([*([{"role": "system", "content": system}] if system else []), *turns], tools_of(row))
+    before: list[Message] = [{"role": "system", "content": system}] if system else []
+    return Conversation([*before, *turns], tools_of(row))
 
 
 def _openai_turn(turn: Any, number: int, words: _TurnKeys) -> Message:
@@ -456,9 +465,8 @@ def _openai_turn(turn: Any, number: int, words: _TurnKeys) -> Message:
                 "write {function: {name: …, arguments: …}}",
             )
         known = set(words.roles.values())
-        if (
-            "function_call" not in known and not {"tool", "system"} <= known
-        ):  # LLaMA-Factory has no role for it
+        # LLaMA-Factory has no role for it.
+        if "function_call" not in known and not {"tool", "system"} <= known:
             raise RowError(
                 f"turn {number} has tool calls, and there is no function_tag", "set tags.function_tag"
             )
@@ -492,7 +500,7 @@ def _without_thinking(system: str, *, has_tools: bool) -> str:
     return system if knows else f"{system}\n{_NO_THINKING}"
 
 
-def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
+def _calls_of_text(text: str, number: int) -> list[ToolCall]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -503,7 +511,9 @@ def _calls_of_text(text: str, number: int) -> list[dict[str, Any]]:
             f"the function call of turn {number} is not a JSON object with a name",
             'write {"name": …, "arguments": {…}}',
         )
-    return [{"type": "function", "function": _function(call)} for call in calls]
+    return [
+        {"type": "function", "function": _function(call["name"], call.get("arguments", {}))} for call in calls
+    ]
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
@@ -529,14 +539,14 @@ def _keys_of(message: Any) -> str:
     return f"; its keys are {', '.join(shown(name) for name in list(message)[:6]) or 'none'}"
 
 
-def _message(message: Message, number: int) -> Message:
+def _message(message: Any, number: int) -> Message:
     """The message with its content as one string, arguments of calls as objects, and without null
     keys.
 
     Templates expect this form; it is passed to `tokenizer.apply_chat_template`. A call in OpenAI's
     old form becomes one in the new form.
     """
-    kept = {name: value for name, value in message.items() if value is not None and name not in FLAGS}
+    kept: Any = {name: value for name, value in message.items() if value is not None and name not in FLAGS}
     if kept["role"] == "function":
         kept["role"] = "tool"
     old_call = kept.pop("function_call", None)
@@ -565,7 +575,7 @@ def _part(part: Any, number: int) -> str:
     raise RowError(f"message {number} has a part that is not text", "remove it: only text can be trained on")
 
 
-def _call(call: Any, number: int) -> dict[str, Any]:
+def _call(call: Any, number: int) -> ToolCall:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(
@@ -573,19 +583,20 @@ def _call(call: Any, number: int) -> dict[str, Any]:
             "write {function: {name: …, arguments: …}}",
         )
     outer = {name: value for name, value in call.items() if value is not None and call is not function}
-    return {"type": "function", **outer, "function": _function(function)}
+    read = _function(function["name"], function.get("arguments", {}))
+    whole: Any = {"type": "function", **outer, "function": read}
+    return whole
 
 
-def _function(function: dict[str, Any]) -> dict[str, Any]:
+def _function(name: str, arguments: object) -> FunctionCall:
     """OpenAI writes arguments as a string of JSON; templates expect the object."""
-    arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             parsed = None
         arguments = parsed if isinstance(parsed, dict) else arguments
-    return {"name": function["name"], "arguments": arguments}
+    return {"name": name, "arguments": arguments}
 
 
 def tools_of(row: RowColumns) -> list[Any] | None:
@@ -662,14 +673,18 @@ def all_text(example: Example) -> str:
         return "\0".join((example.system, example.tools, *turns))
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
+    return all_strings(example.messages, example.tools)
+
+
+def all_strings(*values: object) -> str:
+    """All strings in JSON values, joined."""
     strings: list[str] = []
-    for message in example.messages:
-        _collect(message, strings)
-    _collect(example.tools, strings)
+    for value in values:
+        _collect(value, strings)
     return "\0".join(strings)
 
 
-def _collect(value: Any, strings: list[str]) -> None:
+def _collect(value: object, strings: list[str]) -> None:
     if isinstance(value, str):
         strings.append(value)
     elif isinstance(value, dict):

@@ -66,18 +66,20 @@ _ASKS, _ANSWERS = ("user", "observation"), ("assistant", "function")
 JOINT = "\n</tool_response>\n<tool_response>\n"  # between the results of several calls, whatever the template
 
 
-def sides_in(row: dict[str, Any], renamed: Renamed) -> list[str]:
+def sides_in(row: Mapping[str, object], renamed: Renamed) -> list[str]:
     """Those of `chosen` and `rejected` that a row has."""
     return [side for side in _SIDES if column_of(side, renamed) in row]
 
 
-def is_rated(row: dict[str, Any], renamed: Renamed) -> bool:
+def is_rated(row: Mapping[str, object], renamed: Renamed) -> bool:
     """Whether a row has a label."""
     name = column_of("label", renamed)
     return name is not None and row.get(name) is not None
 
 
-def read_preference(row: dict[str, Any], renamed: Renamed, tags: TagsSection | None = None) -> Preference:
+def read_preference(
+    row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None = None
+) -> Preference:
     """The pair, or the rated answer, of a row.
 
     Args:
@@ -235,7 +237,7 @@ def turns_of_transcript(text: Any) -> list[Message] | None:
 
 
 def _ending_with_answer(messages: list[Message], name: str) -> list[Message]:
-    last = messages[-1] if messages else {"role": "nobody"}
+    last: Message = messages[-1] if messages else {"role": "nobody", "content": ""}
     if last["role"] != "assistant":
         raise RowError(
             f"{name} ends with a message of {one_line(str(last['role']), limit=20)}, not with an answer",
@@ -243,7 +245,7 @@ def _ending_with_answer(messages: list[Message], name: str) -> list[Message]:
         )
     if len(messages) == 1:
         raise RowError("there is no message before the answer", "add a prompt")
-    if not last.get("tool_calls") and not str(last.get("content", "")).strip():
+    if not last.get("tool_calls") and not last["content"].strip():
         raise RowError(f"the answer in {name} is empty", "write an answer, or remove the row")
     return messages
 
@@ -254,7 +256,7 @@ def with_answer_of(
     """The prompt of a row with the answer of another row."""
     if isinstance(row, Completion) and isinstance(other, Completion):
         return Completion(row.prompt, other.completion)
-    answer = (
+    answer: Message = (
         {"role": "assistant", "content": other.completion}
         if isinstance(other, Completion)
         else other.messages[-1]
@@ -272,7 +274,7 @@ class _PreferenceRow:
     def __init__(
         self,
         name: str,
-        row: Mapping[str, Any],
+        row: Mapping[str, object],
         columns: Mapping[str, str | None],
         tags: Mapping[str, str | None],
         thought: tuple[str, str] | None,
@@ -344,7 +346,7 @@ class _PreferenceRow:
             raise RowError(f"turn {number} has no text under `{content_key}`", "write its text there")
         return role, thought + content
 
-    def _thought_of(self, message: dict[str, Any], number: int) -> str:
+    def _thought_of(self, message: Mapping[str, object], number: int) -> str:
         """The thought that a message has under a key of its own, as the template writes thoughts.
 
         Raises:
@@ -362,7 +364,7 @@ class _PreferenceRow:
         begin, end = self._thought
         return begin + thought + end
 
-    def _calls(self, message: dict[str, Any]) -> Any:
+    def _calls(self, message: Mapping[str, object]) -> Any:
         """The tool calls of a message, also in OpenAI's old form; None if it has none."""
         if not self.is_openai:
             return None
@@ -385,7 +387,7 @@ class _PreferenceRow:
 
 def read_exchange(
     name: str,
-    row: Mapping[str, Any],
+    row: Mapping[str, object],
     columns: Mapping[str, str | None],
     tags: Mapping[str, str | None] | None = None,
     *,
@@ -457,10 +459,8 @@ def _preference(row: _PreferenceRow) -> Exchange:
         prompt, chosen, rejected = turns
         exchange = _exchange(row, prompt, has_answer=False)
         return replace(exchange, answers=[_answer(row, chosen, "chosen"), _answer(row, rejected, "rejected")])
-    talks, is_pair = (
-        row.get("conversations", "messages") is not None,
-        chosen is not None or rejected is not None,
-    )
+    talks = row.get("conversations", "messages") is not None
+    is_pair = chosen is not None or rejected is not None
     if not is_pair and label is not None and not isinstance(label, bool):
         raise RowError(f"label is {one_line(repr(label), limit=40)}, not a boolean", BOOLEAN)
     missing = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]

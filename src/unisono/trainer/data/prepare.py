@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -53,7 +52,7 @@ from unisono.trainer.plan.run_plan import DataSummary, SplitSummary, steps_for_t
 _LOADED = "the loaded tokenizer's "
 _PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
 
-Ingredients = dict[str, Any]
+Ingredients = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,18 +311,19 @@ def prepare_data(
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
     meta = read_json(lookup.directory / "meta.json")
+    warnings: list[str] = meta["warnings"]
     if meta["has_shares"]:
         _refuse_weights(config)
     try:
-        _check_vocabulary(meta, vocab_size, tokenizer, config)
+        _check_vocabulary(meta["absent_tokens"], meta["highest_id"], vocab_size, tokenizer, config)
     except ModelError as error:
         if not is_preview or lf_name(config.data.template) is None:
             raise
-        meta["warnings"] += [f"training will refuse this: {problem.what}" for problem in error.problems]
+        warnings += [f"training will refuse this: {problem.what}" for problem in error.problems]
     if ledger is not None:
         with whole_file(ledger) as temporary:
             shutil.copyfile(lookup.directory / "ledger.json", temporary)
-    return _summary(config, lookup, meta, ingredients)
+    return _summary(config, lookup, ingredients, warnings=warnings)
 
 
 def _build(
@@ -373,16 +373,15 @@ def _refuse_weights(config: RunConfig) -> None:
 
 
 def _check_vocabulary(
-    meta: dict[str, Any], vocab_size: int | None, tokenizer: Path, config: RunConfig
+    absent: list[str], highest: int, vocab_size: int | None, tokenizer: Path, config: RunConfig
 ) -> None:
-    if meta["absent_tokens"]:
+    if absent:
         raise ModelError.of(
-            f"the tokenizer has no token {' and no token '.join(meta['absent_tokens'])}",
+            f"the tokenizer has no token {' and no token '.join(absent)}",
             where=str(tokenizer),
             why=f"{config.data.template} writes it",
             fix="set data.template to the template of the model's family",
         )
-    highest = meta["highest_id"]
     if vocab_size is None or highest < vocab_size:
         return
     raise ModelError.of(
@@ -395,8 +394,9 @@ def _check_vocabulary(
 
 
 def _summary(
-    config: RunConfig, lookup: CacheLookup, meta: dict[str, Any], ingredients: Ingredients
+    config: RunConfig, lookup: CacheLookup, ingredients: Ingredients, *, warnings: list[str]
 ) -> DataSummary:
+    meta = read_json(lookup.directory / "meta.json")
     splits = {name: SplitSummary(**figures) for name, figures in meta["splits"].items()}
     tokenizer_parts = sorted(
         f"{name} {value}" for name, value in ingredients.items() if name.startswith("the tokenizer's")
@@ -424,7 +424,7 @@ def _summary(
         files_digest=digest_text(*contents),
         tokenizer_digest=digest_text(*tokenizer_parts),
         tokenizer_traits=digest_text(*tokenizer_traits),
-        warnings=meta["warnings"],
+        warnings=warnings,
     )
 
 

@@ -220,10 +220,10 @@ class _Decoder:
         self.read_any = True
         return value
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            seen: dict[str, Any] = {}
+            seen: dict[str, object] = {}
             for key, inner in pairs:
                 if seen.setdefault(key, inner) != inner:
                     self._doubled = True
@@ -241,10 +241,10 @@ class _Decoder:
         )
 
 
-class _Doubled(dict[str, Any]):
+class _Doubled(dict[str, object]):
     """An object that had a duplicate key."""
 
-    def __init__(self, value: dict[str, Any], key: str) -> None:
+    def __init__(self, value: dict[str, object], key: str) -> None:
         super().__init__(value)
         self.key = key
 
@@ -577,17 +577,16 @@ def _arrow_rows(file: RowFile, names: list[str], batches: Iterator[Any]) -> Iter
     values = chain.from_iterable(iter(partial(_next_values, file, batches), None))
     for number, value in enumerate(values, 1):
         location = Place(file.name, number, by_line=False)
-        long = next(
-            (n for n, c in value.items() if isinstance(c, str | bytes) and len(c) > _LINE_LIMIT), None
-        )
+        sizes = ((name, len(c)) for name, c in value.items() if isinstance(c, str | bytes))
+        long = next((name_and_size for name_and_size in sizes if name_and_size[1] > _LINE_LIMIT), None)
         if long is not None:
-            size = f"{one_line(long, limit=60)} has {show_bytes(len(value[long]))}"
+            size = f"{one_line(long[0], limit=60)} has {show_bytes(long[1])}"
             yield BadRow(location, f"{size}; the maximum is {show_bytes(_LINE_LIMIT)}", "remove or split it")
             continue
         yield RawRow(location, {name: _without_nulls(cell) for name, cell in value.items()})
 
 
-def _next_values(file: RowFile, batches: Iterator[Any]) -> list[dict[str, Any]] | None:
+def _next_values(file: RowFile, batches: Iterator[Any]) -> list[dict[str, object]] | None:
     """The rows of the next batch; None after the last one.
 
     Raises:
@@ -607,7 +606,7 @@ def _next_values(file: RowFile, batches: Iterator[Any]) -> list[dict[str, Any]] 
         ) from error
 
 
-def _values(file: RowFile, batch: Any) -> list[dict[str, Any]]:
+def _values(file: RowFile, batch: Any) -> list[dict[str, object]]:
     try:
         return batch.to_pylist()
     except (OverflowError, ValueError, KeyError, TypeError) as error:  # from Python's dates, time zones, text

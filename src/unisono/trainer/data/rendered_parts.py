@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.base.text import one_line
-from unisono.trainer.data import Conversation, Message
+from unisono.trainer.data import Conversation, Message, ToolCall
 from unisono.trainer.data.formats import THOUGHT_KEYS
 
 Kind = Literal["content", "thought", "call", "tools"]
@@ -272,10 +272,10 @@ class _Marks:
 
     def message(self, message: Message) -> Message:
         """The message with marks."""
-        marked = dict(message)
+        marked = message.copy()
         for key in THOUGHT_KEYS:
-            if isinstance(message.get(key), str):
-                marked[key] = self._text("thought", message[key])
+            if isinstance(thought := message.get(key), str):
+                marked[key] = self._text("thought", thought)
         marked["content"] = self._content(message["content"])
         if message.get("tool_calls"):
             marked["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -291,7 +291,7 @@ class _Marks:
             pieces[at] = self._text("thought" if at % 2 else "content", piece)
         return "".join(f"<think>{piece}</think>" if at % 2 else piece for at, piece in enumerate(pieces))
 
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> ToolCall:
         function = call["function"]
         arguments = self._leaves("call", function.get("arguments"))
         name = self._text("call", function["name"])

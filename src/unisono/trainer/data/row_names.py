@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from unisono.base.errors import Problem
 from unisono.base.text import nearest
@@ -102,7 +101,7 @@ class RowNames:
         self._known = _KNOWN if section.tags is None else dict.fromkeys(_KNOWN, _of_tags(section.tags))
         self._read_by_template: dict[str, bool] = {}
 
-    def checked(self, row: RawRow) -> dict[str, Any]:
+    def checked(self, row: RawRow) -> Mapping[str, object]:
         """The columns and values of a row, without the keys of messages that are ignored.
 
         Raises:
@@ -130,7 +129,7 @@ class RowNames:
             problems.append(self._unread_keys())
         return problems
 
-    def _messages(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _messages(self, row: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
         """The messages of a row, in all its columns; those that are JSON in a text are not looked
         at.
         """
@@ -141,7 +140,7 @@ class RowNames:
             elif isinstance(value, list):
                 yield from (message for message in value if isinstance(message, dict))
 
-    def _refuse_media(self, row: dict[str, Any]) -> None:
+    def _refuse_media(self, row: Mapping[str, object]) -> None:
         for column, kind in self._media.items():
             value = row.get(column)
             if value and (not isinstance(value, list) or any(value)):
@@ -150,7 +149,7 @@ class RowNames:
                     f"remove the row; or set the source's columns: {{{kind}: null}} to train on its text alone",
                 )
 
-    def _without_ignored(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _without_ignored(self, row: Mapping[str, object]) -> Mapping[str, object]:
         kept = dict(row)
         for column in self._turns:
             value = row.get(column)
@@ -160,10 +159,10 @@ class RowNames:
                 kept[column] = [self._without(one) if isinstance(one, dict) else one for one in value]
         return kept
 
-    def _without(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _without(self, message: Mapping[str, object]) -> Mapping[str, object]:
         return {name: value for name, value in message.items() if name not in self._ignore}
 
-    def _note(self, message: dict[str, Any], location: Place, *, is_sharegpt: bool) -> None:
+    def _note(self, message: Mapping[str, object], location: Place, *, is_sharegpt: bool) -> None:
         """Notes the keys that nothing reads, and flags. One without a value says nothing."""
         goes_to_template = not is_sharegpt and self._section.tags is None
         for name, value in message.items():

@@ -76,9 +76,8 @@ ONLY_PAIRS = "set objective: dpo, or write two rows, one for each answer, with l
 """What to do about rows of the other kind."""
 _SET = "set"
 _SHOWN, _LONGEST = 12, 80  # columns in a message; characters of a usual name, with blanks around it
-_PLAIN = re.compile(
-    r"(?:[^\W\d]|\.{0,2}/|~/)(?:[\w ./-]*[\w/.-])?"
-)  # YAML reads such words as text without quotes
+# YAML reads such words as text without quotes.
+_PLAIN = re.compile(r"(?:[^\W\d]|\.{0,2}/|~/)(?:[\w ./-]*[\w/.-])?")
 _NOT_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 Columns = dict[str, str | None]
@@ -171,7 +170,7 @@ def _settle_preference(section: SourceSection, first: RawRow, objective: str, ke
     return SourceFormat(section, "preference", why)
 
 
-def _are_transcripts(row: Mapping[str, Any], renamed: Renamed) -> bool:
+def _are_transcripts(row: Mapping[str, object], renamed: Renamed) -> bool:
     """Whether a pair has its prompt in two transcripts."""
     prompts = ("prompt", "instruction", "messages", "conversations")
     if any(row.get(column_of(name, renamed) or "") is not None for name in prompts):
@@ -338,7 +337,7 @@ def _folded(name: str) -> str:
     return name.strip().casefold() if len(name) <= _LONGEST else ""
 
 
-def _names(row: Mapping[str, Any]) -> str:
+def _names(row: Mapping[str, object]) -> str:
     return ", ".join(shown(name) for name in list(row)[:_SHOWN]) or "none"
 
 
@@ -381,19 +380,19 @@ def _fix_of_guess(guess: Columns, mapping: str) -> str:
     return f"if {shown(guess['text'])} is the text, set {mapping}"
 
 
-def _not_text(row: Mapping[str, Any]) -> list[str]:
+def _not_text(row: Mapping[str, object]) -> list[str]:
     """The columns of a question or an answer, by their names, whose values are neither text nor
     null.
     """
     return [name for name in _asked_or_answered(row) if not isinstance(row[name], str | None)]
 
 
-def _asked_or_answered(row: Mapping[str, Any]) -> list[str]:
+def _asked_or_answered(row: Mapping[str, object]) -> list[str]:
     names = {"instruction", "output", *USUAL_NAMES["instruction"], *USUAL_NAMES["output"]}
     return [name for name in row if _folded(name) in names]
 
 
-def propose(row: Mapping[str, Any], parts: tuple[str, ...] = ("instruction", "output")) -> Columns:
+def propose(row: Mapping[str, object], parts: tuple[str, ...] = ("instruction", "output")) -> Columns:
     """A mapping of the row's own columns to the wanted parts: those with the nearest names, else in
     the order of the file; empty without.
 

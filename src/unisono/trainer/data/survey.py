@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.base.errors import DataError
 from unisono.trainer.config.sections import sides_of
-from unisono.trainer.data import BadRow, Preference, RawRow, RowError
+from unisono.trainer.data import BadRow, Conversation, Example, Preference, RawRow, RowError
 from unisono.trainer.data.build import pack
 from unisono.trainer.data.formats import FormatName, Renamed, to_example
 from unisono.trainer.data.preference_rows import is_rated, read_preference, sides_in
@@ -61,7 +61,7 @@ class Survey:
     beyond: int
     sequences: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields by name."""
         return asdict(self)
 
@@ -120,7 +120,7 @@ def survey(source: RowSource, *, packed: bool) -> Survey:
     )
 
 
-def _objective(first: dict[str, Any]) -> str:
+def _objective(first: Mapping[str, object]) -> str:
     """A usual objective that trains on such rows."""
     if len(sides_in(first, {})) == 2:
         return "dpo"
@@ -155,12 +155,13 @@ def _tokens(name: FormatName, row: RawRow, columns: Renamed) -> list[int] | BadR
     except RowError as error:
         return error.at(row.place)
     sides = example.answers if isinstance(example, Preference) else [example]
-    return [_of_example(asdict(side)) for side in sides]
+    return [_of_example(side) for side in sides]
 
 
-def _of_example(body: dict[str, Any]) -> int:
-    messages = len(body.get("messages") or ()) or 2
-    return _OF_A_TEMPLATE + _OF_A_MESSAGE * messages + sum(map(estimated_tokens, _texts(body)))
+def _of_example(example: Example) -> int:
+    messages = len(example.messages) if isinstance(example, Conversation) else 0
+    texts = _texts(asdict(example))
+    return _OF_A_TEMPLATE + _OF_A_MESSAGE * (messages or 2) + sum(map(estimated_tokens, texts))
 
 
 def _texts(value: Any) -> Iterator[str]:

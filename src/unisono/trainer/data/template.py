@@ -12,7 +12,7 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from unisono.base.errors import DataError
 from unisono.base.files import TEMPLATE_BYTES, expand, read_given, read_json
 from unisono.base.text import one_line
 from unisono.guard.facts.limits import limit_memory
-from unisono.trainer.data import Conversation, Message, RowError
-from unisono.trainer.data.formats import all_text, holds_surrogate
+from unisono.trainer.data import Messages, RowError, ThoughtKey
+from unisono.trainer.data.formats import all_strings, holds_surrogate
 from unisono.trainer.data.thoughts import key_in
 
 # For tokenizers without a template. END is the end-of-turn token, or else the end-of-sequence
@@ -57,7 +57,11 @@ class ChatTemplate:
     known_stops: tuple[str, ...] = ()
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+        self,
+        messages: Messages,
+        tools: list[Any] | None = None,
+        *,
+        prompt: bool = False,
     ) -> str:
         """The text of a conversation, as `tokenizer.apply_chat_template` gives it.
 
@@ -79,9 +83,7 @@ class ChatTemplate:
             )
         return text
 
-    def try_render(
-        self, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False
-    ) -> str | None:
+    def try_render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str | None:
         """The text like `render`, or None: a template may refuse a part of a conversation although
         it accepts the full one.
         """
@@ -90,7 +92,7 @@ class ChatTemplate:
         except RowError:
             return None
 
-    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None, *, prompt: bool) -> str:
+    def _rendered(self, messages: Messages, tools: list[Any] | None, *, prompt: bool) -> str:
         direct = self._direct if tools is None and _are_plain(messages) else None
         agrees = direct is not None and direct.agrees.get(prompt)
         if direct is not None and agrees:
@@ -156,10 +158,10 @@ class ChatTemplate:
             fix="fix the template there, or set data.template to a file with a different one",
         )
 
-    def _refuse_enormous(self, length: int, messages: Sequence[Message], tools: list[Any] | None) -> None:
+    def _refuse_enormous(self, length: int, messages: Messages, tools: list[Any] | None) -> None:
         if length <= CHARACTERS:
             return
-        given = len(all_text(Conversation(list(messages), tools)))
+        given = len(all_strings(list(messages), tools))
         if length > CHARACTERS_EACH * given:
             raise DataError.of(
                 f"the chat template renders a conversation of {given:,} characters to {length:,}",
@@ -175,9 +177,7 @@ class ChatTemplate:
         name = "the tokenizer's chat template" if self.text is None else self.origin
         return name + (f", line {line}" if line else "")
 
-    def render_marked(
-        self, messages: Sequence[Message], tools: list[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(self, messages: Messages, tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """The text like `render`, and the character spans of the template's generation blocks.
 
         Raises:
@@ -212,7 +212,7 @@ class ChatTemplate:
         return bool(_MARKERS.search(self.source()))
 
     @cached_property
-    def thought_key(self) -> str | None:
+    def thought_key(self) -> ThoughtKey | None:
         """The key of a message under which it reads a thought; None if there is none."""
         return key_in(self.source())
 
@@ -262,7 +262,7 @@ class ChatTemplate:
         """The texts of the tokens that end an answer."""
         return (self.end_of_turn,)
 
-    def prompt_ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int] | None:
+    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int] | None:
         """The tokens of a prompt, if they are not those of its text; None: encode what `render`
         gives.
         """
@@ -328,13 +328,13 @@ class _DirectRendering:
         self._tokenizer = tokenizer
         self._text = text
 
-    def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
+    def render(self, messages: Messages, *, prompt: bool) -> str:
         """The text of a conversation.
 
         Each rendering has messages of its own, as in apply_chat_template.
         """
         template, special_tokens = self._compiled
-        copies = [message.copy() for message in messages]
+        copies = [dict(message) for message in messages]
         return template.render(
             messages=copies, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
         )
@@ -355,7 +355,7 @@ class _DirectRendering:
         return template, self._tokenizer.special_tokens_map
 
 
-def _are_plain(messages: Sequence[Message]) -> bool:
+def _are_plain(messages: Messages) -> bool:
     """Whether messages have a role and a content, both text, and nothing else, so that transformers
     passes them on as they are.
     """
@@ -455,9 +455,8 @@ def _read_template(file: str) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     text = _read_text(file)
-    bare = re.sub(
-        r"\{%-?\s*(end)?generation\s*-?%\}", "", text
-    )  # a tag of transformers, unknown to plain Jinja
+    # A tag of transformers, unknown to plain Jinja.
+    bare = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(bare)
     except jinja2.TemplateSyntaxError as error:

@@ -1,14 +1,15 @@
 """The thoughts of a row's answers: where rows have them, and where a template reads them. Pure."""
 
 import re
+from collections.abc import Mapping
 
-from unisono.trainer.data import Conversation, Message
+from unisono.trainer.data import Conversation, Message, ThoughtKey
 from unisono.trainer.data.formats import THOUGHT_KEYS
 
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
-def placed(conversation: Conversation, *, key: str | None, in_content: bool) -> Conversation:
+def placed(conversation: Conversation, *, key: ThoughtKey | None, in_content: bool) -> Conversation:
     """The conversation with the thought of each message where the template reads it.
 
     A thought that the template reads nowhere stays under `reasoning_content`.
@@ -32,31 +33,38 @@ def stripped(conversation: Conversation) -> Conversation:
     return Conversation([_stripped(message) for message in conversation.messages], conversation.tools)
 
 
-def thought_of(message: Message) -> str:
+def thought_of(message: Mapping[str, object]) -> str:
     """The thought that a message has under one of THOUGHT_KEYS; "" without one."""
-    texts = (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
-    return next((text for text in texts if text.strip()), "")
+    texts = map(message.get, THOUGHT_KEYS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
-def _placed(message: Message, key: str | None, *, in_content: bool) -> Message:
+def _placed(message: Message, key: ThoughtKey | None, *, in_content: bool) -> Message:
     if not any(name in message for name in THOUGHT_KEYS):
         return message
-    thought = thought_of(message)
-    plain = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
-    if not thought:
-        return plain
-    if key is None and in_content:
-        return plain | {"content": "\n".join(("<think>", thought, "</think>", "", plain["content"]))}
-    return plain | {key or THOUGHT_KEYS[0]: thought}
+    thought, plain = thought_of(message), _without_thoughts(message)
+    if thought and key is None and in_content:
+        plain["content"] = "\n".join(("<think>", thought, "</think>", "", plain["content"]))
+    elif thought:
+        plain[key or THOUGHT_KEYS[0]] = thought
+    return plain
 
 
 def _stripped(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
-    plain = {name: value for name, value in message.items() if name not in THOUGHT_KEYS}
-    return plain | {"content": _THOUGHT.sub("", plain["content"])}
+    plain = _without_thoughts(message)
+    plain["content"] = _THOUGHT.sub("", plain["content"])
+    return plain
 
 
-def key_in(source: str) -> str | None:
+def _without_thoughts(message: Message) -> Message:
+    plain = message.copy()
+    for name in THOUGHT_KEYS:
+        plain.pop(name, None)
+    return plain
+
+
+def key_in(source: str) -> ThoughtKey | None:
     """The key under which a template reads thoughts; None if there is none."""
     return next((name for name in THOUGHT_KEYS if re.search(rf"[.'\"]{name}\b", source)), None)

@@ -26,7 +26,7 @@ import errno
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -484,13 +484,13 @@ def _sums(values: Ints, ends: Ints) -> Ints:
     return running[ends[1:]] - running[ends[:-1]]
 
 
-def _write(path: Path, columns: dict[str, Any]) -> None:
+def _write(path: Path, columns: Mapping[str, object]) -> None:
     batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as file:
         file.write_batch(batch)
 
 
-def write_meta(directory: Path, meta: dict[str, Any], *, files: Iterable[tuple[str, bool]]) -> None:
+def write_meta(directory: Path, meta: Mapping[str, object], *, files: Iterable[tuple[str, bool]]) -> None:
     """Writes meta.json."""
     body = {"schema": 1, "files": list(files), **meta}
     (directory / "meta.json").write_text(json.dumps(body, ensure_ascii=True, indent=1), encoding="utf-8")

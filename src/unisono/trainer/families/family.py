@@ -5,7 +5,7 @@ those of `Preparation`, `trained_model` those of `Training`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unisono.base.events import Reporter
 from unisono.base.files import make_private_dir
@@ -59,17 +59,25 @@ class Files(Protocol):
         """
 
 
+class PrepareRequest(NamedTuple):
+    """What the task `prepare` needs beside a config; a run's `output_dir` gets data.json."""
+
+    cache_dir: Path
+    output_dir: str | None = None
+    limit_rows: int | None = None
+
+
 class Preparation(Protocol):
     """Prepares rows."""
 
     def prepare(
-        self, config: RunConfig, request: dict[str, Any], report: Reporter
+        self, config: RunConfig, request: PrepareRequest, report: Reporter
     ) -> tuple[DataSummary, ModelFacts]:
         """Writes the table of a run, and inspects its model.
 
         Args:
             config: of the run.
-            request: of the task `prepare`.
+            request: the rest of the task's request.
             report: receives progress.
 
         Raises:
@@ -170,11 +178,11 @@ class Training(Protocol):
         """The result of a run, to load it again."""
 
 
-def make_ledger(request: dict[str, Any]) -> Path | None:
+def make_ledger(request: PrepareRequest) -> Path | None:
     """Makes the directory of the run that a task prepares for; gives its data.json."""
-    if not request.get("output_dir"):
+    if not request.output_dir:
         return None
-    directory = RunDir(Path(request["output_dir"]))
+    directory = RunDir(Path(request.output_dir))
     make_private_dir(directory.root)
     return directory.data
 

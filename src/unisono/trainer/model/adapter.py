@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +25,9 @@ from unisono.base.text import library_words, nearest
 from unisono.trainer.config.schema import AdapterSection
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
 from unisono.trainer.model.quantization import QuantizedEmbedding
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import LoraLayer
 
 _PREFIX = "base_model.model."  # of peft's names
 _OVERSAMPLING = 8  # columns beyond the rank of a randomized SVD, as its authors recommend
@@ -182,14 +185,14 @@ def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
             )
 
 
-def _lora_layers(model: torch.nn.Module) -> dict[str, Any]:
+def _lora_layers(model: torch.nn.Module) -> "dict[str, LoraLayer]":
     """The adapted layers by their names in the peft model."""
     from peft.tuners.lora.layer import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _refuse_experts(layers: dict[str, Any], *, where: str) -> None:
+def _refuse_experts(layers: "dict[str, LoraLayer]", *, where: str) -> None:
     """Refuses what changes the base weights of layers of experts, which are one tensor of many
     matrices.
 
@@ -214,7 +217,7 @@ def _refuse_experts(layers: dict[str, Any], *, where: str) -> None:
     )
 
 
-def _scaling(layers: dict[str, Any]) -> float:
+def _scaling(layers: "dict[str, LoraLayer]") -> float:
     """s, the same in all layers."""
     return float(next(iter(layers.values())).scaling["default"])
 
@@ -302,7 +305,7 @@ def _add(weight: torch.Tensor, low: LowRank, *, turned: bool, factor: float = 1.
 
 
 def _changes_of_merged(
-    merged: list[tuple[StoredAdapter, dict[str, LowRank]]], layers: dict[str, Any], *, scaling: float
+    merged: list[tuple[StoredAdapter, dict[str, LowRank]]], layers: "dict[str, LoraLayer]", *, scaling: float
 ) -> BaseChanges:
     """What merged adapters have added, for each layer of the new adapter; zeros where an adapter
     has no part.
@@ -329,7 +332,7 @@ def _changes_of_merged(
     }
 
 
-def _zeros(layer: Any, rank: int) -> LowRank:
+def _zeros(layer: "LoraLayer", rank: int) -> LowRank:
     return LowRank(torch.zeros(rank, layer.in_features), torch.zeros(layer.out_features, rank))
 
 
@@ -345,7 +348,7 @@ def _joined(parts: list[LowRank]) -> LowRank:
 
 
 def _begin_with_principal_components(
-    layers: dict[str, Any], section: AdapterSection, *, seed: int
+    layers: "dict[str, LoraLayer]", section: AdapterSection, *, seed: int
 ) -> BaseChanges:
     """Sets A and B to the r largest singular values and vectors of W, and W to the rest
     (arXiv:2404.02948, section 3).

@@ -321,7 +321,7 @@ def _rows_of(places: Ends) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     return places.tokens, places.tokens, places.longest, places.longest
 
 
-def _settings_of(heads: Heads) -> dict[str, Any]:
+def _settings_of(heads: Heads) -> dict[str, float]:
     window = {"window_size_left": heads.window - 1, "window_size_right": 0} if heads.window else {}
     return {"scale": heads.scale, **window}
 
@@ -522,11 +522,8 @@ def row_forward(
     """Writes the output of one long row into `out` (n, H, D); gives the probabilities to keep for
     the backward pass.
     """
-    queries, keys, values = (
-        _spread(q, k.shape[1]),
-        k.transpose(0, 1).contiguous(),
-        v.transpose(0, 1).contiguous(),
-    )
+    queries = _spread(q, k.shape[1])
+    keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     kept = []
     mixed = torch.empty_like(queries)
     for block in _blocks(len(q), window):
@@ -551,12 +548,8 @@ def row_backward(
     """
     q, k, v = inputs
     kv = k.shape[1]
-    queries, keys, values, d_out = (
-        _spread(q, kv),
-        k.transpose(0, 1).contiguous(),
-        v.transpose(0, 1).contiguous(),
-        _spread(grad, kv),
-    )
+    queries, d_out = _spread(q, kv), _spread(grad, kv)
+    keys, values = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
     d_queries, d_keys, d_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     for block in _blocks(len(q), window):
         first, stop, low = block.first, block.stop, block.low

@@ -26,6 +26,7 @@ from unisono.trainer.model.file_settings import (
     refuse_training,
 )
 from unisono.trainer.model.files import (
+    ConfigJson,
     TensorHeader,
     WeightContents,
     check_directory,
@@ -308,11 +309,10 @@ def inspect_model(
         has_plain_mlps=_has_plain_mlps(text, [header.name for header in headers]),
         norms_heads=any(".q_norm." in header.name for header in headers),
         ties_head=config.objective != "reward" and _ties_head(settings, text, headers),
-        **known,
-    )
+    ).model_copy(update=known)
 
 
-def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
+def _has_plain_mlps(text: ConfigJson, names: list[str]) -> bool:
     """Whether each layer has an MLP with gate and up, SiLU and no bias, by config.json and the
     names of the weights.
     """
@@ -321,7 +321,7 @@ def _has_plain_mlps(text: dict[str, Any], names: list[str]) -> bool:
     return gates == layers and _is_silu(text) and not any(name.endswith(".gate_proj.bias") for name in names)
 
 
-def _ties_head(settings: dict[str, Any], text: dict[str, Any], headers: list[TensorHeader]) -> bool:
+def _ties_head(settings: ConfigJson, text: ConfigJson, headers: list[TensorHeader]) -> bool:
     """Whether embedding and head share one matrix; what config.json leaves open depends on the
     model type, but files have no such head.
     """
@@ -331,11 +331,11 @@ def _ties_head(settings: dict[str, Any], text: dict[str, Any], headers: list[Ten
     return not any(header.name.endswith(("lm_head.weight", "embed_out.weight")) for header in headers)
 
 
-def _is_silu(text: dict[str, Any]) -> bool:
+def _is_silu(text: ConfigJson) -> bool:
     return text.get("hidden_act", "silu") in ("silu", "swish")
 
 
-def _quantized_facts(quantized: Quantization | None) -> dict[str, Any]:
+def _quantized_facts(quantized: Quantization | None) -> dict[str, object]:
     if quantized is None:
         return {}
     return {
@@ -361,7 +361,7 @@ def _read_adapters(
 
 
 def _read_reference(
-    named: str, text: dict[str, Any], digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
+    named: str, text: ConfigJson, digests: dict[str, tuple[int, str]], verify_files: VerifyFiles
 ) -> dict[Path, WeightContents]:
     """Reads the weights of the reference of preference objectives, and adds their digests by config
     key.
@@ -419,7 +419,7 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
+def _refuse_odd_numbers(file: Path, settings: ConfigJson) -> None:
     """Refuses sizes that no model has; some model types have a list of sizes, one for each
     layer.
     """
@@ -438,7 +438,7 @@ def _refuse_odd_numbers(file: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def refuse_larger_config(directory: Path, text: dict[str, Any], headers: Sequence[TensorHeader]) -> None:
+def refuse_larger_config(directory: Path, text: ConfigJson, headers: Sequence[TensorHeader]) -> None:
     """Refuses a config.json for a far larger model than the files hold: the rest would be
     allocated, and drawn at random.
 
@@ -467,13 +467,17 @@ def refuse_larger_config(directory: Path, text: dict[str, Any], headers: Sequenc
         )
 
 
-def is_classifier(settings: dict[str, Any]) -> bool:
+def is_classifier(settings: ConfigJson) -> bool:
     """Whether config.json is that of a sequence classification model, as reward models are."""
-    names = settings.get("architectures") or []
-    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+    return any(name.endswith("ForSequenceClassification") for name in _architectures(settings))
 
 
-def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool) -> bool:
+def _architectures(settings: ConfigJson) -> list[str]:
+    names = settings.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def refuse_other_task(directory: Path, settings: ConfigJson, *, reward: bool) -> bool:
     """Whether the model in a directory is a reward model already, with a head for its value.
 
     Args:
@@ -491,7 +495,7 @@ def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool
             raise ModelError.of(
                 f"{directory} is a reward model, or another classifier, not a language model",
                 where=where,
-                why=f"architectures is {', '.join(map(str, settings['architectures']))}",
+                why=f"architectures is {', '.join(_architectures(settings))}",
                 fix="use a language model, or set objective: reward to train it further",
             )
         return False
@@ -501,7 +505,7 @@ def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool
     known = settings["model_type"] in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     own_code = settings.get("auto_map")
     if not known and not (isinstance(own_code, dict) and name in own_code):
-        raise no_reward_model(directory, settings["model_type"], f"it has no {name} in transformers")
+        raise no_reward_model(directory, str(settings["model_type"]), f"it has no {name} in transformers")
     names = settings.get("id2label")
     labels = len(names) if isinstance(names, dict) else settings.get("num_labels", 2)  # transformers' default
     if classifies and labels != 1:
@@ -514,14 +518,13 @@ def refuse_other_task(directory: Path, settings: dict[str, Any], *, reward: bool
     return classifies
 
 
-def _refuse_lost_parts(directory: Path, settings: dict[str, Any]) -> None:
+def _refuse_lost_parts(directory: Path, settings: ConfigJson) -> None:
     """Refuses a multimodal checkpoint whose text part alone is what transformers loads for text.
 
     Raises:
         ModelError: with how to get a model of text from it.
     """
-    names = settings.get("architectures")
-    class_name = str(names[0]) if isinstance(names, list) and names else ""
+    class_name = next(iter(_architectures(settings)), "")
     if "text_config" not in settings or not class_name.endswith("ForConditionalGeneration"):
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -557,21 +560,24 @@ def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:
 
 
 def _facts_from_config(
-    directory: Path, settings: dict[str, Any], text: dict[str, Any], quantized: Quantization | None
+    directory: Path,
+    settings: ConfigJson,
+    text: ConfigJson,
+    quantized: Quantization | None,
 ) -> ModelFacts:
     """Estimated figures of a model whose weights are not read; the worker counts them exactly."""
     facts = facts_of_shape(text, model_type=str(settings.get("model_type", "unknown")))
     digest = _digest({"config.json": _digest_file(directory / "config.json")})
-    known = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
-    if quantized is not None and quantized.layout:
-        stored = settings["quantization_config"]
+    known: dict[str, object] = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
+    stored = settings.get("quantization_config")
+    if quantized is not None and quantized.layout and isinstance(stored, dict):
         group = stored.get("group_size")
         size = group if isinstance(group, int) and group > 0 else facts.hidden_size
         known |= {"quantized_bits": stored["bits"], "quantized_bytes": stored["bits"] / 8 + 3 / size}
     return facts.model_copy(update=known)
 
 
-def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> ModelFacts:
+def facts_of_shape(settings: ConfigJson, *, model_type: str = "llama") -> ModelFacts:
     """The figures of a decoder by its config.json alone, if its blocks are those of Llama.
 
     Raises:
@@ -606,7 +612,7 @@ def facts_of_shape(settings: dict[str, Any], *, model_type: str = "llama") -> Mo
     )
 
 
-def _positive_int(settings: dict[str, Any], *names: str, default: int | None = None) -> int:
+def _positive_int(settings: ConfigJson, *names: str, default: int | None = None) -> int:
     for name in names:
         value = settings.get(name)
         if isinstance(value, int) and value > 0:
@@ -621,7 +627,7 @@ def _positive_int(settings: dict[str, Any], *names: str, default: int | None = N
     )
 
 
-def _positions(text: dict[str, Any]) -> int:
+def _positions(text: ConfigJson) -> int:
     """The positions that RoPE is scaled from: the original ones if it is already scaled."""
     for value in (text.get("rope_parameters"), text.get("rope_scaling"), text):
         if isinstance(value, dict):
@@ -631,7 +637,7 @@ def _positions(text: dict[str, Any]) -> int:
     return 0
 
 
-def _why_no_number(settings: dict[str, Any], names: tuple[str, ...]) -> str:
+def _why_no_number(settings: ConfigJson, names: tuple[str, ...]) -> str:
     there = [name for name in names if name in settings]
     if there:
         return f"{there[0]} is {one_line(repr(settings[there[0]]), limit=60)}"

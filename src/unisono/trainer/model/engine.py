@@ -398,7 +398,7 @@ class _Batch:
         if self.mask.shape[1] < length:
             self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
         mask = self.mask[:, :length]
-        inputs: dict[str, Any] = {"input_ids": self.unread, "attention_mask": mask}
+        inputs: dict[str, torch.Tensor | int] = {"input_ids": self.unread, "attention_mask": mask}
         if "position_ids" in takes:
             places = (mask.cumsum(-1) - 1).clamp(min=0)
             inputs["position_ids"] = places[:, -self.unread.shape[1] :]

@@ -4,6 +4,7 @@ from, and how weights are quantized.
 Without torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import sqrt
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from unisono.base.errors import ModelError, Problem
 from unisono.trainer.config.schema import AdapterSection, ModelSection, RunConfig
-from unisono.trainer.model.files import TensorHeader, read_json_object
+from unisono.trainer.model.files import ConfigJson, TensorHeader, read_json_object
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_SETTINGS = "adapter_config.json"
@@ -242,7 +243,7 @@ class Quantization:
     embeddings: bool = False
 
 
-def quantization_of(section: ModelSection, directory: Path, settings: dict[str, Any]) -> Quantization | None:
+def quantization_of(section: ModelSection, directory: Path, settings: ConfigJson) -> Quantization | None:
     """How the weights in memory will be quantized; None if they will not be.
 
     Args:
@@ -302,7 +303,7 @@ def refuse_training(config: RunConfig, directory: Path, stored: Quantization | N
             )
 
 
-def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantization | None:
+def stored_quantization(directory: Path, settings: ConfigJson) -> Quantization | None:
     """How the weights in a model's files are quantized, by its config.json.
 
     Raises:
@@ -329,7 +330,7 @@ def stored_quantization(directory: Path, settings: dict[str, Any]) -> Quantizati
     )
 
 
-def _grouped(method: str, stored: dict[str, Any], directory: Path) -> Quantization:
+def _grouped(method: str, stored: Mapping[str, object], directory: Path) -> Quantization:
     """How weights are stored that GPTQ or AWQ quantized."""
     named = [
         str(stored[key]).lower() for key in ("checkpoint_format", "version", "format") if stored.get(key)

@@ -5,6 +5,7 @@ pass.
 import json
 import stat
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -212,6 +213,9 @@ def check_directory(directory: Path) -> None:
                 continue
             what = f"has {status.st_size:,} bytes; the maximum is {most:,}"
         raise ModelError.of(f"{file.name} {what}", where=str(file), fix="copy or download it again")
+
+
+ConfigJson = Mapping[str, object]  # config.json of a model
 
 
 def read_json_object(file: Path, *, fix: str) -> dict[str, Any]:

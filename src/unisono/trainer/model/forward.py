@@ -650,7 +650,7 @@ def _alike(values: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *,
     return bool((values - reference).square().mean().sqrt() <= tolerance * reference.std().clamp_min(1e-6))
 
 
-def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, Any]:
+def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, object]:
     """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows,
     and the boundaries of rows.
     """

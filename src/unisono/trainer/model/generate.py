@@ -350,9 +350,8 @@ class _RepetitionPenalty(LogitsProcessor):
         """input_ids (B, L), scores (B, V) logits → (B, V)."""
         length = self._mask.shape[1]
         prompt = input_ids[:, :length]
-        seen = torch.cat(
-            [torch.where(self._mask, prompt, prompt[:, -1:]), input_ids[:, length:]], dim=1
-        )  # its last token is never padding
+        # The last token of a prompt is never padding.
+        seen = torch.cat([torch.where(self._mask, prompt, prompt[:, -1:]), input_ids[:, length:]], dim=1)
         return penalized(scores, seen, self._penalty)
 
 

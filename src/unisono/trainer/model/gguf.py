@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from unisono.base.errors import IntegrityError, ModelError
 from unisono.base.text import one_line
-from unisono.trainer.model.gguf_limits import GEMMAS, find_difference, longest_context
+from unisono.trainer.model.gguf_limits import GEMMAS, Rope, find_difference, longest_context
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -49,6 +49,7 @@ _INTERLEAVED = ("llama", "mistral")
 """Models whose rotary dimensions llama.cpp expects in pairs, where transformers has two halves."""
 _QUANTIZED_DIFFERENCE = 0.5  # of the spread of a tensor's values: 2 bits explain that much
 
+TokenizerJson = dict[str, Any]  # as tokenizers writes it
 Setting = tuple[str, str, Any]
 """A key, the type of GGUF ("uint32", "float32", "bool", "string", "array"), and the value."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's kinds of tokens
@@ -142,9 +143,9 @@ class GgufLayout:
         return int(self.config.num_attention_heads)
 
     @property
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self) -> Rope:
         """The rotary settings, those of the layers that see all tokens."""
-        rope: dict[str, Any] = self.config.rope_parameters or {}
+        rope: Rope = self.config.rope_parameters or {}
         return rope.get("full_attention", rope)
 
     def _check(self) -> None:
@@ -420,7 +421,7 @@ def find_spaces(tokenizer: Any, texts: Sequence[str]) -> Spaces:
     raise _unknown("the way in which this tokenizer treats spaces beside special tokens")
 
 
-def _with_spaces(raw: dict[str, Any], spaces: Spaces) -> dict[str, Any]:
+def _with_spaces(raw: TokenizerJson, spaces: Spaces) -> TokenizerJson:
     """A tokenizer.json that treats spaces as llama.cpp does."""
     added = [
         token | {"lstrip": False, "rstrip": spaces.strips and token["content"] not in _UNSTRIPPED}
@@ -428,7 +429,7 @@ def _with_spaces(raw: dict[str, Any], spaces: Spaces) -> dict[str, Any]:
     ]
     if not raw["model"].get("byte_fallback"):
         return raw | {"added_tokens": added}
-    parts: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] if spaces.prefix else []
+    parts: list[dict[str, object]] = [{"type": "Prepend", "prepend": "▁"}] if spaces.prefix else []
     parts.append({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
     normalizer = {"type": "Sequence", "normalizers": parts}
     return raw | {"added_tokens": added, "normalizer": normalizer, "pre_tokenizer": None}
@@ -500,7 +501,7 @@ def _unknown(what: str) -> ModelError:
     )
 
 
-def _bytes(raw: dict[str, Any], tokenizer: Any) -> list[Setting]:
+def _bytes(raw: TokenizerJson, tokenizer: Any) -> list[Setting]:
     """The keys of byte-level BPE."""
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
     return [
@@ -510,7 +511,7 @@ def _bytes(raw: dict[str, Any], tokenizer: Any) -> list[Setting]:
     ]
 
 
-def find_split(raw: dict[str, Any], real: Tokenizer) -> str:
+def find_split(raw: TokenizerJson, real: Tokenizer) -> str:
     """llama.cpp's name for a way to split texts that gives the same tokens for all of TEXTS.
 
     Args:
@@ -541,7 +542,7 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-def _pieces(raw: dict[str, Any], count: int, *, prefix: bool) -> list[Setting]:
+def _pieces(raw: TokenizerJson, count: int, *, prefix: bool) -> list[Setting]:
     """The keys of SentencePiece's BPE. tokenizer.json has no scores; their order is that of the
     merges.
     """
@@ -558,7 +559,7 @@ def _pieces(raw: dict[str, Any], count: int, *, prefix: bool) -> list[Setting]:
     ]
 
 
-def _tokens(raw: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+def _tokens(raw: TokenizerJson, rows: int) -> tuple[list[str], list[int]]:
     """The text and the kind of every token of the embedding."""
     by_id = {number: text for text, number in raw["model"]["vocab"].items()}
     unknown = raw["model"].get("unk_token")

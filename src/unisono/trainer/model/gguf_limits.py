@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+Rope = dict[str, Any]  # transformers' rope_parameters
 Limit = tuple[str, Any, tuple[Any, ...], str]
 """A key of config.json, its value, those for which llama.cpp computes the same, and what it
 does.
@@ -103,7 +104,7 @@ def _rope_limits(kind: str, config: Any) -> Iterator[Limit]:
         )
 
 
-def _yarn_limits(rope: dict[str, Any]) -> Iterator[Limit]:
+def _yarn_limits(rope: Rope) -> Iterator[Limit]:
     usual = 0.1 * math.log(rope["factor"]) + 1.0
     factor = rope.get("attention_factor") or usual
     shown = "usual" if math.isclose(factor, usual, rel_tol=1e-6) else factor

@@ -326,9 +326,8 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
         if isinstance(values, DTensor):
             values = values.to_local()
         if values.is_floating_point() and values.dtype.itemsize > 1 and values.numel():
-            low, high = torch.aminmax(
-                values
-            )  # both are NaN if any value is; needs no mask of the tensor's size
+            # Both are NaN if any value is; it needs no mask of the tensor's size.
+            low, high = torch.aminmax(values)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 odd.append(name)
     return odd

@@ -13,7 +13,7 @@ memory differently, and later products with them have no gradient.
 import contextlib
 import ctypes
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,7 +51,7 @@ class QuantizedLoad:
     compute: torch.dtype
     device: torch.device
 
-    def options(self, directory: Path, settings: Any) -> dict[str, Any]:
+    def options(self, directory: Path, settings: Any) -> dict[str, object]:
         """The keyword arguments of `from_pretrained`, for the files of a directory; changes their
         config where unisono reads them itself.
 
@@ -64,7 +64,7 @@ class QuantizedLoad:
             settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
             return {}
         self._check_device()
-        options: dict[str, Any] = {"device_map": {"": str(self.device)}}
+        options: dict[str, object] = {"device_map": {"": str(self.device)}}
         return options if self.how.stored else {**options, "quantization_config": self._settings()}
 
     def _settings(self) -> Any:
@@ -172,9 +172,8 @@ def _release_files(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) not in packed and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
-    trim = getattr(
-        ctypes.CDLL(None), "malloc_trim", None
-    )  # of glibc; without it the memory stays with the process, for later use
+    # Of glibc; without it the memory stays with the process, for later use.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
@@ -471,7 +470,7 @@ def _register_reader() -> None:
 
     @register_quantization_config(_READER)
     class _Settings(QuantizationConfigMixin):
-        def __init__(self, quant_method: str, directory: str, how: dict[str, Any]) -> None:
+        def __init__(self, quant_method: str, directory: str, how: Mapping[str, object]) -> None:
             self.quant_method, self.directory, self.how = quant_method, directory, how
 
     @register_quantizer(_READER)

@@ -90,10 +90,10 @@ def fixed_rows(vocabulary: int) -> list[list[int]]:
 
 def _last_logits(model: Any, row: list[int]) -> torch.Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([row], device=base.device), "use_cache": False}
+    ids = torch.tensor([row], device=base.device)
     if hasattr(base, SCORE):  # its logits are one value for a row, too few to compare
         body = getattr(base, base.base_model_prefix)
-        values = head_values(base, body(**inputs).last_hidden_state)
+        values = head_values(base, body(input_ids=ids, use_cache=False).last_hidden_state)
     else:
-        values = model(**inputs).logits
+        values = model(input_ids=ids, use_cache=False).logits
     return values[0, -KEPT:].float().cpu()

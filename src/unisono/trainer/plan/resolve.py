@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from unisono.base.errors import ConfigError
 from unisono.base.text import Duration, Warmup, show_bytes
@@ -129,7 +129,7 @@ class PlanInputs:
     settings: dict[str, str] = field(default_factory=dict)
     ignored_variables: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
-    faults: dict[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, object] = field(default_factory=dict)
     code_digests: Mapping[str, str] = field(default_factory=dict)
     nodes: list[NodePlace] = field(default_factory=list)
     """Empty: this node alone."""
@@ -222,7 +222,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         + _uneven(given.nodes)
         + _seldom_kept(config, data)
         + _reasons_for_nothing(config, given.settings),
-        faults=given.faults,
+        faults=dict(given.faults),
         code_digests=dict(given.code_digests),
     )
 
@@ -389,10 +389,7 @@ def _smallest(given: PlanInputs, mesh: Mesh, dtype: str) -> _Fitting:
     checkpointing = given.config.memory.gradient_checkpointing is not False
     micro = _micro_choices(given)[-1]
     return _Fitting(
-        mesh,
-        micro,
-        checkpointing,
-        _need(given, mesh, dtype, micro=micro, checkpointing=checkpointing),
+        mesh, micro, checkpointing, _need(given, mesh, dtype, micro=micro, checkpointing=checkpointing)
     )
 
 

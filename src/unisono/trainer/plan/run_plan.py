@@ -315,7 +315,7 @@ class RunPlan(PlanPart):
         """The ranks of one node, by local rank."""
         return [place for place in self.ranks if place.node_rank == node_rank]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The JSON object of plan.json."""
         return self.model_dump(mode="json", by_alias=True)
 
@@ -461,9 +461,8 @@ def has_one_backward(config: RunConfig, *, micro: int, global_batch: int, world_
     """Whether a step of full fine-tuning is one backward pass of one rank, so that gradients have
     no sum in float32.
     """
-    is_full = (
-        config.adapter is None and config.objective != "reward"
-    )  # reward models have no fast layers then
+    # Reward models have no fast layers then.
+    is_full = config.adapter is None and config.objective != "reward"
     in_blocks = optimizer_named(config.optim.kind).updates_blocks
     return is_full and in_blocks and world_size == 1 and micro >= global_batch
 

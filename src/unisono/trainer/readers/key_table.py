@@ -52,7 +52,7 @@ class KeyTable(Mapping[str, Key]):
     @cached_property
     def _keys(self) -> dict[str, Key]:
         text = resources.files(self._package).joinpath("keys.toml").read_text(encoding="utf-8")
-        groups: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(text)
+        groups: dict[str, dict[str, dict[str, object]]] = tomllib.loads(text)
         keys = {name: _key(name, group, key) for group, keys in groups.items() for name, key in keys.items()}
         return keys | {name: replace(keys[name], words=words) for name, words in self._words.items()}
 
@@ -66,7 +66,7 @@ class KeyTable(Mapping[str, Key]):
         return len(self._keys)
 
 
-def _key(name: str, group: str, entry: dict[str, Any]) -> Key:
+def _key(name: str, group: str, entry: Mapping[str, object]) -> Key:
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
     return Key(name, group, **fields)
 
@@ -192,7 +192,7 @@ def _any(value: Any) -> Any:
     return value
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: Any) -> dict[str, object]:
     """A mapping, or one as JSON text, as transformers takes it."""
     if isinstance(value, str):
         try:

@@ -4,7 +4,6 @@ that has our key for each of theirs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from unisono.base.errors import ConfigError
 from unisono.trainer.config.yaml_file import KeyPath
@@ -60,7 +59,7 @@ TOOLS = (
 )
 
 
-def refuse_other_tools(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str) -> None:
+def refuse_other_tools(raw: Mapping[str, object], lines: Mapping[KeyPath, int], name: str) -> None:
     """One error for a file of another tool, instead of one for each of its keys.
 
     Args:

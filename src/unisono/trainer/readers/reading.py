@@ -27,7 +27,7 @@ class Reading:
         self._places, self._name, self._inside = places, name, inside
         self._keys, self._tool = keys, tool
         self._unknown, self._page = unknown
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
         self.places: dict[str, str] = {}
         self.fates: list[KeyFate] = []
         self.problems: list[Problem] = []

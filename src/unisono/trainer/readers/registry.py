@@ -11,7 +11,7 @@ entry points:
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from unisono.base.extensions import CONFIG_READERS, extensions, load_extension
 from unisono.trainer.config.translation import Translation
@@ -24,14 +24,14 @@ from unisono.trainer.readers.sd_scripts import reader as sd_scripts
 class ConfigReader(Protocol):
     """Reads the configs of one tool."""
 
-    def recognizes(self, raw: Mapping[str, Any], path: Path) -> bool:
+    def recognizes(self, raw: Mapping[str, object], path: Path) -> bool:
         """Whether a file is of the tool; `raw` is its mapping, empty for a file whose suffix is not
         YAML's.
         """
         ...
 
     def to_config(
-        self, raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+        self, raw: Mapping[str, object], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
     ) -> Translation:
         """The file in our terms; its `problems` are not raised.
 
@@ -51,7 +51,7 @@ BUILT_IN: dict[str, ConfigReader] = {"llamafactory": llamafactory, "sd_scripts":
 
 
 def read_foreign_config(
-    raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+    raw: Mapping[str, object], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
 ) -> Translation | None:
     """The file in our terms, by the first reader that recognizes it; None if none does.
 

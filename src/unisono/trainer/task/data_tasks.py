@@ -26,6 +26,7 @@ from unisono.trainer.data.survey import survey
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import load_tokenizer
 from unisono.trainer.families import rows_of
+from unisono.trainer.families.family import PrepareRequest
 from unisono.trainer.model.directory import locate_model, locate_tokenizer, read_model_config
 
 
@@ -42,7 +43,8 @@ def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     config = RunConfig.model_validate(request["config"])
     report.phase("model", "reading the model's files")
-    data, facts = rows_of(config).prepare(config, request, report)
+    given = PrepareRequest(Path(request["cache_dir"]), request.get("output_dir"), request.get("limit_rows"))
+    data, facts = rows_of(config).prepare(config, given, report)
     return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
 
 

@@ -24,7 +24,7 @@ from unisono.guard.facts import no_gpus, read_machine
 from unisono.guard.rundir.records import is_image_model
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.data import Message
+from unisono.trainer.data import Messages
 from unisono.trainer.data.template import (
     ChatTemplate,
     RenderingTimeout,
@@ -208,7 +208,7 @@ def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
 def prompt_ids(
     tokenizer: Any,
     template: ChatTemplate,
-    messages: Sequence[Message],
+    messages: Messages,
     tools: list[Any] | None = None,
     *,
     most: int | None = None,

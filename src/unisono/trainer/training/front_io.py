@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple, TypedDict
 
+from unisono.base.causes import Verdict
 from unisono.base.errors import Problem
 from unisono.base.events import Reporter
 from unisono.guard.facts.processes import ThreadCounters, ThreadState, read_thread
@@ -25,6 +26,15 @@ from unisono.trainer.checkpoint.writer import StorageFailed
 from unisono.trainer.training.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
 
 Outcome = Literal["preempted", "interrupted", "directory_lost"]
+
+
+class Ending(NamedTuple):
+    """How training ended, for the `result` message; by default completely."""
+
+    outcome: str = "completed"
+    exit_code: int = 0
+    verdict: Verdict | None = None
+
 
 EXIT_CODES: dict[Outcome, int] = {"preempted": 75, "interrupted": 130, "directory_lost": 6}
 _OUTCOMES: dict[int, Outcome] = {
@@ -113,7 +123,18 @@ def _handled_by_the_thread(*_: object) -> None:
 
 # ---- Messages
 
-Message = dict[str, Any]
+
+class Message(TypedDict, total=False):
+    """A line of the front: where the ranks meet, or what another rank reports of its shard."""
+
+    kind: str
+    store: tuple[str, int]
+    rank: int
+    temporary: str
+    error: str
+    verdict: dict[str, object] | None
+    files: dict[str, dict[str, object]]
+
 
 _STDIN = 0
 

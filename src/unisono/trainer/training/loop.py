@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from unisono.trainer.training.evaluation import (
     first_sum,
     show_samples,
 )
-from unisono.trainer.training.front_io import EXIT_CODES
+from unisono.trainer.training.front_io import EXIT_CODES, Ending
 from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
 from unisono.trainer.training.run import Run, embedding_noise
@@ -57,26 +56,23 @@ from unisono.trainer.training.training_checks import (
 )
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run) -> Ending:
     """Trains from the state's step to the plan's last, or until a stop request.
 
     All ranks must call it.
 
     All ranks take the same decisions: these depend on the state, which comes from sums over the
     ranks, and on the agreed stop request.
-
-    Returns:
-        outcome, exit_code and verdict for the `result` message.
     """
     ending = _train(run)
-    if ending["verdict"] is None and run.group.any(notices_loss(run)):
+    if ending.verdict is None and run.group.any(notices_loss(run)):
         return save_beside(run)
-    if ending["outcome"] != "completed" and ending["verdict"] is None:
+    if ending.outcome != "completed" and ending.verdict is None:
         require_checkpoint(run)
     return ending
 
 
-def _train(run: Run) -> dict[str, Any]:
+def _train(run: Run) -> Ending:
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
     while _has_work(run):
@@ -84,39 +80,36 @@ def _train(run: Run) -> dict[str, Any]:
         verdict = None if run.state.evaluation_due else _advance(run)
         if verdict is not None:
             finish_saving(run)  # a save started before is still good
-            return {"outcome": "stalled", "exit_code": 4, "verdict": verdict.to_json()}
+            return Ending("stalled", 4, verdict)
         if run.state.evaluation_due:
             _evaluate(run)
         if run.stopping is not None and _has_work(run):  # after the last step the result comes first
             if run.stopping != "directory_lost":
                 save_checkpoint(run)
                 finish_saving(run)
-            return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
+            return Ending(run.stopping, EXIT_CODES[run.stopping])
         if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _has_work(run):
             save_checkpoint(run)
     finish_saving(run)
     if made_no_update(run):  # stopped early, or resumed after its last step
-        return {"outcome": "stalled", "exit_code": 4, "verdict": model_verdict(run).to_json()}
+        return Ending("stalled", 4, model_verdict(run))
     if _stops_early(run):
         _report_early_stop(run)
-    return {"outcome": "completed", "exit_code": 0, "verdict": None}
+    return Ending()
 
 
-def train_again(run: Run) -> dict[str, Any]:
+def train_again(run: Run) -> Ending:
     """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses
     can be compared.
 
     All ranks must call it.
-
-    Returns:
-        outcome, exit_code and verdict for the `result` message.
     """
     assert run.plan.last_step is not None
     while run.state.step < run.plan.last_step and run.stopping is None:
         _advance(run)
     if run.stopping is not None:
-        return {"outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping], "verdict": None}
-    return {"outcome": "replayed", "exit_code": 0, "verdict": None}
+        return Ending(run.stopping, EXIT_CODES[run.stopping])
+    return Ending("replayed")
 
 
 def _has_work(run: Run) -> bool:
@@ -268,7 +261,7 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         run.tracker.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})
 
 
-def _keep_line(run: Run, line: dict[str, Any]) -> None:
+def _keep_line(run: Run, line: dict[str, float]) -> None:
     """Writes a line of metrics.jsonl on rank 0.
 
     If the storage does not respond, the run ends here: a step that was shown must be on disk.

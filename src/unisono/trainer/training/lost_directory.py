@@ -5,13 +5,12 @@ new directory beside it.
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from unisono.base.causes import Verdict
 from unisono.base.files import make_private_dir
-from unisono.trainer.training.front_io import EXIT_CODES
+from unisono.trainer.training.front_io import EXIT_CODES, Ending
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.saving import finish_saving, open_store, save_checkpoint
 
@@ -23,13 +22,10 @@ def notices_loss(run: Run) -> bool:
     return run.directory_check is not None and run.directory_check.is_lost()
 
 
-def save_beside(run: Run) -> dict[str, Any]:
+def save_beside(run: Run) -> Ending:
     """Saves the current step where the directory is not lost, and beside it where it is.
 
     All ranks must call it.
-
-    Returns:
-        outcome, exit_code and verdict for the `result` message.
     """
     lost = _lost_nodes(run)
     what = _describe(run, lost)
@@ -48,12 +44,8 @@ def save_beside(run: Run) -> dict[str, Any]:
     return _ending(run, f"{what} after step {step}, while the run was active; {saved}", lost, fixes)
 
 
-def result_beside(run: Run) -> dict[str, Any]:
-    """Has rank 0 write the result beside a directory that was lost after the last step.
-
-    Returns:
-        outcome, exit_code and verdict for the `result` message.
-    """
+def result_beside(run: Run) -> Ending:
+    """Has rank 0 write the result beside a directory that was lost after the last step."""
     lost = [node.node_rank == 0 for node in run.plan.nodes]
     what = _describe(run, lost)
     _move_beside(run)
@@ -76,7 +68,7 @@ def _move_beside(run: Run) -> None:
         run.report.send("moved", path=str(run.files.root))
 
 
-def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> dict[str, Any]:
+def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> Ending:
     verdict = Verdict(
         cause="output_removed",
         when="during",
@@ -87,8 +79,7 @@ def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> dict[
         step=run.state.step,
         fix=tuple(fixes),
     )
-    code = EXIT_CODES["directory_lost"]
-    return {"outcome": "unfit", "exit_code": code, "verdict": verdict.to_json()}
+    return Ending("unfit", EXIT_CODES["directory_lost"], verdict)
 
 
 def _directory_of(run: Run, node_rank: int) -> int:

@@ -28,10 +28,10 @@ from unisono.base.text import show_bytes
 from unisono.guard.facts.limits import available_memory
 from unisono.guard.rundir.records import without_nan
 from unisono.trainer.checkpoint.snapshot import SLOTS, SlotLayout, Slots, TensorEntry, needed_bytes, slot_text
-from unisono.trainer.checkpoint.state import DTYPES, dtype_name
+from unisono.trainer.checkpoint.state import DTYPES, OptimizerValues, RunValues, dtype_name
 from unisono.trainer.model import foreach
 from unisono.trainer.training.optim import moments_before_a_step
-from unisono.trainer.training.run import Contents, Run, contents_of, source_values
+from unisono.trainer.training.run import Contents, Run, contents_of
 from unisono.trainer.training.saver import RankTensor
 
 LIMIT = 0.01
@@ -61,7 +61,7 @@ class MemorySnapshots:
         """
         self._fd = fd
         self._slots: _TensorSlots | None = None
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[dict[str, float | None]] = []
         self._sequence = 0
         self._is_off = False
         self._every = 1
@@ -87,7 +87,7 @@ class MemorySnapshots:
         cost = self._try(run, self._fd, trial) if self._fd is not None else 0.0
         return self._decide(run, cost / max(step_time_s, 1e-9))
 
-    def publish(self, run: Run, line: dict[str, Any], *, step_time_s: float | None = None) -> None:
+    def publish(self, run: Run, line: dict[str, float], *, step_time_s: float | None = None) -> None:
         """Keeps the present state, if this step is to be kept, with the line that is about to be
         written to metrics.jsonl.
 
@@ -157,7 +157,7 @@ class MemorySnapshots:
                 return None
         return self._every
 
-    def _keep(self, run: Run, fd: int, line: dict[str, Any]) -> None:
+    def _keep(self, run: Run, fd: int, line: dict[str, float | None]) -> None:
         same_step = bool(self._lines) and self._lines[0]["step"] == line["step"]
         self._lines = [*self._lines, line] if same_step else [line]
         slots = self._slots
@@ -177,8 +177,10 @@ class MemorySnapshots:
         return self._slots
 
     def _text(self, run: Run, contents: Contents) -> bytes:
-        values = {"train": run.state.to_json(), "optimizer": _optimizer_values(run, contents)}
-        return slot_text(values | source_values(run), self._lines)
+        values: RunValues = {"train": run.state.to_json(), "optimizer": _optimizer_values(run, contents)}
+        if state := run.source.state():
+            values["batches"] = state
+        return slot_text(values, self._lines)
 
     def _judge(self, run: Run) -> None:
         """Decides again, once and after the same step on all ranks, by the cost measured on the
@@ -364,14 +366,14 @@ def _state_tensors(run: Run) -> list[torch.Tensor]:
     ]
 
 
-def _optimizer_values(run: Run, contents: Contents) -> dict[str, Any]:
+def _optimizer_values(run: Run, contents: Contents) -> dict[str, OptimizerValues]:
     """The optimizers' present values other than tensors, as in `contents_of`.
 
     Hyperparameters change; names do not.
     """
     known = contents.values["optimizer"]
     if any(values["values"] for values in known.values()):
-        return dict(contents_of(run).values["optimizer"])
+        return contents_of(run).values["optimizer"]
     return {
         name: {
             "groups": [

@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
 from unisono.base import extensions
 from unisono.base.errors import ConfigError
 from unisono.base.text import one_line
-from unisono.trainer.checkpoint.state import refuse_unsaved
+from unisono.trainer.checkpoint.state import ParamGroup, refuse_unsaved
 from unisono.trainer.config.optimizers import OPTIMIZERS
 from unisono.trainer.config.own_code import execute, own_code_of, refusing
 from unisono.trainer.config.schema import OptimSection, RunConfig
@@ -30,7 +30,7 @@ class ShardAdamW(torch.optim.AdamW):
     Parameters and states stay DTensors, so checkpoints do not change.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def _init_group(self, group: ParamGroup, *lists: list[torch.Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(own_part, tensors)
@@ -49,7 +49,7 @@ class CompactAdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+        self, groups: list[ParamGroup], *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -64,7 +64,7 @@ class CompactAdamW(torch.optim.AdamW):
                     if parameter.grad is not None:
                         self._update(parameter, group)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: ParamGroup) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -135,7 +135,7 @@ class Optimizers:
     parts: dict[str, torch.optim.Optimizer]
     names: dict[str, list[str]]
     set_by_config: frozenset[str] | None = None
-    settings: dict[str, list[dict[str, Any]]] = field(init=False)
+    settings: dict[str, list[ParamGroup]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = {
@@ -283,9 +283,11 @@ def build_adamw(
     """AdamW (arXiv:1711.05101). The arguments are those of `build_optimizers`."""
     del not_matrices
     groups, names = _groups(section, trainable, text_lr)
-    settings: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
-    is_compact = section.state_dtype == "bfloat16"
-    part = CompactAdamW(groups, **settings) if is_compact else ShardAdamW(groups, **settings, fused=True)
+    rates, betas = {"lr": section.lr, "eps": section.eps}, section.betas
+    if section.state_dtype == "bfloat16":
+        part = CompactAdamW(groups, betas=betas, **rates)
+    else:
+        part = ShardAdamW(groups, betas=betas, **rates, fused=True)
     return Optimizers({"adamw": part}, {"adamw": names})
 
 
@@ -328,7 +330,7 @@ def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> lis
 
 def _groups(
     section: OptimSection, parameters: dict[str, torch.nn.Parameter], text_lr: float | None
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[ParamGroup], list[str]]:
     """AdamW's parameter groups, and the names of their parameters in order."""
     plus = {n for n in parameters if section.lora_b_ratio != 1 and _LORA_B in n}
     text = {n for n in parameters if text_lr is not None and n.startswith(_TEXT) and n not in plus}

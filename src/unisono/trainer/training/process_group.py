@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -164,7 +164,7 @@ class Ranks:
                 host, port, None, is_master=False, timeout=_JOIN_LIMIT, wait_for_workers=False
             )
         self._notes = dist.PrefixStore(f"notes/{name}", base)
-        extra: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        extra: dict[str, torch.device] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(
             backend_of(device),
             store=dist.PrefixStore(f"unisono/{name}", base),

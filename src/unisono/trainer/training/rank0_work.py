@@ -20,7 +20,7 @@ from unisono.base.errors import Problem
 from unisono.base.files import make_private_dir
 from unisono.guard.facts.processes import ThreadCounters, read_thread
 from unisono.trainer.checkpoint.manifest import FileEntry
-from unisono.trainer.checkpoint.state import CheckpointReader, Outline
+from unisono.trainer.checkpoint.state import CheckpointReader, Outline, RunValues
 from unisono.trainer.checkpoint.writer import (
     StorageFailed,
     TensorFile,
@@ -164,16 +164,15 @@ class CheckpointBroadcast:
         """
         self._group, self._device = group, device
         self._reader = reader
-        message: dict[str, Any] | None = None
+        message: dict[str, object] | None = None
         if reader is not None:
             message = {
                 "values": reader.values,
                 "tensors": {name: _outline(of) for name, of in reader.groups.items()},
             }
-        message = broadcast_json(group, message, device=device)
-        assert message is not None
-        self.values: dict[str, Any] = message["values"]
-        self._outlines: dict[str, list[list[Any]]] = message["tensors"]
+        received = broadcast_json(group, message, device=device)
+        self.values: RunValues = received["values"]
+        self._outlines: dict[str, list[list[Any]]] = received["tensors"]
         self.shapes = {
             group: {name: torch.Size(shape) for name, shape, _ in outline}
             for group, outline in self._outlines.items()
@@ -379,7 +378,7 @@ def shards_of_others(run: Run, job: SaveJob, save: Save) -> dict[str, FileEntry]
             label = run.plan.ranks[rank].label
             path = run.files.checkpoints / job.temporary
             error = given_up(f"the part of {label} could not be written: {message['error']}", path)
-            error.verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
+            error.verdict = Verdict.from_json(verdict) if (verdict := message.get("verdict")) else None
             raise error
         missing.discard(rank)
         entries |= {name: FileEntry.model_validate(entry) for name, entry in message["files"].items()}

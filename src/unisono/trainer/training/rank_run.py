@@ -32,7 +32,7 @@ from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
-from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch
+from unisono.trainer.training.front_io import EXIT_CODES, Ending, StopRequest, StorageWatch
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import find_place
 from unisono.trainer.training.loop import train, train_again
@@ -55,7 +55,7 @@ def run_plan(
     snapshot_fd: int | None = None,
     beats: Beats | None = None,
     hooks: Sequence[RunHook] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Sets up, tries the longest batch, trains, and writes the result; gives the fields of the
     `result` message.
 
@@ -72,9 +72,8 @@ def run_plan(
         try:
             return _train_and_finish(run)
         except Exception:  # raised again after the save in flight has ended
-            if (
-                run.group.world_size == 1
-            ):  # with several ranks the others would wait for a rank that has failed
+            # With several ranks the others would wait for a rank that has failed.
+            if run.group.world_size == 1:
                 # The failure that ended the run is reported, not one of the save.
                 with contextlib.suppress(Exception):
                     run.saver.wait()
@@ -83,7 +82,7 @@ def run_plan(
             _close(run, run.storage)
 
 
-def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, Any]:
+def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, object]:
     """Facts that only the worker knows before step 1, for the first screen."""
     loaded, forward = run.forward.loaded, run.forward
     return {
@@ -120,7 +119,7 @@ def _close(run: Run, storage: StorageWatch) -> None:
         run.tracker.close()
 
 
-def _train_and_finish(run: Run) -> dict[str, Any]:
+def _train_and_finish(run: Run) -> dict[str, object]:
     report, stop = run.report, run.stop
     trial = try_longest_batch(run)
     kept_every = (
@@ -132,17 +131,16 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     ending = train(run) if run.plan.last_step is None else train_again(run)
     seconds = time.perf_counter() - began
     weights, weights_step = None, run.state.step
-    if ending["outcome"] == "completed":
+    if ending.outcome == "completed":
         run.beats.enter("finish")
         weights_step = _take_best(run)
         share = exact_match_share(run)
         if share is not None:
             run.state.eval["exact_match"] = share
-        elif (
-            wants_exact_match(run) and run.stopping is not None
-        ):  # the rest may take longer than the grace period
-            ending = {**ending, "outcome": run.stopping, "exit_code": EXIT_CODES[run.stopping]}
-    if ending["outcome"] == "completed":
+        # The rest may take longer than the grace period.
+        elif wants_exact_match(run) and run.stopping is not None:
+            ending = Ending(run.stopping, EXIT_CODES[run.stopping])
+    if ending.outcome == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
         if run.group.is_main and notices_loss(run):  # since its last step
@@ -151,10 +149,12 @@ def _train_and_finish(run: Run) -> dict[str, Any]:
     for hook in run.hooks:
         hook.run_ends()
     if not run.group.is_main:
-        return {"outcome": ending["outcome"], "exit_code": ending["exit_code"], "step": run.state.step}
+        return {"outcome": ending.outcome, "exit_code": ending.exit_code, "step": run.state.step}
     newest = run.files.checkpoint(run.saved_step) if run.saved_step is not None else None
     return {
-        **ending,
+        "outcome": ending.outcome,
+        "exit_code": ending.exit_code,
+        "verdict": ending.verdict.to_json() if ending.verdict else None,
         "step": run.state.step,
         "tokens": run.state.tokens,
         "loss": run.state.loss,
@@ -202,15 +202,14 @@ def _take_best(run: Run) -> int:
     state, saved = run.state, run.saved_step
     path = run.files.checkpoint(step)
     with run.storage.ends_if_stuck("reading the best checkpoint", path):
-        restore(
-            run, path, trust=True
-        )  # weights signed by another key may be the result, too; the rest is not used
+        # Weights signed by another key may be the result, too; the rest is not used.
+        restore(run, path, trust=True)
     run.state, run.saved_step = state, saved
     run.state.eval |= line
     return step
 
 
-def _find_intact_best(run: Run) -> tuple[int, dict[str, Any]] | None:
+def _find_intact_best(run: Run) -> tuple[int, dict[str, float]] | None:
     metric = run.plan.config.checkpoint.best
     assert run.store is not None
     assert metric is not None

@@ -17,7 +17,7 @@ from unisono.guard.watch import Beats
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import BatchSource
 from unisono.trainer.batches.table import EvaluationRows
-from unisono.trainer.checkpoint.state import Tensors, optimizer_tensors
+from unisono.trainer.checkpoint.state import OptimizerValues, RunValues, Tensors, optimizer_tensors
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.writer import StorageFailed
 from unisono.trainer.families.family import Sampler
@@ -148,7 +148,7 @@ class TrainState:
     evaluation_due: bool = False
     eval: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The state as it is written to state.json of a checkpoint."""
         return asdict(self)
 
@@ -159,19 +159,13 @@ class TrainState:
 
 
 class StepSnapshots(Protocol):
-    """Keeps finished steps in memory; see train.memory_snapshots."""
+    """Keeps finished steps in memory; see memory_snapshots. All ranks must call its methods."""
 
     def prepare(self, run: "Run", *, step_time_s: float) -> int | None:
-        """Decides before the first step which steps are kept: every n-th; None if none.
+        """Decides before the first step which steps are kept: every n-th; None if none."""
 
-        All ranks must call it.
-        """
-
-    def publish(self, run: "Run", line: dict[str, Any], *, step_time_s: float | None = None) -> None:
-        """Keeps the present state, with the line that is about to be written to metrics.jsonl.
-
-        All ranks must call it.
-        """
+    def publish(self, run: "Run", line: dict[str, float], *, step_time_s: float | None = None) -> None:
+        """Keeps the present state, with the line that is about to be written to metrics.jsonl."""
 
 
 @dataclass
@@ -270,7 +264,7 @@ class Contents:
     """
 
     groups: dict[str, list[RankTensor]]
-    values: dict[str, Any]
+    values: RunValues
 
 
 def contents_of(run: Run) -> Contents:
@@ -278,28 +272,23 @@ def contents_of(run: Run) -> Contents:
     parts of sharded tensors.
     """
     groups = {"trainable": _parts(run, dict(run.forward.loaded.trainable))}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, OptimizerValues] = {}
     for name, part in run.optimizers.parts.items():
         tensors, numbers[name] = optimizer_tensors(part, run.optimizers.names[name])
         groups[f"optimizer-{name}"] = _parts(run, tensors)
-    values: dict[str, Any] = {
+    values: RunValues = {
         "train": run.state.to_json(),
         "optimizer": numbers,
         "kernels": has_kernels(run.plan.dtype, run.device),
-        **source_values(run),
     }
+    if state := run.source.state():
+        values["batches"] = state
     if run.plan.config.adapter is not None:
         values["base"] = base_of(run)
     return Contents(groups, values)
 
 
-def source_values(run: Run) -> dict[str, Any]:
-    """The state of the source under its name in state.json; empty for one that has none."""
-    state = run.source.state()
-    return {"batches": state} if state else {}
-
-
-def base_of(run: Run) -> dict[str, Any]:
+def base_of(run: Run) -> dict[str, str | bool | None]:
     """What an adapter is trained on: the digest of the model's files, how they are quantized, and
     the digest of the quantized weights.
     """

@@ -192,7 +192,7 @@ def restore(run: Run, path: Path, *, trust: bool = False) -> None:
         load_optimizer(part, run.optimizers.names[name], tensors, shared.values["optimizer"][name])
     run.optimizers.take_settings()
     run.state = TrainState.from_json(shared.values["train"])
-    run.source.restore(shared.values.get("batches", {}))
+    run.source.restore(dict(shared.values.get("batches", {})))
     run.saved_step = run.begun_step = run.state.step
 
 
@@ -387,15 +387,15 @@ def _report_saved(run: Run, job: SaveJob, path: Path, save: Save) -> bool:
     A network file system may fail at this moment. What was synced and renamed counts as saved
     nevertheless.
     """
-    fields: dict[str, Any] = {
+    fields: dict[str, str | float] = {
         "step": job.step,
         "path": str(path),
         "seconds": time.monotonic() - save.began,
         "blocking_s": save.blocking_s,
     }
-    n_bytes, fix = (
-        0,
-        "check the storage of output_dir; `unisono checkpoint verify` shows whether the checkpoint is intact",
+    n_bytes = 0
+    fix = (
+        "check the storage of output_dir; `unisono checkpoint verify` shows whether the checkpoint is intact"
     )
     try:
         n_bytes = sum(file.stat().st_size for file in os.scandir(path))

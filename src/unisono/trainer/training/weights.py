@@ -68,7 +68,7 @@ class FileLayout:
     """
 
     files: dict[str, list[StoredTensor]]
-    index: dict[str, Any] | None
+    index: Mapping[str, object] | None
     convert: Callable[[str, torch.Tensor], Tensors]
 
 
@@ -162,13 +162,13 @@ def _reverted(base: Any, tensors: Tensors) -> Tensors:
     return reverted
 
 
-def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _split(
     stored: list[StoredTensor], max_file_bytes: int, *, parameters: int
-) -> tuple[dict[str, list[StoredTensor]], dict[str, Any] | None]:
+) -> tuple[dict[str, list[StoredTensor]], Mapping[str, object] | None]:
     """The tensors split into files, as huggingface_hub splits them, and the index."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -262,7 +262,7 @@ def write_generation_config(
         stops: the tokens that end an answer.
         known: directories that may have such a file; the last one's other settings are kept.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for place in known:
         with contextlib.suppress(OSError, ValueError):
             settings = read_json(place / "generation_config.json")

@@ -3,7 +3,7 @@
 import faulthandler
 import json
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.base import child
 from unisono.base.child import leave, loading_modules, parse_child_arguments, run_child
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     register_templates()
     beats, pulse = _begin_to_beat(arguments.beat_fds)
 
-    def body(report: Reporter) -> dict[str, Any]:
+    def body(report: Reporter) -> dict[str, object]:
         with loading_modules():  # torch, seconds; a signal until then simply ends the process
             from unisono.trainer.training.front_io import StopRequest
 

@@ -79,6 +79,8 @@ from unisono.trainer.training.hooks import RunHook, Work
 from unisono.trainer.training.join import find_place
 from unisono.trainer.training.process_group import Group
 
+Fault = dict[str, Any]  # one of `plan.faults`; see above for its keys
+
 
 def faults_of(plan: RunPlan) -> tuple[RunHook, ...]:
     """The hooks of this process's rank; none if the plan names no faults."""
@@ -202,7 +204,7 @@ class InjectedFaults(RunHook):
         """Whether a fault is one of this rank."""
         return self._rank in self._faults.get(name, ())
 
-    def _due(self, name: str, step: int) -> dict[str, Any] | None:
+    def _due(self, name: str, step: int) -> Fault | None:
         """A fault that is due on this rank at this step. Its time is recorded."""
         fault = due_fault(self._plan, name, self._rank, step)
         if fault is not None:
@@ -310,9 +312,9 @@ def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
         file.write(now)
 
 
-def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> dict[str, Any] | None:
+def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> Fault | None:
     """The fault of this name, if it is due on this rank at this step."""
-    fault: dict[str, Any] | None = plan.faults.get(name)
+    fault: Fault | None = plan.faults.get(name)
     if fault is None or (fault["rank"], fault["step"]) != (rank, step):
         return None
     return fault
@@ -323,7 +325,7 @@ _LITTER = 2_000_000
 _litter: list[list[int]] = []  # kept for the whole run, like a large data set of Python objects
 
 
-def _is_due(fault: dict[str, Any], step: int) -> bool:
+def _is_due(fault: Fault, step: int) -> bool:
     every = fault.get("every")
     return step in fault.get("steps", ()) or (every is not None and step % every == 0)
 

@@ -16,7 +16,7 @@ from unisono.base.files import whole_file
 from unisono.base.text import library_words
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.families.family import Prompt
-from unisono.trainer.families.pictures.latents import PictureLoader
+from unisono.trainer.families.pictures.latents import PictureLoader, Tensors
 from unisono.trainer.families.pictures.picture_folders import need_pillow
 from unisono.trainer.families.pictures.pipeline import (
     Denoiser,
@@ -112,7 +112,7 @@ def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lamb
         on_step: called after each denoising step with its number; True ends the drawing early.
     """
 
-    def watch(pipe: Any, step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def watch(pipe: Any, step: int, _timestep: Any, values: Tensors) -> Tensors:
         if on_step(step + 1):
             pipe._interrupt = True  # noqa: SLF001 - as diffusers 0.42 documents it
         return values

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import xxhash
@@ -269,6 +269,25 @@ class PictureBatch:
         return text_states([self.states[caption] for caption in captions], device)
 
 
+class PictureEntry(TypedDict, total=False):
+    """What a rank needs to load a picture: how its caption varies, where that is not as in the
+    config, the caption as written, where it differs, and the digests of its latents, 0 if not
+    cached.
+    """
+
+    varied: dict[str, object]
+    written: str
+    digest: str
+    caption: str
+    size: list[int]
+    original: list[int]
+    prior: bool
+    latent: int
+    flipped: int
+    name: str
+    path: str
+
+
 class PictureLoader:
     """Loads the pictures of a run's table.
 
@@ -288,7 +307,7 @@ class PictureLoader:
     ) -> None:
         body = read_json(table / PICTURES)
         self._config = config
-        self._entries: list[dict[str, Any]] = body["pictures"]
+        self._entries: list[PictureEntry] = body["pictures"]
         self._places = Places(table.parent.parent / "pictures", body["encoder"], body["text"])
         self._captions_are_cached = not needs_text_encoders(config)
         self._vae = None
@@ -327,7 +346,7 @@ class PictureLoader:
     def sample(self, picture: int) -> tuple[str, tuple[int, int]]:
         """The caption and the size of a picture."""
         entry = self._entries[picture]
-        return str(entry["caption"]), (int(entry["size"][0]), int(entry["size"][1]))
+        return entry["caption"], (entry["size"][0], entry["size"][1])
 
     @property
     def usual_size(self) -> tuple[int, int]:
@@ -340,7 +359,7 @@ class PictureLoader:
         return PictureBatch(uses, {caption: self._states(caption) for caption in captions})
 
     def _use(
-        self, entry: dict[str, Any], seed: int, *, step: int, timestep: int | None = None, share: float = 1.0
+        self, entry: PictureEntry, seed: int, *, step: int, timestep: int | None = None, share: float = 1.0
     ) -> PictureUse:
         generator = torch.Generator().manual_seed(seed & ((1 << 63) - 1))
         flipped = timestep is None and "flipped" in entry and _draws_flipped(seed)
@@ -354,13 +373,13 @@ class PictureLoader:
         noise = torch.randn(shape, generator=generator)
         offset = torch.randn((shape[0], 1, 1), generator=generator)
         section = self._config.diffusion
-        caption = str(entry["caption"])
+        caption = entry["caption"]
         if timestep is None:
             noise = noise + section.noise_offset * offset if section.noise_offset else noise
             varied = section.model_copy(update=entry.get("varied"))
             steps = Warmup.parse(varied.tag_warmup).steps(self._total_steps)
             caption = varied_caption(
-                str(entry.get("written", caption)),
+                entry.get("written", caption),
                 varied,
                 drop=drop,
                 order=order,
@@ -375,14 +394,14 @@ class PictureLoader:
             _time_ids(entry, flipped=flipped),
         )
 
-    def _moments(self, entry: dict[str, Any], *, flipped: bool) -> dict[str, torch.Tensor]:
-        size = int(entry["size"][0]), int(entry["size"][1])
+    def _moments(self, entry: PictureEntry, *, flipped: bool) -> dict[str, torch.Tensor]:
+        size = entry["size"][0], entry["size"][1]
         vae = self._vae
         if vae is not None:
             pixels = read_pixels(Path(entry["path"]), entry["digest"], size)
             return encode_pixels(vae, pixels, flipped=flipped)
         path = self._places.latents(entry["digest"], size, flipped=flipped)
-        digest = entry["flipped" if flipped else "latent"]
+        digest = entry["flipped"] if flipped else entry["latent"]
         return self._kept.get(str(path), lambda: read_verified(path, digest))
 
     def _states(self, caption: str) -> dict[str, torch.Tensor]:
@@ -397,7 +416,7 @@ def _draws_flipped(seed: int) -> bool:
     return random.Random(seed).random() < 0.5  # noqa: S311 - not for secrets
 
 
-def _time_ids(entry: dict[str, Any], *, flipped: bool) -> tuple[int, ...]:
+def _time_ids(entry: PictureEntry, *, flipped: bool) -> tuple[int, ...]:
     """What SDXL is told of a picture; the left of the mirrored cut is what was cut from the
     right.
     """

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -123,7 +122,7 @@ def write_diffusers(file: LoraFile, path: Path) -> FileEntry:
     """Writes a file that `pipeline.load_lora_weights` takes as it is, with ranks and alphas in its
     metadata.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for part in _PREFIXES:
         own = {
             n.removeprefix(f"{part}."): layer for n, layer in file.layers.items() if n.startswith(f"{part}.")
@@ -138,7 +137,7 @@ def write_diffusers(file: LoraFile, path: Path) -> FileEntry:
     return _write(path, tensors, {"format": "pt", _SETTINGS: json.dumps(settings, sort_keys=True), **kept})
 
 
-def _settings(part: str, layers: Mapping[str, Layer]) -> dict[str, Any]:
+def _settings(part: str, layers: Mapping[str, Layer]) -> dict[str, object]:
     """peft's settings of a part: the most frequent rank and alpha, and patterns for the others."""
     ranks, alphas = [layer.rank for layer in layers.values()], [layer.scale for layer in layers.values()]
     rank, alpha = max(set(ranks), key=ranks.count), max(set(alphas), key=alphas.count)

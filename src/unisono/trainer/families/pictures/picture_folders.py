@@ -172,7 +172,7 @@ def read_folder(
     source: int,
     is_prior: bool,
     key: str,
-    decoded: dict[str, Any],
+    decoded: dict[str, list[int] | str],
     own: PicturesSection | None = None,
 ) -> FolderScan:
     """The pictures of a folder, each decoded once, and the files that are not used.
@@ -390,7 +390,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
 # ---- pixels
 
 
-def probe(path: Path, decoded: dict[str, Any]) -> tuple[int, int, str]:
+def probe(path: Path, decoded: dict[str, list[int] | str]) -> tuple[int, int, str]:
     """Width and height after rotation, and the digest of the file, which is decoded completely
     unless that has been done before.
 

@@ -52,7 +52,7 @@ class TextStates:
 class Denoiser(torch.nn.Module):
     """The UNet, and the text encoders where they are needed, as one module with named parts."""
 
-    def __init__(self, unet: Any, text_encoders: dict[str, Any]) -> None:
+    def __init__(self, unet: Any, text_encoders: dict[str, torch.nn.Module]) -> None:
         super().__init__()
         self.unet = unet
         for name, encoder in text_encoders.items():
@@ -102,7 +102,7 @@ class PictureForward(Forward):
             text: of the captions.
             time_ids: (U, 6), the size that SDXL is told.
         """
-        more: dict[str, Any] = {}
+        more: dict[str, dict[str, torch.Tensor]] = {}
         if text.pooled is not None:
             more["added_cond_kwargs"] = {"text_embeds": text.pooled, "time_ids": time_ids}
         with self._precision():

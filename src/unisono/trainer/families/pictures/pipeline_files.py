@@ -6,6 +6,7 @@ Without torch.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -46,6 +47,9 @@ _MOST_TIMES = 100_000  # a thousand are usual, each with a number in memory
 _LORA_MODULES = (".attn1.", ".attn2.", ".ff.", ".proj_in.", ".proj_out.")
 
 
+ComponentConfig = dict[str, Any]  # config.json of a component, with diffusers' keys
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline's directory.
@@ -60,8 +64,8 @@ class Pipeline:
 
     root: Path
     kind: str
-    unet: dict[str, Any]
-    vae: dict[str, Any]
+    unet: ComponentConfig
+    vae: ComponentConfig
     prediction: str
 
     @property
@@ -168,7 +172,7 @@ def read_pipeline(root: Path) -> Pipeline:
     return pipeline
 
 
-def _refuse_numbers(file: Path, settings: dict[str, Any], limits: dict[str, int]) -> None:
+def _refuse_numbers(file: Path, settings: Mapping[str, object], limits: dict[str, int]) -> None:
     """Refuses numbers, alone or in a list, for which far more memory would be taken than the
     weights need.
     """
@@ -184,7 +188,7 @@ def _refuse_numbers(file: Path, settings: dict[str, Any], limits: dict[str, int]
                 )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> ComponentConfig:
     try:
         return read_json_object(file, fix="copy it again")
     except FileNotFoundError:

@@ -30,6 +30,7 @@ from unisono.trainer.data.tokenizer import traits_of
 from unisono.trainer.families.pictures.captions import VARIED, longest_caption
 from unisono.trainer.families.pictures.latents import (
     PICTURES,
+    PictureEntry,
     Places,
     encode_caption,
     encode_pixels,
@@ -168,7 +169,7 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
     need_pillow()
     folders = folders_of(config, pipeline)
     memory = cache_dir / "pictures" / "decoded.json"
-    decoded = read_object(memory)
+    decoded: dict[str, list[int] | str] = read_object(memory)
     every = FolderScan()
     for number, folder in enumerate(folders):
         report.phase("data", f"reading the pictures of {folder.named}")
@@ -199,7 +200,7 @@ def gather(config: RunConfig, pipeline: Pipeline, cache_dir: Path, report: Repor
     )
 
 
-def _read(folder: Folder, number: int, decoded: dict[str, Any]) -> FolderScan:
+def _read(folder: Folder, number: int, decoded: dict[str, list[int] | str]) -> FolderScan:
     """The pictures of a folder in their buckets, with all their repeats."""
     section = folder.section
     sizes = bucket_sizes(folder.resolution, section)
@@ -284,7 +285,7 @@ def _split_off(own: list[Picture], count: int, seed: int) -> tuple[list[Picture]
     return kept, [replace(picture, repeats=1) for i, picture in enumerate(own) if i in held]
 
 
-def _remember(memory: Path, decoded: dict[str, Any]) -> None:
+def _remember(memory: Path, decoded: dict[str, list[int] | str]) -> None:
     memory.parent.mkdir(parents=True, exist_ok=True)
     write_json(memory, dict(list(decoded.items())[-_MOST_DECODED:]))
 
@@ -415,8 +416,11 @@ def prepare_pictures(
     places = Places(cache_dir / "pictures", digests.encoder, text_digest(config, pipeline, digests))
     latents, computed, size = fill_caches(config, rows, pipeline, places, report, cache_device(config))
     entries = [
-        _varied(rows.sections[picture.source], config.diffusion)
-        | _entry(picture, _latents_of(picture, places, latents, has_flipped=rows.is_flipped(number)))
+        _entry(
+            picture,
+            _varied(rows.sections[picture.source], config.diffusion),
+            _latents_of(picture, places, latents, has_flipped=rows.is_flipped(number)),
+        )
         for number, picture in enumerate(rows.train + rows.eval)
     ]
     contents = json.dumps(
@@ -550,7 +554,7 @@ def _warnings(rows: PictureRows) -> list[str]:
     ]
 
 
-def _varied(section: DiffusionSection, usual: DiffusionSection) -> dict[str, Any]:
+def _varied(section: DiffusionSection, usual: DiffusionSection) -> PictureEntry:
     """How captions of a folder vary, where that is not as `diffusion` of the config says."""
     own = {key: getattr(section, key) for key in VARIED}
     return {} if own == {key: getattr(usual, key) for key in VARIED} else {"varied": own}
@@ -558,23 +562,21 @@ def _varied(section: DiffusionSection, usual: DiffusionSection) -> dict[str, Any
 
 def _latents_of(
     picture: Picture, places: Places, digests: dict[Path, int], *, has_flipped: bool
-) -> dict[str, int]:
+) -> PictureEntry:
     """The digests of a picture's latents, and of those of the mirrored one; 0 where they are not
     cached.
     """
-    views = {"latent": False, "flipped": True} if has_flipped else {"latent": False}
+    views = (places.latents(picture.digest, picture.size, flipped=flipped) for flipped in (False, True))
+    latent, flipped = (digests.get(view, 0) for view in views)
+    return {"latent": latent, "flipped": flipped} if has_flipped else {"latent": latent}
+
+
+def _entry(picture: Picture, varied: PictureEntry, latents: PictureEntry) -> PictureEntry:
+    """The order of its keys is that of earlier versions, and its digest is theirs."""
+    written: PictureEntry = {"written": picture.written} if picture.written != picture.caption else {}
     return {
-        name: digests.get(places.latents(picture.digest, picture.size, flipped=flipped), 0)
-        for name, flipped in views.items()
-    }
-
-
-def _entry(picture: Picture, latents: dict[str, int]) -> dict[str, Any]:
-    """What a rank needs to load a picture; the order of its keys is that of earlier versions, and
-    its digest is theirs.
-    """
-    written = {"written": picture.written} if picture.written != picture.caption else {}
-    return written | {
+        **varied,
+        **written,
         "digest": picture.digest,
         "caption": picture.caption,
         "size": list(picture.size),
@@ -586,11 +588,11 @@ def _entry(picture: Picture, latents: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _without_places(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_places(entry: PictureEntry) -> dict[str, object]:
     return {key: value for key, value in entry.items() if key not in ("name", "path")}
 
 
-def _positions(entry: dict[str, Any], factor: int) -> int:
+def _positions(entry: PictureEntry, factor: int) -> int:
     return entry["size"][0] // factor * (entry["size"][1] // factor)
 
 
@@ -599,7 +601,7 @@ def _write_table(
     config: RunConfig,
     pipeline: Pipeline,
     rows: PictureRows,
-    entries: list[dict[str, Any]],
+    entries: list[PictureEntry],
     places: Places,
     cuts: dict[str, Cut],
 ) -> dict[Split, SplitSummary]:

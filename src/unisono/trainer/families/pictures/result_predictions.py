@@ -94,11 +94,9 @@ def _predict(unet: Any, timestep: int) -> torch.Tensor:
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random).to(device, dtype)
 
-    more: dict[str, Any] = {}
-    latents, states = (
-        noise(1, config.in_channels, _SIDE, _SIDE),
-        noise(1, _TOKENS, config.cross_attention_dim),
-    )
+    more: dict[str, dict[str, torch.Tensor]] = {}
+    latents = noise(1, config.in_channels, _SIDE, _SIDE)
+    states = noise(1, _TOKENS, config.cross_attention_dim)
     if config.addition_embed_type == "text_time":  # SDXL
         pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
         time_ids = torch.full((1, _TIME_IDS), float(_SIDE), device=device, dtype=dtype)

@@ -115,10 +115,7 @@ def open_files(config: RunConfig, *, cache_dir: Path) -> tuple[Pipeline, ModelFa
         pipeline = locate_pipeline(config)
         return pipeline, *inspect_pipeline(pipeline)
     return open_single_file(
-        file,
-        tokenizer=config.model.tokenizer,
-        prediction=config.diffusion.prediction,
-        cache_dir=cache_dir,
+        file, tokenizer=config.model.tokenizer, prediction=config.diffusion.prediction, cache_dir=cache_dir
     )
 
 
@@ -355,7 +352,7 @@ def _write_configs(root: Path, shapes: Shapes, tokenizer: Path, *, kind: str, pr
             )
 
 
-def _copy_tokenizer(source: Path, target: Path, encoder: Mapping[str, Any], *, pad: str) -> None:
+def _copy_tokenizer(source: Path, target: Path, encoder: Mapping[str, object], *, pad: str) -> None:
     from transformers import CLIPTokenizer
 
     own = source / target.name if (source / target.name).is_dir() else source / "tokenizer"
@@ -374,7 +371,7 @@ def _copy_tokenizer(source: Path, target: Path, encoder: Mapping[str, Any], *, p
     tokenizer.save_pretrained(str(target))
 
 
-def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any]:
+def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, object]:
     levels: list[list[int]] = [[]]  # the transformer layers beside each residual block, by level
     channels: list[int] = []
     number = 1
@@ -392,7 +389,7 @@ def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any
     with_text = next(name for name in shapes if name.startswith(_UNET) and name.endswith("attn2.to_k.weight"))
     down = ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths]
     depths[-1] = depths[-1] or _count(shapes, f"{_UNET}middle_block.1.transformer_blocks.")
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "in_channels": shapes[f"{_UNET}input_blocks.0.0.weight"][1],
         "out_channels": shapes[f"{_UNET}out.2.weight"][0],
         "sample_size": 128 if kind == "xl" else 96 if prediction == "v_prediction" and kind == "v2" else 64,
@@ -407,10 +404,8 @@ def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any
         "upcast_attention": kind == "v2",
     }  # fmt: skip
     if kind == "xl":
-        seen, pooled = (
-            shapes[f"{_UNET}label_emb.0.0.weight"][1],
-            shapes[f"{_OPEN_CLIP[True]}text_projection"][1],
-        )
+        seen = shapes[f"{_UNET}label_emb.0.0.weight"][1]
+        pooled = shapes[f"{_OPEN_CLIP[True]}text_projection"][1]
         config |= {
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": (seen - pooled) // 6,
@@ -419,7 +414,7 @@ def _unet_config(shapes: Shapes, *, kind: str, prediction: str) -> dict[str, Any
     return config
 
 
-def _vae_config(shapes: Shapes, *, is_xl: bool) -> dict[str, Any]:
+def _vae_config(shapes: Shapes, *, is_xl: bool) -> dict[str, object]:
     down = _VAE + "encoder.down."
     channels = [shapes[f"{down}{level}.block.0.conv1.weight"][0] for level in range(_count(shapes, down))]
     return {
@@ -433,7 +428,7 @@ def _vae_config(shapes: Shapes, *, is_xl: bool) -> dict[str, Any]:
     }
 
 
-def _clip_config(shapes: Shapes, prefix: str) -> dict[str, Any]:
+def _clip_config(shapes: Shapes, prefix: str) -> dict[str, object]:
     return _text_config(
         shapes[prefix + "embeddings.token_embedding.weight"],
         shapes[prefix + "embeddings.position_embedding.weight"][0],
@@ -443,7 +438,7 @@ def _clip_config(shapes: Shapes, prefix: str) -> dict[str, Any]:
     )
 
 
-def _open_clip_config(shapes: Shapes, prefix: str) -> dict[str, Any]:
+def _open_clip_config(shapes: Shapes, prefix: str) -> dict[str, object]:
     blocks = {name for name in shapes if not _is_unread(name)}
     projection = shapes.get(prefix + "text_projection", (0, 0))[1]
     return _text_config(
@@ -457,7 +452,7 @@ def _open_clip_config(shapes: Shapes, prefix: str) -> dict[str, Any]:
 
 def _text_config(
     embedding: tuple[int, ...], positions: int, *, layers: int, wide: int, act: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     tokens, width = embedding
     return {
         "vocab_size": tokens,
@@ -474,7 +469,7 @@ def _text_config(
     }
 
 
-def _scheduler_config(kind: str, prediction: str, *, zero_snr: bool) -> tuple[str, dict[str, Any]]:
+def _scheduler_config(kind: str, prediction: str, *, zero_snr: bool) -> tuple[str, dict[str, object]]:
     """The noise schedule of all Stable Diffusion models, with the sampler that the pipelines on the
     hub have.
     """

@@ -2,8 +2,8 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import ModelError, UnisonoError
 from unisono.base.files import expand, fault_of, path_below, read_text
@@ -171,7 +171,7 @@ def check_adapter(directory: Path) -> None:
     adapter_settings(directory)
 
 
-def adapter_settings(directory: Path) -> dict[str, Any]:
+def adapter_settings(directory: Path) -> Mapping[str, object]:
     """The contents of adapter_config.json, with the kind of adapter at least.
 
     Raises:

@@ -76,7 +76,7 @@ class _Info:
 
     name: str
     directory: str
-    entries: dict[str, Any]
+    entries: dict[str, object]
     places: KeyPlaces
 
 
@@ -90,7 +90,7 @@ def read_datasets(
     max_samples: int | None,
     use_modelscope: bool = False,
     use_openmind: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """The sources of the named datasets, each a mapping that `SourceSection` accepts.
 
     A name that occurs twice counts once.
@@ -502,12 +502,12 @@ class _DatasetEntry:
                     fix="name a dataset of text, e.g. with columns.prompt: text",
                 )
 
-    def source(self, stage: str, preferred: Mapping[str, bool]) -> dict[str, Any]:
+    def source(self, stage: str, preferred: Mapping[str, bool]) -> dict[str, object]:
         """The source, once `check` has found no problem."""
         key = self._source_key(preferred)
         assert key is not None
         value = self._value[key]
-        source: dict[str, Any] = {"path": self._path(value) if key == "file_name" else value}
+        source: dict[str, object] = {"path": self._path(value) if key == "file_name" else value}
         source |= self._shape(stage)
         if key == "hf_hub_url":
             source["split"] = self._value.get("split") or "train"
@@ -516,7 +516,7 @@ class _DatasetEntry:
             source["samples"] = self._value["num_samples"]
         return source
 
-    def _shape(self, stage: str) -> dict[str, Any]:
+    def _shape(self, stage: str) -> dict[str, object]:
         """Format, columns and tags of our schema.
 
         A column that LLaMA-Factory would not read is null.
@@ -539,7 +539,7 @@ class _DatasetEntry:
             columns |= {"chosen": theirs["chosen"], "rejected": theirs["rejected"], "label": None}
         elif is_kto:
             columns |= {"label": theirs["kto_tag"], "chosen": None, "rejected": None}
-        shape: dict[str, Any] = {
+        shape: dict[str, object] = {
             "format": "preference" if is_pairs or is_kto else form,
             "columns": {
                 ours: name for ours, name in columns.items() if ours != name or ours in _OF_PREFERENCES

@@ -6,7 +6,7 @@ the row's end.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from unisono.base.errors import DataError
 from unisono.trainer.config.named_templates import NamedTemplate, local_day
 from unisono.trainer.config.schema import RunConfig, SourceSection
 from unisono.trainer.config.sections import LF_PREFIX, Thinking
-from unisono.trainer.data import Example, Exchange, Message, RowError, Turn
+from unisono.trainer.data import Example, Exchange, Messages, RowError, Turn
 from unisono.trainer.data.control_tokens import (
     ControlTokens,
     ControlTokensMode,
@@ -190,7 +190,7 @@ class LfEncoder:
         """
         return self._pieces.absent
 
-    def read_row(self, name: FormatName, row: dict[str, Any], source: SourceSection) -> Example:
+    def read_row(self, name: FormatName, row: Mapping[str, object], source: SourceSection) -> Example:
         """The example of a row of a source.
 
         Raises:
@@ -445,7 +445,7 @@ class LfChatTemplate(ChatTemplate):
         """Those of the template, and the end of sequence."""
         return self.known_stops
 
-    def prompt_ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Ids:
+    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> Ids:
         """The tokens of a conversation up to an answer; `tools` are the schemas of functions.
 
         Raises:

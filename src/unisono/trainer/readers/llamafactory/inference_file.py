@@ -4,7 +4,6 @@ template, and how to generate.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import UsageError
 from unisono.trainer.config import config_of
@@ -18,7 +17,7 @@ class InferenceFile:
     translation: LlamaFactoryFile
 
     @property
-    def model(self) -> dict[str, Any]:
+    def model(self) -> dict[str, object]:
         """The fields of a task's request that say what to load: target, base, merged, template,
         thinking, default_system.
 
@@ -39,13 +38,13 @@ class InferenceFile:
         }
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> dict[str, object]:
         """max_tokens, and how tokens are chosen; LLaMA-Factory's defaults where the file is
         silent.
         """
         return self.translation.generation | {"seed": self.translation.values["seed"]}
 
-    def export(self, *, merge: bool) -> dict[str, Any]:
+    def export(self, *, merge: bool) -> dict[str, object]:
         """The request of the task `export`; a file with `export_dir` merges its adapter."""
         file = self.translation
         exports = file.verb == "export"
@@ -55,7 +54,7 @@ class InferenceFile:
             "max_shard_size": f"{file.values['export_size']} GB" if exports else None,
         }
 
-    def prediction(self, *, step: int | None, limit: int | None, out: Path | None) -> dict[str, Any]:
+    def prediction(self, *, step: int | None, limit: int | None, out: Path | None) -> dict[str, object]:
         """The request of the task `predict`.
 
         Raises:

@@ -4,8 +4,8 @@ What LLaMA-Factory does by default and we do not is written out, so that the con
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import ConfigError, DataError, Problem
 from unisono.base.files import read_object
@@ -139,7 +139,7 @@ def _other_adapters(draft: Draft) -> None:
         _as_stored(draft, _stored_settings(adapters[-1]))
 
 
-def _as_stored(draft: Draft, stored: dict[str, Any]) -> None:
+def _as_stored(draft: Draft, stored: Mapping[str, object]) -> None:
     """Takes the shape of the adapter that is continued from its own settings, as LLaMA-Factory
     does; the file's keys do not count.
     """
@@ -175,9 +175,7 @@ def _train_only(draft: Draft) -> None:
         draft.put("train_only.spread", True, "use_llama_pro")
     modules = values["freeze_trainable_modules"]
     draft.put(
-        "train_only.modules",
-        "all" if modules in ("all", ["all"]) else modules,
-        "freeze_trainable_modules",
+        "train_only.modules", "all" if modules in ("all", ["all"]) else modules, "freeze_trainable_modules"
     )
     if values["freeze_extra_modules"]:
         draft.put("train_only.extra", values["freeze_extra_modules"], "freeze_extra_modules")
@@ -204,7 +202,7 @@ def fill_data(draft: Draft) -> None:
         _mix(draft)
 
 
-def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, Any]]:
+def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, object]]:
     if not names:
         return []
     values = draft.values
@@ -289,7 +287,7 @@ def _mix(draft: Draft) -> None:
             draft.put("data.mix.probabilities", values["interleave_probs"], "interleave_probs")
 
 
-def _stored_settings(adapter: str) -> dict[str, Any]:
+def _stored_settings(adapter: str) -> dict[str, object]:
     """The settings of an adapter on this machine, or of that in a run; empty if there is none,
     which is refused when it is loaded.
     """

@@ -64,7 +64,7 @@ _QWEN3_5 = (
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
-Tool = dict[str, Any]
+Tool = dict[str, Any]  # a function schema, or a part of one, as a row has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def _default_tool(tool: Tool) -> str:
     return f"> Tool Name: {tool['name']}\nTool Description: {about}\nTool Args:\n{''.join(lines)}\n"
 
 
-def _parameter(name: str, schema: dict[str, Any], *, needed: bool) -> str:
+def _parameter(name: str, schema: Tool, *, needed: bool) -> str:
     kind = f"{schema.get('type', '')}{', required' if needed else ''}"
     choices = f", should be one of [{', '.join(schema['enum'])}]" if schema.get("enum") else ""
     items = f", where each item should be {schema['items'].get('type', '')}" if schema.get("items") else ""

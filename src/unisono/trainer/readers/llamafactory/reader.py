@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import ConfigError, Problem
 from unisono.trainer.config.problems import find_secrets
@@ -58,7 +57,7 @@ class LlamaFactoryFile(Translation):
         return f"lf:{self.values['template']}" if self.values["template"] else None
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation(self) -> dict[str, object]:
         """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k,
         repetition_penalty, beams, length_penalty.
         """
@@ -132,14 +131,14 @@ class LlamaFactoryFile(Translation):
         )
 
 
-def recognizes(raw: Mapping[str, Any], path: Path) -> bool:
+def recognizes(raw: Mapping[str, object], path: Path) -> bool:
     """Whether a mapping is a file of LLaMA-Factory, of either generation."""
     del path
     return llamafactory_version(raw) is not None
 
 
 def to_config(
-    raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+    raw: Mapping[str, object], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
 ) -> LlamaFactoryFile:
     """The file in our terms; its `problems` are not raised.
 
@@ -169,7 +168,7 @@ def read_llamafactory(path: Path, overrides: tuple[str, ...] = ()) -> LlamaFacto
 
 
 def translate(
-    raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str, overrides: tuple[str, ...] = ()
+    raw: Mapping[str, object], lines: Mapping[KeyPath, int], name: str, overrides: tuple[str, ...] = ()
 ) -> LlamaFactoryFile:
     """Our config of a LLaMA-Factory file, and what became of each of its keys.
 
@@ -228,8 +227,8 @@ def _filled(draft: Draft) -> Draft:
 
 
 def _with_overrides(
-    raw: Mapping[str, Any], overrides: tuple[str, ...], places: KeyPlaces
-) -> tuple[dict[str, Any], tuple[str, ...], list[Problem]]:
+    raw: Mapping[str, object], overrides: tuple[str, ...], places: KeyPlaces
+) -> tuple[dict[str, object], tuple[str, ...], list[Problem]]:
     """The mapping with the overrides of its keys applied, the overrides of ours, and the
     problems.
     """
@@ -314,7 +313,7 @@ V1_KEYS = {
 """The keys of the generation v1, and ours; empty: there is none."""
 
 
-def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
+def llamafactory_version(raw: Mapping[str, object]) -> str | None:
     """`v0` or `v1` if the mapping is a LLaMA-Factory file, else None."""
     if "data" in raw:  # required here, unknown there
         return None
@@ -326,7 +325,7 @@ def llamafactory_version(raw: Mapping[str, Any]) -> str | None:
     return "v0" if len(recognized) + ("model_name_or_path" in raw) > 1 else None
 
 
-def refuse_v1(raw: Mapping[str, Any], lines: Mapping[KeyPath, int], name: str) -> ConfigError:
+def refuse_v1(raw: Mapping[str, object], lines: Mapping[KeyPath, int], name: str) -> ConfigError:
     """The refusal of a v1 file, with our key for each of its keys."""
     pairs = [f"{key} → {V1_KEYS[key]}" for key in raw if V1_KEYS.get(key)]
     without = [key for key in raw if not V1_KEYS.get(key)]

@@ -7,6 +7,7 @@ tokens of them.
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -73,7 +74,7 @@ class LfTemplate:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _table() -> dict[str, dict[str, object]]:
     return tomllib.loads(
         files("unisono.trainer.readers.llamafactory").joinpath("templates.toml").read_text(encoding="utf-8")
     )
@@ -104,7 +105,7 @@ def find_lf_template(name: str) -> LfTemplate | None:
     return None
 
 
-def _template(name: str, entry: dict[str, Any]) -> LfTemplate:
+def _template(name: str, entry: Mapping[str, object]) -> LfTemplate:
     fields: dict[str, Any] = dict(entry)
     user = _slots(fields.pop("user", [CONTENT]))
     bare: list[Any] = [CONTENT] if entry.get("efficient_eos") else [CONTENT, {"special": "eos"}]
@@ -169,10 +170,7 @@ def _set_eos(tokenizer: Any, word: str) -> None:
 
 def stop_ids(tokenizer: Any, template: LfTemplate) -> set[int]:
     """The tokens that end an answer, of an adapted tokenizer."""
-    return {
-        tokenizer.eos_token_id,
-        *(tokenizer.convert_tokens_to_ids(word) for word in template.stop_words),
-    }
+    return {tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(word) for word in template.stop_words)}
 
 
 def end_of_text(tokenizer: Any, template: LfTemplate) -> str:

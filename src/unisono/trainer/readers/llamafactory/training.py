@@ -344,8 +344,8 @@ def read_strategy(
 
 def _read_deepspeed(values: Values) -> tuple[str, str]:
     config = _mapping(values["deepspeed"], "deepspeed")
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    zero = zero if isinstance(zero := config.get("zero_optimization"), dict) else {}
+    stage = zero.get("stage", 0)
     if not isinstance(stage, int) or stage not in _STAGES:
         raise _Refused(f"deepspeed: stage {stage!r} is unknown", "", "use stage 0, 2 or 3")
     for part in ("offload_optimizer", "offload_param"):
@@ -407,7 +407,7 @@ def _read_fsdp(values: Values) -> tuple[str, str]:
     )
 
 
-def _mapping(value: Any, key: str) -> dict[str, Any]:
+def _mapping(value: Any, key: str) -> dict[str, object]:
     """The mapping itself, or that in the JSON file of this name."""
     if isinstance(value, str):
         text = read_given(expand(value), value, most_bytes=SETTINGS_BYTES)

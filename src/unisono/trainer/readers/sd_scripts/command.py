@@ -7,7 +7,7 @@ A script is read and never run: its plain assignments `NAME=value`, and the argu
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from unisono.trainer.readers.sd_scripts.datasets import locate, read_toml
 from unisono.trainer.readers.sd_scripts.keys import resolved
 
 SUFFIXES = (".sh", ".bash", ".ps1", ".bat", ".cmd")
-_FIXED: dict[str, Any] = {
+_FIXED: dict[str, object] = {
     "enable_bucket": True, "output_dir": "./output", "logging_dir": "./logs", "mixed_precision": "fp16",
     "save_precision": "fp16", "seed": 1337, "cache_latents": True, "prior_loss_weight": 1,
     "max_token_length": 225, "caption_extension": ".txt", "xformers": True, "shuffle_caption": True,
@@ -44,7 +44,7 @@ class Script:
     """The keys that a script sets, with their lines, and what of it cannot be read."""
 
     name: str
-    raw: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, object] = field(default_factory=dict)
     lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -148,9 +148,8 @@ def _bash_value(text: str) -> str | None:
     except ValueError:
         return None
     asks_shell = not text.startswith("'") and re.search(r"[$`]|^\(", text.split(" #")[0])
-    is_command = len(words) > 1 or (
-        bool(words) and text[:1].isspace()
-    )  # `NAME=value command`, `NAME= command`
+    # `NAME=value command`, `NAME= command`
+    is_command = len(words) > 1 or (bool(words) and text[:1].isspace())
     if asks_shell or is_command:
         return None
     return words[0] if words else ""
@@ -267,11 +266,11 @@ def _lay_over_file(script: Script, name: str, path: Path) -> None:
     script.raw = below | script.raw
 
 
-def flat(raw: dict[str, Any]) -> dict[str, Any]:
+def flat(raw: Mapping[str, object]) -> dict[str, object]:
     """The keys of a TOML file without the sections that they are in, as sd-scripts reads them; a
     preset's `[metadata]` is no setting.
     """
-    flattened: dict[str, Any] = {}
+    flattened: dict[str, object] = {}
     for name, value in raw.items():
         if name != "metadata":
             flattened |= value if isinstance(value, dict) else {name: value}

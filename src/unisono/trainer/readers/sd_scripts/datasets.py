@@ -79,7 +79,7 @@ class DatasetFile:
         return forward, max(sizes) // max(1, forward)
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_toml(path: Path) -> tuple[dict[str, object], dict[KeyPath, int]]:
     """A TOML file, and the line of each of its keys that is written as `key = value`.
 
     Raises:
@@ -195,7 +195,7 @@ def _add(file: DatasetFile, subset: Subset, given: Mapping[str, Any], seen: set[
     seen.add(folder or "")
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def _read_json(path: Path) -> tuple[dict[str, object], dict[KeyPath, int]]:
     try:
         raw = parse_json(_text_of(path))
     except (ValueError, RecursionError) as error:
@@ -215,7 +215,7 @@ class _Part:
     def __init__(self, file: DatasetFile, places: KeyPlaces, name: str) -> None:
         self.file, self.places, self.name = file, places, name
 
-    def items(self, value: Any, at: KeyPath) -> Iterator[tuple[int, dict[str, Any]]]:
+    def items(self, value: Any, at: KeyPath) -> Iterator[tuple[int, dict[str, object]]]:
         """The tables of a list with their numbers; a problem if it is none."""
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             word = ".".join(str(part) for part in at if isinstance(part, str))
@@ -238,7 +238,7 @@ class _Part:
             )
         self.file.problems.append(Problem(what, self.places.of((key, 0)), "", fix))
 
-    def read(self, level: Level, raw: Any, at: KeyPath) -> tuple[dict[str, Any], dict[str, str]]:
+    def read(self, level: Level, raw: Any, at: KeyPath) -> tuple[dict[str, object], dict[str, str]]:
         """The values of one part, and their places."""
         if not isinstance(raw, dict):
             what = f"`{at[-1]}` is not a table"

@@ -52,7 +52,7 @@ def _is_zero(value: Any, *, of_number: bool) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-def read_mapping(raw: Mapping[str, Any], places: KeyPlaces, name: str, *, inside: KeyPath = ()) -> Reading:
+def read_mapping(raw: Mapping[str, object], places: KeyPlaces, name: str, *, inside: KeyPath = ()) -> Reading:
     """The keys of a mapping, each converted and with its fate as far as the table tells it.
 
     Args:

@@ -56,14 +56,14 @@ class SdScripts(Translation):
         return [line, *self.ignored(), *([ignored] if set_here else []), *self.warnings]
 
 
-def recognizes(raw: Mapping[str, Any], path: Path) -> bool:
+def recognizes(raw: Mapping[str, object], path: Path) -> bool:
     """Whether a config is one of sd-scripts: a TOML file, or a script that trains with it."""
     del raw
     return path.suffix.lower() == ".toml" or is_script(path)
 
 
 def to_config(
-    raw: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
+    raw: Mapping[str, object], lines: Mapping[KeyPath, int], path: Path, overrides: tuple[str, ...]
 ) -> SdScripts:
     """The file in our terms; its `problems` are not raised.
 
@@ -137,7 +137,7 @@ def _not_the_main_file(path: Path) -> ConfigError:
     )
 
 
-def _refuse_other_models(raw: Mapping[str, Any], path: Path) -> None:
+def _refuse_other_models(raw: Mapping[str, object], path: Path) -> None:
     """One sentence, whatever else the file says.
 
     Raises:
@@ -273,10 +273,10 @@ _OFF_BY_DEFAULT = (
 """Those that do nothing unless they are set to another value than their default."""
 
 
-def _settings(draft: Draft, values: Values) -> dict[str, Any]:
+def _settings(draft: Draft, values: Values) -> dict[str, object]:
     """What `_SETTINGS` are for a folder; those that have no effect for it are omitted."""
     extension = values["caption_extension"]
-    settings = {
+    settings: dict[str, object] = {
         "resolution": _resolution(draft, values),
         "caption_extensions": [extension if extension.startswith(".") else f".{extension}"],
         "buckets": values["enable_bucket"],
@@ -349,13 +349,13 @@ def _fill_dataset_file(draft: Draft, path: Path) -> DatasetFile:
     usual = settings[0]
     sources = []
     for subset, subset_settings, share in zip(file.subsets, settings, shares, strict=True):
-        pictures: dict[str, Any] = {"flat": True, "caption": subset.values["class_tokens"] or ""}
+        pictures: dict[str, object] = {"flat": True, "caption": subset.values["class_tokens"] or ""}
         if subset.values["is_reg"]:
             pictures["prior"] = True
         elif share:
             pictures["eval"] = share
         pictures |= {ours: value for ours, value in subset_settings.items() if value != usual.get(ours)}
-        source: dict[str, Any] = {"path": subset.values["image_dir"], "pictures": pictures}
+        source: dict[str, object] = {"path": subset.values["image_dir"], "pictures": pictures}
         if subset.values["num_repeats"] != 1:
             source["weight"] = float(subset.values["num_repeats"])
         sources.append(source)
