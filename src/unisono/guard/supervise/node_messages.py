@@ -5,11 +5,10 @@ kinds that only a newer version has.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from unisono.base.causes import Verdict
@@ -17,6 +16,7 @@ from unisono.base.events import Message
 from unisono.guard.agree.reports import RankReport
 from unisono.guard.integrations.border import Answer, ReportedFacts
 from unisono.guard.places.ranks import RankPlace
+from unisono.guard.supervise.codec import decode_message, encode_message
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.watch.views import Look, RankView
@@ -293,8 +293,7 @@ HeadRequest = (
 
 def encode(message: NodeNews | HeadRequest) -> Message:
     """The message as a JSON object."""
-    kind: Any = type(message)
-    return {"kind": message.kind, **_adapter(kind).dump_python(message, mode="json")}
+    return encode_message(message)
 
 
 def decode_news(value: Mapping[str, object]) -> NodeNews | None:
@@ -303,7 +302,7 @@ def decode_news(value: Mapping[str, object]) -> NodeNews | None:
     Raises:
         KeyError, TypeError, ValueError: if its fields cannot be read.
     """
-    return _decode(value, NodeNews)
+    return decode_message(value, NodeNews)
 
 
 def decode_request(value: Mapping[str, object]) -> HeadRequest | None:
@@ -312,22 +311,4 @@ def decode_request(value: Mapping[str, object]) -> HeadRequest | None:
     Raises:
         KeyError, TypeError, ValueError: if its fields cannot be read.
     """
-    return _decode(value, HeadRequest)
-
-
-def _decode(value: Mapping[str, object], union: Any) -> Any:
-    kind = _kinds(union).get(str(value.get("kind")))
-    if kind is None:
-        return None
-    names = {field.name for field in fields(kind)}
-    return _adapter(kind).validate_python({name: value[name] for name in names & value.keys()})
-
-
-@cache
-def _kinds(union: Any) -> dict[str, Any]:
-    return {one.kind: one for one in union.__args__}
-
-
-@cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    return TypeAdapter(kind)
+    return decode_message(value, HeadRequest)
