@@ -14,7 +14,7 @@ from tests import front_server
 from unisono.guard.control.channel_ends import HeadServer, NodeLink
 
 if TYPE_CHECKING:
-    from unisono.guard.control.connection import Event
+    from unisono.guard.control.connection import ChannelEvent
 
 TOKEN = b"the secret of this job, 32 bytes"
 LIMIT_S = 20.0
@@ -34,7 +34,7 @@ class Room:
         self._heads: list[HeadServer] = []
         self._links: list[NodeLink] = []
         self._processes: list[subprocess.Popen[str]] = []
-        self._events: dict[HeadServer | NodeLink, list[Event]] = {}
+        self._events: dict[HeadServer | NodeLink, list[ChannelEvent]] = {}
 
     def head(self, nodes: int = 3, **options: Any) -> HeadServer:
         """A head on a free port of 127.0.0.1."""

@@ -8,17 +8,18 @@ the screen gets.
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import UnisonoError, storage_failure, unusable_path
-from unisono.base.events import Message, Reporter
+from unisono.base.events import Message, Reporter, Show
+from unisono.base.files import read_json
+from unisono.front.api.front import FrontRequest
+from unisono.guard.supervise.codec import decode
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 
 STOP = {"kind": "stop"}
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report-fd", type=int, required=True)
     parser.add_argument("--front-pid", type=int, help="of the program; shown by ps only")
     given = parser.parse_args(arguments)
-    request = json.loads(given.request.read_text(encoding="utf-8"))
+    request = decode(FrontRequest, read_json(given.request))
     reporter = Reporter(given.report_fd)
 
     def show(message: Message) -> None:
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         threading.Thread(target=_follow_program, name="program", daemon=True).start()
-        return (_doctor if request.pop("command") == "doctor" else _train)(request, show)
+        return (_doctor if request.command == "doctor" else _train)(request, show)
     except KeyboardInterrupt:  # before there was anything to save
         reporter.send("stopped", exit_code=130)
         return 130
@@ -48,30 +49,29 @@ def main(arguments: list[str]) -> int:
         return _refused(error, reporter)
 
 
-def _train(request: dict[str, Any], show: Any) -> int:
+def _train(request: FrontRequest, show: Show) -> int:
     from unisono.jobs.launchers.launchers import run_launcher, with_launcher_options
     from unisono.jobs.runs.train_request import TrainRequest
 
-    config, options = Path(request["config"]), with_launcher_options(request["options"])
+    options = with_launcher_options(request.options)
     options["allow"] = tuple(options.get("allow") or ())
-    training = TrainRequest(config, tuple(request["overrides"]), **options)
+    training = TrainRequest(Path(request.config or ""), request.overrides, **options)
     return run_launcher(training, show).exit_code
 
 
-def _doctor(request: dict[str, Any], show: Any) -> int:
+def _doctor(request: FrontRequest, show: Show) -> int:
     from unisono.front.checks.check import DoctorRequest
     from unisono.front.checks.cluster_doctor import examine_with_launcher
     from unisono.jobs.launchers.launchers import with_launcher_options
 
-    config = request["config"]
-    options = with_launcher_options(request["options"])
+    config, options = request.config, with_launcher_options(request.options)
     strict = options.pop("strict", False)
     try:
         with Interrupts():
             examination = examine_with_launcher(
                 DoctorRequest(
                     Path(config or ""),
-                    tuple(request["overrides"]),
+                    request.overrides,
                     has_config=bool(config),
                     show=show,
                     **options,

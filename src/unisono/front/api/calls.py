@@ -14,7 +14,7 @@ from unisono.base.causes.verdict import Evidence, Verdict
 from unisono.base.errors import ConfigError, UsageError
 from unisono.base.text import one_line
 from unisono.front.api import Result
-from unisono.front.api.front import Failed, Front, Notice, Stream, shown
+from unisono.front.api.front import Failed, Front, FrontRequest, Notice, Stream, shown
 from unisono.front.checks.check import Finding, findings_of
 from unisono.guard.diagnosis.reading import diagnose_paths
 from unisono.jobs.runs.config_file import load_config
@@ -214,9 +214,9 @@ def stream(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptio
     Raises:
         ConfigError: if the config is refused. Whatever is refused later is raised by the iterator.
     """
-    request, text = _named(config)
+    path, words, text = _named(config)
     _refuse_hosts_without_file(options, text)
-    return Stream(Front({"command": "train", **request, "options": _given(options)}, config=text))
+    return Stream(Front(FrontRequest("train", path, words, _given(options)), config=text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +265,9 @@ def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unp
     Raises:
         UnisonoError: if config or options are refused.
     """
-    request: dict[str, Any] = {"config": None, "overrides": ()}
-    text = None
-    if config is not None:
-        request, text = _named(config)
+    path, words, text = (None, (), None) if config is None else _named(config)
     _refuse_hosts_without_file(options, text)
-    front = Front({"command": "doctor", **request, "options": _given(options)}, config=text)
+    front = Front(FrontRequest("doctor", path, words, _given(options)), config=text)
     try:
         while front.next_message() is not None:
             continue
@@ -318,23 +315,22 @@ def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
     if not paths:
         raise TypeError("diagnose() needs a path")
     diagnosis = diagnose_paths([str(Path(path)) for path in paths], on_refused=_log.warning)
-    body = diagnosis.to_json()
-    body.pop("schema")
+    body = {name: value for name, value in diagnosis.to_json().items() if name != "schema"}
     return Diagnosis.model_validate_json(json.dumps(body))
 
 
-def _named(config: RunConfig | str | PathLike[str]) -> tuple[dict[str, Any], str | None]:
-    """The part of a request that names the config, and the text of a file for it where there is
-    none with these values.
+def _named(config: RunConfig | str | PathLike[str]) -> tuple[str | None, tuple[str, ...], str | None]:
+    """The config's path and what is laid over it, and the text of a file for it where there is none
+    with these values.
     """
     if not isinstance(config, RunConfig):
         config = Config.from_file(config)
     elif not isinstance(config, Config):
         config = Config.of(config)
     if config.source is None:
-        return {"config": None, "overrides": ()}, config.to_yaml()
+        return None, (), config.to_yaml()
     path, words = config.source
-    return {"config": str(path), "overrides": words}, None
+    return str(path), words, None
 
 
 def _words(overrides: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
@@ -351,7 +347,7 @@ def _plain(value: object) -> object:
     return dump(mode="json", by_alias=True) if dump is not None else str(value)
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def _given(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options for a request of the front.
 
     Raises:

@@ -13,10 +13,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from unisono.base import errors
 from unisono.base.causes import Verdict
@@ -27,12 +27,28 @@ from unisono.front.api import Result
 from unisono.guard.facts.environment import all_variables
 from unisono.guard.rundir.records import RunResult
 from unisono.guard.supervise.child_process import ChildProcess
+from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.task_process import how_it_ended, refusal, tail_of
 
 _STOP: Message = {"kind": "stop"}
 _LAST = ("result", "report", "stopped", "start_refused", "crashed")
 _POLL_S = 0.2
 _PATIENCE = 3  # Ctrl-C so often: the front is killed
+
+
+@dataclass(frozen=True, slots=True)
+class FrontRequest:
+    """What a program requests of its front.
+
+    Attributes:
+        config: the path of a config file; None: there is none, or it is a text.
+        options: those of the command line, by name.
+    """
+
+    command: Literal["train", "doctor"]
+    config: str | None
+    overrides: tuple[str, ...]
+    options: Mapping[str, Any]
 
 
 class Front:
@@ -45,20 +61,19 @@ class Front:
             if it was killed.
     """
 
-    def __init__(self, request: Mapping[str, Any], *, config: str | None = None) -> None:
+    def __init__(self, request: FrontRequest, *, config: str | None = None) -> None:
         """Starts it.
 
         Args:
             request: for `unisono.front.api.__main__`.
-            config: the text of a config file, which replaces `request["config"]`.
+            config: the text of a config file, which replaces that of the request.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")  # mode 0700
         root = Path(self._folder.name)
-        body = dict(request)
         if config is not None:
             (root / "config.yaml").write_text(config, encoding="utf-8")
-            body["config"] = str(root / "config.yaml")
-        (root / "request.json").write_text(json.dumps(body), encoding="utf-8")
+            request = replace(request, config=str(root / "config.yaml"))
+        (root / "request.json").write_text(json.dumps(encode(request)), encoding="utf-8")
         self.last: Message | None = None
         self._printed = (root / "printed").open("w+b")
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

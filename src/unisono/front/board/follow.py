@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,14 +167,14 @@ class FollowedRun:
         self.ranks: dict[int, RankTimes] = {}
         self.warning: tuple[float, str] = (0.0, "")  # when, and the text
         self._rank_files: dict[int, Path] = {}
-        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self.samples: deque[Mapping[str, Any]] = deque(maxlen=_MOST_SAMPLES)
         self.log: deque[LogLine] = deque(maxlen=_MOST_LOG_LINES)
         self.log_skipped: list[str] = []
         self._metrics = Tail(self._metrics_path(), self.root, self._metrics_bytes)
         self._events: dict[Path, Tail] = {}
         self._timelines: dict[Path, Tail] = {}
         self._log_sources: LogSources | None = None
-        self._stamps: dict[str, Any] = {}
+        self._stamps: dict[str, object] = {}
         self._read: dict[Path, tuple[Version | None, Any]] = {}
 
     def _metrics_path(self) -> Path:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def page_html(language: str) -> str:
     return _document(language, head=links, end=_as_data("words", words()) + scripts)
 
 
-def file_html(data: dict[str, Any]) -> str:
+def file_html(data: Mapping[str, object]) -> str:
     """The page with its data in one file, which needs no server and asks for nothing.
 
     Args:
@@ -72,7 +73,7 @@ def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], s
     """The names and paths of the runs, and the text of the file."""
     named = find_runs(paths)
     points = max(200, min(2_000, _POINTS_OF_ALL // max(1, len(named))))
-    runs: list[dict[str, Any]] = []
+    runs: list[Mapping[str, object]] = []
     for name, root in named:
         run = FollowedRun(name, root)
         run.look()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 from unisono.base.causes import find_cause
 from unisono.base.causes.verdict import EXIT_CODES, Cause, Verdict
@@ -75,7 +75,7 @@ class _RunFileReader:
         self._root = run.root
         self._problems = problems
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Path) -> Region:
         """The object in a file; empty without one.
 
         An unknown schema is a problem, and shown as far as it is known.
@@ -542,28 +542,61 @@ _SHOW: dict[str, Callable[[FollowedRun, _RunFileReader, Query, bytes], Region]] 
 }
 
 
-_ROW_KEYS = ("state", "step", "total_steps", "loss", "eval_loss", "exit_code")
+_RowKey = Literal["state", "step", "total_steps", "loss", "eval_loss", "exit_code"]
+_ROW_KEYS: tuple[_RowKey, ...] = get_args(_RowKey)
 _METRICS_BYTES = 64 << 10
 
 
-def summarize_run(name: str, root: Path, *, now: float) -> Region:
-    """A run in one row, from the regions `status` and `verdict` and the end of its metrics.
+class RowVerdict(TypedDict):
+    """The newest verdict of a run; `of_last_start`: whether it is on that."""
 
-    Args:
-        now: seconds since 1970; `age_s` is the time since the run last wrote a plan, metrics or a
-            result.
+    cause: str
+    summary: str
+    of_last_start: bool
+
+
+class RunRow(TypedDict):
+    """A run in a list.
+
+    Attributes:
+        age_s: the time since the run last wrote a plan, metrics or a result.
+        problems: why files cannot be read.
     """
-    row: Region = {"name": name, "path": str(root), **dict.fromkeys((*_ROW_KEYS, "age_s", "verdict"))}
+
+    name: str
+    path: str
+    state: str | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    exit_code: int | None
+    age_s: float | None
+    verdict: RowVerdict | None
+    problems: list[str]
+
+
+def summarize_run(name: str, root: Path, *, now: float) -> RunRow:
+    """A run in one row, from the regions `status` and `verdict` and the end of its metrics; `now`
+    in seconds since 1970.
+    """
+    row = RunRow(
+        name=name, path=str(root), state=None, step=None, total_steps=None, loss=None, eval_loss=None,
+        exit_code=None, age_s=None, verdict=None, problems=[],
+    )  # fmt: skip
     try:
         run = FollowedRun(name, root, _METRICS_BYTES)
         run.look(at_ranks=False)
         status, verdict = show_region(run, "status", {}), show_region(run, "verdict", {})
         written = [time_of(path) for path in (run.run.metrics, run.run.result, run.run.plan, root)]
     except OSError as error:
-        return harmless({**row, "state": "unreadable", "problems": [_why(error)]})
+        shown: RunRow = harmless({**row, "state": "unreadable", "problems": [_why(error)]})
+        return shown
     problems = [*status["problems"], *verdict["problems"]]
     problems += [f"curves: {run.problems['curves']}"] if "curves" in run.problems else []
-    row |= {key: status.get(key) for key in _ROW_KEYS} | {"problems": list(dict.fromkeys(problems))}
+    for key in _ROW_KEYS:
+        row[key] = status.get(key)
+    row["problems"] = list(dict.fromkeys(problems))
     if row["state"] in ("dead", "unstarted", "unknown") and any(
         text.startswith(("plan.json", "result.json", "curves")) for text in problems
     ):

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
-from unisono.front.board.regions import REGIONS, list_runs, show_region
+from unisono.front.board.regions import REGIONS, Region, list_runs, show_region
 from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
@@ -108,7 +108,7 @@ class Board:
             if name not in self.runs:
                 self.runs[name] = FollowedRun(name, root)
 
-    def list(self) -> dict[str, Any]:
+    def list(self) -> Region:
         """All runs."""
         with self._lock:
             return list_runs(self.runs.values())

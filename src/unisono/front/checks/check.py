@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NotRequired, TypedDict
 
 from unisono.base.causes import Verdict
 from unisono.base.events import Message
@@ -131,10 +131,20 @@ class Finding:
     fix: tuple[str, ...] = ()
     where: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> "FindingJson":
         """The JSON object of `--json`; lines are lists."""
-        body = {"id": self.id, "status": self.status, "evidence": list(self.evidence), "fix": list(self.fix)}
-        return body | ({"where": self.where} if self.where else {})
+        body = FindingJson(id=self.id, status=self.status, evidence=list(self.evidence), fix=list(self.fix))
+        return {**body, "where": self.where} if self.where else body
+
+
+class FindingJson(TypedDict):
+    """A finding in the output of `--json`."""
+
+    id: str
+    status: Status
+    evidence: list[str]
+    fix: list[str]
+    where: NotRequired[str]
 
 
 @dataclass(frozen=True)

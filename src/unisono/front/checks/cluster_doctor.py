@@ -3,9 +3,9 @@ back here.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from unisono.base.errors import UnfitError, UsageError
+from unisono.base.events import Message
 from unisono.base.files import parse_json
 from unisono.front.checks.check import DoctorRequest, findings_of, read_config
 from unisono.front.checks.examination import Examination, examine, redacted
@@ -17,7 +17,7 @@ from unisono.jobs.launchers.launchers import prepare_launcher
 _DISAGREE = 3
 
 
-def read_answer(line: str) -> dict[str, Any] | None:
+def read_answer(line: str) -> Message | None:
     """The JSON object of a line of doctor's output: its checks, or its refusal; None for any other
     line.
     """
@@ -30,7 +30,7 @@ def read_answer(line: str) -> dict[str, Any] | None:
     return None
 
 
-def examination_of(answer: dict[str, Any], *, code: int, host: str) -> Examination:
+def examination_of(answer: Message, *, code: int, host: str) -> Examination:
     """The examination that node 0 reports.
 
     Args:

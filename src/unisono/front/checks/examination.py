@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from unisono.base._version import __version__
 from unisono.base.causes import Verdict
@@ -21,6 +21,7 @@ from unisono.front.checks.check import (
     DoctorCheck,
     DoctorRequest,
     Finding,
+    FindingJson,
     Status,
     Surroundings,
     read_local_run,
@@ -68,6 +69,13 @@ UNFIT = 6
 _LONGEST_LINE = 600
 
 
+class ReportJson(TypedDict):
+    """The object of `unisono doctor --json`."""
+
+    schema: int
+    checks: list[FindingJson]
+
+
 @dataclass(frozen=True)
 class Examination:
     """Result of a doctor run.
@@ -87,7 +95,7 @@ class Examination:
         """Number of findings with this status."""
         return sum(finding.status == status for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ReportJson:
         """The object of `unisono doctor --json`."""
         return {"schema": 1, "checks": [finding.to_json() for finding in self.findings]}
 

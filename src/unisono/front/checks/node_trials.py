@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import Disagreed, UsageError
 from unisono.base.events import Message, Show
@@ -211,7 +210,7 @@ def _measure_peer(address: str, port: int, key: bytes, _show: Show) -> LinkSpeed
     return measure(address, port, key)
 
 
-def _measure_target(member_side: MemberSide, message: Message, key: bytes) -> dict[str, Any]:
+def _measure_target(member_side: MemberSide, message: Message, key: bytes) -> Mapping[str, object]:
     match message.get("target"):
         case [str(address), int(port)]:
             return asdict(member_side.run_in_background(partial(_measure_peer, address, port, key)))
@@ -521,7 +520,7 @@ def _report_maker(request: TrainRequest, local_run: LocalRun) -> MakeReport:
 
 
 @contextlib.contextmanager
-def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, Any]]:
+def _storage_mark(local_run: LocalRun) -> Iterator[dict[str, str]]:
     """Creates a file in the head's output_dir, by which the others see whether theirs is the same.
 
     It is removed on exit.

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -232,7 +233,7 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _commands() -> dict[str, Any]:
+def _commands() -> Mapping[str, Any]:
     """The commands by name: functions, and Typers of groups."""
     return {
         name: getattr(importlib.import_module(f"unisono.front.cli.{module}"), attribute)
@@ -404,7 +405,7 @@ def _show(error: Exception, words: list[str]) -> int:
     defect = not isinstance(error, UnisonoError)
     if printer.debug or defect:
         printer.warn(traceback.format_exc().rstrip())
-    body: dict[str, Any]
+    body: Mapping[str, Any]
     if isinstance(error, UnisonoError):
         body = error.to_json()
         for line in error.lines():
@@ -572,7 +573,7 @@ def _range_of(param: Any, message: str) -> str:
     return f"{kind} from {low:g} to {high:g}" if high is not None else f"{kind}, at least {low:g}"
 
 
-def _emit_refusal(body: dict[str, Any], *, command: str) -> None:
+def _emit_refusal(body: Mapping[str, Any], *, command: str) -> None:
     """Emits the error as JSON: `train` and `run` emit lines that end with a result, other commands
     a single object.
     """

@@ -5,7 +5,7 @@ of them.
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,7 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, terminal_width
 
 if TYPE_CHECKING:
+    from unisono.front.board.regions import RowVerdict, RunRow
     from unisono.front.board.server import Board
 
 _DEFAULT = [Path("runs")]
@@ -93,7 +94,7 @@ def list_(
         printer.verbatim(line)
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
+def _table(rows: "list[RunRow]", width: int) -> list[str]:
     """The rows under a line of titles; on a terminal of `width` columns the last column is cut."""
     from unisono.base.text import columns, one_line, shortened
     from unisono.guard.rundir.records import shown_outcome
@@ -124,7 +125,7 @@ def _table(rows: list[dict[str, Any]], width: int) -> list[str]:
     return [shortened(line, width) for line in lines] if width else lines
 
 
-def _verdict_of_last_start(verdict: dict[str, Any] | None) -> dict[str, Any] | None:
+def _verdict_of_last_start(verdict: "RowVerdict | None") -> "RowVerdict | None":
     return verdict if verdict is not None and verdict["of_last_start"] else None
 
 
@@ -134,7 +135,7 @@ def _age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f} days" if seconds >= 2 * 86_400 else show_seconds(round(seconds))
 
 
-def _verdict_or_problem(row: dict[str, Any]) -> str:
+def _verdict_or_problem(row: "RunRow") -> str:
     verdict = row["verdict"]
     texts = [f"cannot be read: {problem}" for problem in row["problems"][:1]]
     if verdict is not None:

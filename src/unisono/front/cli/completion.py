@@ -3,7 +3,7 @@ for a command line.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -138,7 +138,7 @@ def _starting(words: Iterable[Word], current: str) -> list[Word]:
     return [word for word in words if word[0].startswith(current)]
 
 
-def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
+def _positional(words: list[str], options: Mapping[str, Any]) -> list[str]:
     """The arguments among the words: neither options nor their values."""
     arguments, is_value = [], False
     for word in words:

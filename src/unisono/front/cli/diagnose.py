@@ -171,10 +171,8 @@ def _answer(question: str) -> str:
 def _emit(diagnosis: "DiagnosisResult", *, every: bool, timeline: bool) -> None:
     from unisono.guard.diagnosis.lines import redacted_json
 
-    body = diagnosis.to_json(every=every)
-    if timeline:
-        body["timeline"] = redacted_json(_drawn(diagnosis))
-    output().emit(body)
+    more = {"timeline": redacted_json(_drawn(diagnosis))} if timeline else {}
+    output().emit({**diagnosis.to_json(every=every), **more})
 
 
 def _drawn(diagnosis: "DiagnosisResult") -> list[str]:

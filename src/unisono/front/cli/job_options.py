@@ -4,7 +4,7 @@ the ranks of a job are, and its launcher.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Self
 
@@ -23,7 +23,7 @@ class OptionGroup:
         return [_parameter(each.name, each.type, each.default) for each in fields(cls)]  # type: ignore[arg-type]
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Self:
+    def read(cls, given: Mapping[str, Any]) -> Self:
         """The group of the values that a command was given."""
         return cls(**given)
 
@@ -131,7 +131,7 @@ class JobOptionGroup(OptionGroup):
         typer.Option(metavar="NAME", help="Start nodes with local, nodes, ray or slurm.", show_default=False),
     ] = None
 
-    def request_fields(self) -> dict[str, Any]:
+    def request_fields(self) -> Mapping[str, Any]:
         """The fields of a request, in which torchrun's options stand by our names.
 
         Raises:
@@ -220,15 +220,14 @@ class LauncherOptions(OptionGroup):
         ]
 
     @classmethod
-    def read(cls, given: dict[str, Any]) -> Self:
+    def read(cls, given: Mapping[str, Any]) -> Self:
         """The options that were given.
 
         Raises:
             UsageError: if a `--launcher-option` has no name or no value.
         """
-        pairs = given.pop("launcher_options") or ()
         options = {name: value for name, value in given.items() if value is not None}
-        return cls(options | dict(map(_read_pair, pairs)))
+        return cls(options | dict(map(_read_pair, options.pop("launcher_options", ()))))
 
 
 def _option(name: str, metadata: Any) -> Any:

@@ -5,7 +5,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -153,7 +153,7 @@ class Screen:
         if not self._header_shown:
             self._show_header(facts if isinstance(facts, dict) else {})
 
-    def _show_header(self, facts: dict[str, Any]) -> None:
+    def _show_header(self, facts: Mapping[str, object]) -> None:
         assert self._plan is not None
         self._header_shown = True
         for text in first_screen(self._plan, facts):
@@ -324,7 +324,7 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
     return lines
 
 
-def _read_back(about: dict[str, Any] | None) -> list[str]:
+def _read_back(about: Mapping[str, Any] | None) -> list[str]:
     """How the written files compare with the trained model; empty if they were not read again."""
     if not about:
         return []
@@ -345,7 +345,7 @@ def _following(run: str, directory: Path, *, reward: bool) -> str:
     return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 
 
-def _evaluation(figures: dict[str, Any]) -> list[str]:
+def _evaluation(figures: Mapping[str, object]) -> list[str]:
     """The evaluation metrics in a line, each with its value before training if known."""
     shown = []
     for name, value in figures.items():

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from unisono.base.events import Message
 from unisono.base.text import fitting, one_line, plain, show_bytes, show_count, wrapped
 from unisono.front.cli.output import Output, output, shown, styled, terminal_width
 from unisono.guard.facts import read_environment
@@ -105,7 +106,7 @@ class TaskProgress:
     ) -> None:
         self.close()
 
-    def show(self, message: dict[str, Any]) -> None:
+    def show(self, message: Message) -> None:
         """Shows a phase or a warning; ignores other messages."""
         if message["kind"] == "phase":
             self._phase(message)
@@ -118,7 +119,7 @@ class TaskProgress:
         if self._line is not None:
             self._line.close()
 
-    def _phase(self, message: dict[str, Any]) -> None:
+    def _phase(self, message: Message) -> None:
         text, done, total = one_line(message["text"]), message.get("done"), message.get("total")
         counted = f"{text} {done} of {total}" if total else text
         if self._line is not None:

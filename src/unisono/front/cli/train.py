@@ -3,6 +3,7 @@ supervised like a run of `unisono train`.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class StartOptions(OptionGroup):
         ),
     ] = False
 
-    def request_fields(self) -> dict[str, Any]:
+    def request_fields(self) -> Mapping[str, Any]:
         """The fields of a TrainRequest."""
         return asdict(self) | {"allow": tuple(self.allow or ())}
 
@@ -279,7 +280,7 @@ def run(
     launcher = find_launcher(job.launcher, otherwise="choose local or nodes, or omit it")
     request = RunRequest(
         tuple(command),
-        **job.request_fields() | {"launcher": launcher},
+        **{**job.request_fields(), "launcher": launcher},
         output_dir=output_dir,
         uneven=uneven,
         debug_comm=debug_comm,

@@ -350,7 +350,7 @@ class DrillResult:
         """Right without leftovers, or skipped."""
         return self.skipped is not None or (self.right and not self.left_behind)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, object]:
         """For `--json`."""
         return asdict(self)
 

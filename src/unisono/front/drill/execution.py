@@ -14,15 +14,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from unisono.base.child import end_with_front
 from unisono.base.errors import UnisonoError
 from unisono.base.events import Message
+from unisono.base.files import read_json
 from unisono.front.drill.drills import (
     Drill,
     DrillResult,
@@ -34,9 +35,10 @@ from unisono.front.drill.drills import (
     named_cause_in,
     skipped_result,
 )
-from unisono.front.drill.sandbox import Sandbox
+from unisono.front.drill.sandbox import NodeOptions, Sandbox
 from unisono.guard.facts import Probes, read_environment
 from unisono.guard.supervise.child_process import child_environment
+from unisono.guard.supervise.codec import decode, encode
 from unisono.jobs.runs.run_records import refused_result
 from unisono.jobs.runs.session import train
 from unisono.jobs.runs.train_request import TrainRequest
@@ -54,7 +56,19 @@ class TimedLine:
     """A JSON line, and when it came, in seconds of the monotonic clock."""
 
     at: float
-    message: dict[str, Any]
+    message: Message
+
+
+@dataclass(frozen=True)
+class DrillRequest:
+    """What a front of a drill trains, which ends with its parent."""
+
+    config_path: Path
+    nproc: int
+    faults: Mapping[str, object]
+    parent: int
+    clock_jump_s: float
+    node: NodeOptions
 
 
 class FrontProcess:
@@ -147,15 +161,15 @@ _EFFECT_S = 120.0
 _LATE_S = 10.0  # beyond its limit, to see how late a name comes
 _POLL_S = 0.02
 _ROWS = 48
-_TINY_CONFIG: dict[str, Any] = {
+_TINY_CONFIG: dict[str, object] = {
     "model": {"path": "builtin:tiny", "dtype": "float32"},
     "adapter": {"rank": 4, "alpha": 8},
     "optim": {"lr": 1e-3},
     "batch": {"global": 6},
-    "checkpoint": {"every": "100000 steps"},
     "device": "cpu",
     "restarts": 0,
 }
+_TINY_CHECKPOINT = {"every": "100000 steps"}
 
 Progress = Callable[[str], None]
 
@@ -219,11 +233,11 @@ class DrillRun:
             **self.drill.config,
             "output_dir": str(self.sandbox.output_dir()),
         }
-        config["checkpoint"] = {**_TINY_CONFIG["checkpoint"], **self.drill.config.get("checkpoint", {})}
+        config["checkpoint"] = {**_TINY_CHECKPOINT, **self.drill.config.get("checkpoint", {})}
         (self.folder / "config.yaml").write_text(json.dumps(config))
         for node in range(self.sandbox.nodes):
             request = self.folder / f"request-{node}.json"
-            request.write_text(json.dumps(self._request(node)))
+            request.write_text(json.dumps(encode(self._request(node))))
             words = [sys.executable, "-m", "unisono.front.drill.execution", str(request)]
             front = FrontProcess(
                 self.sandbox.words(node, words),
@@ -234,18 +248,18 @@ class DrillRun:
             self.fronts.append(stack.enter_context(front))
         self.sandbox.started([front.pid for front in self.fronts])
 
-    def _request(self, node: int) -> dict[str, Any]:
+    def _request(self, node: int) -> "DrillRequest":
         faults = dict(self.drill.faults) | {"marks": str(self.folder / "marks")}
         if "starve" in faults:
             faults["starve"] = {**faults["starve"], "fifo": str(self._fifo())}
-        return {
-            "config_path": str(self.folder / "config.yaml"),
-            "nproc": self.drill.nproc,
-            "faults": faults,
-            "parent": os.getpid(),
-            "clock_jump_s": self.drill.clock_jump_s,
-            **self.sandbox.request(node),
-        }
+        return DrillRequest(
+            self.folder / "config.yaml",
+            self.drill.nproc,
+            faults,
+            parent=os.getpid(),
+            clock_jump_s=self.drill.clock_jump_s,
+            node=self.sandbox.options(node),
+        )
 
     def _fifo(self) -> Path:
         path = self.folder / "fifo"
@@ -515,10 +529,10 @@ class JumpingClock:
 
 def main(path: Path) -> int:
     """Trains as the request file says; returns the exit code."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    end_with_front(fields.pop("parent"))
+    request = decode(DrillRequest, read_json(path))
+    end_with_front(request.parent)
     try:
-        return train(_request(fields), _show).exit_code
+        return train(_train_request(request), _show).exit_code
     except UnisonoError as error:
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
@@ -528,14 +542,15 @@ def main(path: Path) -> int:
         return error.exit_code
 
 
-def _request(fields: dict[str, Any]) -> TrainRequest:
-    """The TrainRequest of the file: its fields, and `clock_jump_s`."""
-    jump_s = fields.pop("clock_jump_s")
-    request = TrainRequest(Path(fields.pop("config_path")), rehearse=False, **fields)
-    if not jump_s:
-        return request
-    clock = JumpingClock(Path(request.faults["marks"]), jump_s)
-    return dataclasses.replace(request, probes=dataclasses.replace(Probes(), clock=clock))
+def _train_request(request: DrillRequest) -> TrainRequest:
+    faults, probes = dict(request.faults), Probes()
+    if request.clock_jump_s:
+        clock = JumpingClock(Path(str(faults["marks"])), request.clock_jump_s)
+        probes = dataclasses.replace(probes, clock=clock)
+    options = dataclasses.asdict(request.node)
+    return TrainRequest(
+        request.config_path, rehearse=False, nproc=request.nproc, faults=faults, probes=probes, **options
+    )
 
 
 def _show(message: Message) -> None:

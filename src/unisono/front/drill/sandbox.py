@@ -10,9 +10,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from unisono.guard.facts.limits import cgroup_folders
 
@@ -24,6 +25,16 @@ _FOREIGN_BYTES = (
 )
 _RANDOM_BYTES = 1 << 16
 _CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """The options of `unisono train` that name a node."""
+
+    nodes: str | None = None
+    node_rank: int | None = None
+    head: str | None = None
+    token_file: str | None = None
 
 
 class Sandbox:
@@ -58,10 +69,10 @@ class Sandbox:
         del node
         return list(words)
 
-    def request(self, node: int) -> dict[str, Any]:
-        """Fields of the front's TrainRequest for this sandbox."""
+    def options(self, node: int) -> NodeOptions:
+        """The options of a front in this sandbox."""
         del node
-        return {}
+        return NodeOptions()
 
     def output_dir(self) -> Path:
         """Output folder of the run."""
@@ -97,14 +108,9 @@ class TwoFronts(Sandbox):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = int(listener.getsockname()[1])
 
-    def request(self, node: int) -> dict[str, Any]:
+    def options(self, node: int) -> NodeOptions:
         """The options of one of two nodes."""
-        return {
-            "nodes": "2",
-            "node_rank": node,
-            "head": f"127.0.0.1:{self._port}",
-            "token_file": str(self._token),
-        }
+        return NodeOptions("2", node, f"127.0.0.1:{self._port}", str(self._token))
 
 
 class HeadKilled(TwoFronts):
@@ -392,10 +398,9 @@ class TwoNetworks(Sandbox):
         shell = ["sh", "-ec", "\n".join(script), "node", *words]
         return ["ip", "netns", "exec", self._space(node), "unshare", "--uts", *shell]
 
-    def request(self, node: int) -> dict[str, Any]:
+    def options(self, node: int) -> NodeOptions:
         """The options of one of two nodes."""
-        head = f"{self._address(0)}:{_PORT}"
-        return {"nodes": "2", "node_rank": node, "head": head, "token_file": str(self._token)}
+        return NodeOptions("2", node, f"{self._address(0)}:{_PORT}", str(self._token))
 
     def inject(self) -> None:
         """Detaches node 1 from the bridge: both sides keep their links, but no packet passes."""

@@ -135,7 +135,7 @@ def rank_of_name(name: str) -> int | None:
     return rank
 
 
-def _recording(name: str, value: dict[str, Any]) -> Recording:
+def _recording(name: str, value: Mapping[str, Any]) -> Recording:
     raw = [entry for entry in value.get("entries") or () if not entry.get("is_p2p")]
     entries: dict[tuple[str, int], FlightEntry] = {}
     labels: dict[str, str] = {}

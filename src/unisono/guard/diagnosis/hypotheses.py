@@ -76,7 +76,7 @@ class RankedCause:
         """The score in a word."""
         return "likely" if self.score >= LIKELY else "possible" if self.score >= POSSIBLE else "remote"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, object]:
         """An item of `hypotheses`."""
         return {
             "cause": self.cause,

@@ -3,9 +3,8 @@
 Consequences never win while anything else is there.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from unisono.base.causes.entries import judgement_of
 from unisono.base.causes.verdict import Evidence, Verdict
@@ -148,13 +147,13 @@ class DiagnosisResult:
     features: tuple[Feature, ...] = ()
     ranking: Ranking = field(default_factory=Ranking)
 
-    def to_json(self, *, every: bool = False) -> dict[str, Any]:
+    def to_json(self, *, every: bool = False) -> Mapping[str, object]:
         """The object of `unisono diagnose --json`, without secrets.
 
         Args:
             every: whether to add the alternatives.
         """
-        body: dict[str, Any] = self.verdict.to_json()
+        body: dict[str, object] = self.verdict.to_json()
         body["chain"] = [link.model_dump() for link in self.chain]
         body["missing"] = list(self.missing)
         body["hypotheses"] = [one.to_json() for one in self.ranking.hypotheses]
@@ -163,7 +162,7 @@ class DiagnosisResult:
         body["earlier_runs"] = list(self.facts.earlier_runs)
         if every:
             body["alternatives"] = [verdict.to_json() for verdict in self.alternatives]
-        redacted: dict[str, Any] = redacted_json(body)
+        redacted: Mapping[str, object] = redacted_json(body)
         return redacted
 
     @property

@@ -6,6 +6,7 @@ import calendar
 import functools
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -311,7 +312,7 @@ def unwrap_json(line: str) -> tuple[Origin, list[str]] | None:
     return _origin_of_fields(inner), lines[:_MOST_LINES]
 
 
-def _origin_of_fields(objects: list[dict[str, Any]]) -> Origin:
+def _origin_of_fields(objects: Sequence[Mapping[str, Any]]) -> Origin:
     rank = next((one[name] for one in objects for name in _RANKS if name in one), None)
     host = next(
         (

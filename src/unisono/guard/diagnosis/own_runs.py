@@ -2,7 +2,7 @@
 its ranks reported in events/, metrics.jsonl and logs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ def _text(message: Message) -> str:
     )
 
 
-def _places(run: RunDir) -> list[dict[str, Any]]:
+def _places(run: RunDir) -> Sequence[Mapping[str, Any]]:
     return objects_of(read_object(run.plan).get("ranks"))
 
 

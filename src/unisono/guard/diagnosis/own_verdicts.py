@@ -4,10 +4,10 @@ when its output stopped.
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from unisono.base.causes import find_cause
 from unisono.base.causes.verdict import Evidence, OwnRunOnly, Verdict
+from unisono.base.events import Message
 from unisono.base.files import iterate_lines
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View
@@ -92,7 +92,7 @@ def _remedy(cause: str, facts: RunFacts) -> tuple[str, ...]:
     return tuple(line for line in lines if facts.framework == "unisono" or not isinstance(line, OwnRunOnly))
 
 
-def _suspicions(run: RunDir) -> Iterator[tuple[float, str, dict[str, Any]]]:
+def _suspicions(run: RunDir) -> Iterator[tuple[float, str, Message]]:
     """Times, places and entries of the suspicions in the timelines of all nodes; an entry without
     text ended one.
     """

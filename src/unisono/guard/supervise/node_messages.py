@@ -5,11 +5,10 @@ kinds that only a newer version has.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, TypeAdapter
+from pydantic import BeforeValidator, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from unisono.base.causes import Verdict
@@ -18,6 +17,7 @@ from unisono.guard.agree.reports import RankReport
 from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.integrations.border import Answer, ReportedFacts
 from unisono.guard.places.ranks import RankPlace
+from unisono.guard.supervise.codec import decode_message, encode_message
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.watch.views import Look, RankView
@@ -426,10 +426,8 @@ HeadRequest = (
 
 
 def encode(message: NodeNews | HeadRequest) -> Message:
-    """The message as an object for `json.dumps`."""
-    kind: Any = type(message)
-    # Not in mode "json", which makes null of a loss that is infinite.
-    return {"kind": message.kind, **_adapter(kind).dump_python(message)}
+    """The message as a JSON object."""
+    return encode_message(message)
 
 
 def decode_news(value: Mapping[str, object]) -> NodeNews | None:
@@ -438,7 +436,7 @@ def decode_news(value: Mapping[str, object]) -> NodeNews | None:
     Raises:
         KeyError, TypeError, ValueError: if its fields cannot be read.
     """
-    return _decode(value, NodeNews)
+    return decode_message(value, NodeNews)
 
 
 def decode_request(value: Mapping[str, object]) -> HeadRequest | None:
@@ -447,22 +445,4 @@ def decode_request(value: Mapping[str, object]) -> HeadRequest | None:
     Raises:
         KeyError, TypeError, ValueError: if its fields cannot be read.
     """
-    return _decode(value, HeadRequest)
-
-
-def _decode(value: Mapping[str, object], union: Any) -> Any:
-    kind = _kinds(union).get(str(value.get("kind")))
-    if kind is None:
-        return None
-    names = {field.name for field in fields(kind)}
-    return _adapter(kind).validate_python({name: value[name] for name in names & value.keys()})
-
-
-@cache
-def _kinds(union: Any) -> dict[str, Any]:
-    return {one.kind: one for one in union.__args__}
-
-
-@cache
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    return TypeAdapter(kind)
+    return decode_message(value, HeadRequest)
