@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from unisono.base.files import read_json, write_json
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
@@ -355,10 +355,31 @@ class KnownStates:
 # ---- for people
 
 
-def row_of(path: Path, *, key: bytes) -> dict[str, Any]:
-    """A checkpoint as a JSON row, with writers (hosts whose ranks wrote files), foreign, and
-    read_again (since it was written).
+class CheckpointRow(TypedDict):
+    """A checkpoint as a JSON row.
+
+    Attributes:
+        writers: hosts whose ranks wrote files.
+        read_again: whether it was, since it was written.
+        best, for_ever: in a list: of the best evaluation; no rule deletes it.
     """
+
+    step: int
+    path: str
+    bytes: int | None
+    created: str | None
+    verified_at: str | None
+    intact: bool
+    holder: str | None
+    foreign: bool
+    writers: list[str]
+    read_again: bool
+    best: NotRequired[bool]
+    for_ever: NotRequired[bool]
+
+
+def row_of(path: Path, *, key: bytes) -> CheckpointRow:
+    """A checkpoint as a JSON row."""
     manifest, findings = inspect(path, key=key, contents=False)
     verified = last_verified(path.parent, path.name, manifest)
     complete = not any(finding.is_fatal for finding in findings)

@@ -18,7 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+if TYPE_CHECKING:
+    from unisono.trainer.plan.task_requests import LedgerCounts, RowNote
 
 Item = TypeVar("Item")
 Message = dict[str, Any]
@@ -287,16 +290,17 @@ class Ledger:
             out.write("\n]}\n")
 
 
-def read_counts(path: Path) -> dict[str, Any]:
+def read_counts(path: Path) -> "LedgerCounts":
     """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which
     may be millions.
     """
     with path.open(encoding="utf-8") as stream:
         head = "".join(islice(stream, 3))
-    return json.loads(head.rstrip().removesuffix(",") + "}")
+    counts: LedgerCounts = json.loads(head.rstrip().removesuffix(",") + "}")
+    return counts
 
 
-def first_notes(path: Path, *, limit: int) -> list[dict[str, Any]]:
+def first_notes(path: Path, *, limit: int) -> "list[RowNote]":
     """The first dropped or changed rows of such a ledger."""
     with path.open(encoding="utf-8") as stream:
         lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))

@@ -12,6 +12,7 @@ from unisono.base.files import make_private_dir
 from unisono.guard.rundir import RunDir
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.plan import DataSummary, ModelFacts, RunPlan
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
@@ -62,15 +63,8 @@ class Files(Protocol):
 class Preparation(Protocol):
     """Prepares rows."""
 
-    def prepare(
-        self, config: RunConfig, request: dict[str, Any], report: Reporter
-    ) -> tuple[DataSummary, ModelFacts]:
+    def prepare(self, request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
         """Writes the table of a run, and inspects its model.
-
-        Args:
-            config: of the run.
-            request: of the task `prepare`.
-            report: receives progress.
 
         Raises:
             UnisonoError: if data or model are refused.
@@ -170,11 +164,11 @@ class Training(Protocol):
         """The result of a run, to load it again."""
 
 
-def make_ledger(request: dict[str, Any]) -> Path | None:
+def make_ledger(request: PrepareRequest) -> Path | None:
     """Makes the directory of the run that a task prepares for; gives its data.json."""
-    if not request.get("output_dir"):
+    if not request.output_dir:
         return None
-    directory = RunDir(Path(request["output_dir"]))
+    directory = RunDir(Path(request.output_dir))
     make_private_dir(directory.root)
     return directory.data
 
