@@ -30,6 +30,7 @@ from unisono.base.events import Reporter
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.generate import generate
+from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task import evaluate
 from unisono.trainer.task.inference import InferenceModel, open_requested
 
@@ -110,7 +111,7 @@ def in_dtype(model: Path, dtype: str) -> Path:
 def measure_loss(opened: InferenceModel, model: Path, rows: Path, work: Path, rounds: int) -> dict[str, Any]:
     """The loss of all rows, by us and by TRL."""
     config = evaluate.evaluation_config(opened, str(rows))
-    _, table = evaluate._prepared(config, str(work / "cache"), Reporter(None))  # noqa: SLF001 - without scores
+    _, table = evaluate._prepared(config, work / "cache", Reporter(None))  # noqa: SLF001 - without scores
     sequences = list(range(table.sequences))
     trainer = trl_trainer(model, rows, work, opened.dtype)
     times: dict[str, dict[str, list[float]]] = {"trl": {}, "unisono": {}}
@@ -167,7 +168,7 @@ def main() -> None:
         for name in arguments.models:
             for dtype in arguments.dtypes:
                 model = in_dtype(work / name, dtype)
-                opened = open_requested({"target": str(model), "step": None}, Reporter(None))
+                opened = open_requested(RequestedModel(str(model)), Reporter(None))
                 parts: dict[str, Any] = {}
                 if "answers" in arguments.parts:
                     parts["answers"] = measure_answers(opened, arguments.rounds)

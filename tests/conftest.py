@@ -41,6 +41,7 @@ with loading_modules():
     from unisono.guard.places.ranks import DeviceChoice
     from unisono.trainer.config.own_code import own_code_digests
     from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+    from unisono.trainer.plan.task_requests import PrepareRequest
     from unisono.trainer.task import data_tasks
     from unisono.trainer.training.front_io import StopRequest
     from unisono.trainer.training.rank_run import run_plan
@@ -287,10 +288,7 @@ def training_in(folder: Path, *, model_dir: Path, rows_file: Path) -> Callable[.
         config = RunConfig.model_validate(raw)
         stop = StopRequest()
         report = Listening((lambda message: on_message(message, stop)) if on_message else None)
-        prepared = data_tasks.prepare(
-            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(folder / "cache"), "output_dir": str(out)},
-            report,
-        )  # fmt: skip
+        prepared = data_tasks.prepare(PrepareRequest(config, folder / "cache", str(out)), report)
         plan = resolve_plan(
             PlanInputs(
                 config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",

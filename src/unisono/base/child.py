@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from unisono.base.errors import UnisonoError, storage_failure, unusable_path
 from unisono.base.events import Reporter, describe_crash, is_peer_loss
@@ -92,7 +92,7 @@ def loading_modules() -> Iterator[None]:
         gc.enable()
 
 
-def run_child(body: Callable[[Reporter], dict[str, Any]], arguments: argparse.Namespace) -> int:
+def run_child(body: Callable[[Reporter], Mapping[str, object]], arguments: argparse.Namespace) -> int:
     """Runs `body`, and reports its result, its refusal, or its crash. Gives the exit code.
 
     The last message is `result` (with what `body` gave), `refused` or `crashed`. An error of the
@@ -128,7 +128,7 @@ def leave(code: int, *, orderly: bool = True) -> NoReturn:
     os._exit(code)
 
 
-def _result(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> dict[str, Any]:
+def _result(body: Callable[[Reporter], Mapping[str, object]], reporter: Reporter) -> Mapping[str, object]:
     """What `body` gives; an import that fails because the trainer is not installed is a refusal."""
     try:
         return body(reporter)
@@ -139,7 +139,7 @@ def _result(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter) -> d
         raise
 
 
-def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is_task: bool) -> int:
+def _ended(body: Callable[[Reporter], Mapping[str, object]], reporter: Reporter, *, is_task: bool) -> int:
     try:
         result = _result(body, reporter)
     except UnisonoError as error:
@@ -161,4 +161,5 @@ def _ended(body: Callable[[Reporter], dict[str, Any]], reporter: Reporter, *, is
             sys.stderr.write(crash["traceback"])
         return failure.exit_code if failure is not None else 5
     reporter.send("result", **result)
-    return int(result.get("exit_code", 0))
+    code = result.get("exit_code", 0)
+    return code if isinstance(code, int) else 0

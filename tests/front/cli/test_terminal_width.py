@@ -108,11 +108,21 @@ def test_a_preview_breaks_rows_between_words() -> None:
         "loss_tokens": 30,
         "runs": [{"text": words, "tokens": 60, "loss": True, "weight": 1.0}],
     }
-    split = {"rows": 1, "sequences": 1, "tokens": 60, "loss_tokens": 30, "longest_row": 60}
+    split = {
+        "rows": 1,
+        "sequences": 1,
+        "tokens": 60,
+        "loss_tokens": 30,
+        "longest_row": 60,
+        "longest_sequence": 60,
+    }
     ledger = {"bad": 0, "dropped": 0, "cut": 0, "split": 0, "not_rendered": 0}
     found = {
         "rows": [row], "lengths": [{"first": 1, "last": 64, "rows": 1}], "ledger": {"sources": []}, "notes": [],
-        "data": {"formats": ["text"], "template": "none", "train": split, "eval": None, "cache_hit": True, "cache_reason": "", "ledger": ledger},
+        "data": {
+            "formats": ["text"], "template": "none", "train": split, "eval": None, "cache_hit": True, "cache_reason": "", "ledger": ledger,
+            "cache_dir": "", "total_steps": 1, "digest": "",
+        },
     }  # fmt: skip
     script = f"from unisono.front.cli.init import _show\n_show({found!r})\n"
     text = ESCAPE.sub("", in_terminal([sys.executable, "-c", script], width=60))

@@ -29,6 +29,8 @@ from unisono.front.serve.model_process import (
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.supervise import fork_server
 from unisono.guard.supervise.child_process import Programs
+from unisono.trainer.plan.talk_messages import Answered, Question
+from unisono.trainer.plan.task_requests import RequestedModel, SamplingParams
 
 pytestmark = pytest.mark.slow
 LONG = 6000  # tokens: longer than any of these tests takes
@@ -200,8 +202,9 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
 
     async def serve_and_hang() -> UnisonoError | None:
         model = ModelProcess(
-            {"target": str(endless), "step": None},
+            RequestedModel(str(endless)),
             on_message=lambda _message: None,
+            on_failure=lambda _failed: None,
             on_restart=restarts.append,
             programs=programs,
             patience_s=6.0,
@@ -210,16 +213,18 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
         model.start()
         try:
             await asyncio.wait_for(model.ready.wait(), LIMIT_S)
-            settings = {"max_tokens": 4, "temperature": 0.0, "stop": [], "place": 0, "seed": 0}
             for count in (2, 1, 2, 1):  # tokens; a prompt of one hangs
-                (ask,) = model.submit([settings | {"prompt": [20] * count}])
-                assert (await asyncio.wait_for(ask.next(), LIMIT_S))["kind"] == "begun"
+                question = Question(
+                    prompt=[20] * count, max_tokens=4, sampling=SamplingParams(temperature=0.0)
+                )
+                (ask,) = model.submit([question])
+                assert await asyncio.wait_for(ask.begin(), LIMIT_S) == count
                 if count == 1:
                     with pytest.raises(ApiError):
-                        await asyncio.wait_for(ask.next(), LIMIT_S)
+                        await asyncio.wait_for(anext(ask.pieces()), LIMIT_S)
                 else:
-                    messages = [message async for message in ask.rest()]
-                    assert messages[-1]["kind"] == "answered"
+                    pieces = [piece async for piece in ask.pieces()]
+                    assert isinstance(pieces[-1], Answered)
             await asyncio.wait_for(model.ended.wait(), LIMIT_S)
             return model.failure
         finally:

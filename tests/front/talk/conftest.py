@@ -20,6 +20,7 @@ from unisono.base.files import write_json
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, RunPlan, resolve_plan
+from unisono.trainer.plan.task_requests import PrepareRequest
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.rank_run import run_plan
@@ -165,12 +166,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
             "batch": {"global": 8}, "checkpoint": {"every": "2 steps"}, "device": "cpu", "output_dir": str(out),
         }  # fmt: skip
         config = RunConfig.model_validate(raw | sections)
-        body = {
-            "config": config.model_dump(mode="json", by_alias=True),
-            "cache_dir": str(tmp_path / "cache"),
-            "output_dir": str(out),
-        }
-        prepared = data_tasks.prepare(body, Listening())
+        prepared = data_tasks.prepare(PrepareRequest(config, tmp_path / "cache", str(out)), Listening())
         plan = resolve_plan(
             PlanInputs(
                 config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",

@@ -5,6 +5,7 @@ Run: pytest tests/front/talk/test_answers_of_runs.py
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,28 @@ import torch
 import transformers
 
 from unisono.base.errors import UnisonoError
+from unisono.trainer.plan.task_requests import (
+    ConversationRequest,
+    EvaluateRequest,
+    GeneratedText,
+    GenerateRequest,
+    RequestedModel,
+)
 from unisono.trainer.task import evaluate, generation
 from unisono.trainer.task.inference import open_for_inference
 
 Train = Callable[..., Any]
-ASKED: dict[str, Any] = {
-    "prompt": "what day is it",
-    "max_tokens": 12,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "seed": 0,
-}
+PROMPT = "what day is it"
 
 
-def answer(target: object, listening: Any, **more: Any) -> dict[str, Any]:
-    result = generation.run_generate({"target": str(target), **ASKED, **more}, listening)
-    return result["answers"][0]
+def asked(target: object, *, step: int | None = None, **more: Any) -> GenerateRequest:
+    return GenerateRequest(
+        model=RequestedModel(str(target), step), **{"prompt": PROMPT, "max_tokens": 12, **more}
+    )
+
+
+def answer(target: object, listening: Any, **more: Any) -> GeneratedText:
+    return generation.run_generate(asked(target, **more), listening)["answers"][0]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_result_last_checkpoint_and_transformers_give_the_same_answer(
     model = auto.from_pretrained(directory).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": ASKED["prompt"]}],
+        [{"role": "user", "content": PROMPT}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
@@ -90,9 +97,7 @@ def test_a_file_gives_the_answers_that_its_prompts_get_alone(
         {"text": "the quick brown fox jumps over the lazy dog"},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = generation.run_generate(
-        {"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening
-    )
+    result = generation.run_generate(asked(model_dir, prompt=None, file=str(file)), listening)
     together = [found["answer"] for found in result["answers"]]
     alone = [
         answer(model_dir, listening, prompt=text)["answer"]
@@ -131,9 +136,7 @@ def test_a_file_of_bad_prompts_is_refused_with_file_and_line(
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(UnisonoError, match=problem) as found:
-        generation.run_generate(
-            {"target": str(model_dir), **ASKED, "prompt": None, "file": str(file)}, listening
-        )
+        generation.run_generate(asked(model_dir, prompt=None, file=str(file)), listening)
     assert found.value.exit_code == 2
     assert all(str(file) in shown.where and shown.fix for shown in found.value.problems)
 
@@ -165,14 +168,10 @@ def test_eval_measures_what_training_measured(
         data={"train": str(rows_file), "eval": str(rows_file), "max_length": 64},
         eval={"every": None, "exact_match": True},
     )
-    body = {
-        "target": str(run.directory),
-        "data": str(rows_file),
-        "cache_dir": str(tmp_path / "cache"),
-        "limit": None,
-    }
-    result = evaluate.run(body, listening)
-    figures = result["figures"]
+    model = RequestedModel(str(run.directory))
+    request = EvaluateRequest(model=model, data=str(rows_file), cache_dir=tmp_path / "cache")
+    result = evaluate.run(request, listening)
+    figures: dict[str, Any] = result["figures"]
     assert figures["loss"] == pytest.approx(
         run.result["eval"]["loss"], rel=1e-5
     )  # packed there, row by row here
@@ -188,9 +187,11 @@ def test_eval_of_a_limit_measures_the_first_rows(
 ) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in rows_file.read_text().splitlines()[:5]))
-    body: dict[str, Any] = {"target": str(model_dir), "cache_dir": str(tmp_path / "cache")}
-    whole = evaluate.run({**body, "data": str(few), "limit": None}, listening)["figures"]
-    limited = evaluate.run({**body, "data": str(rows_file), "limit": 5}, listening)["figures"]
+    request = EvaluateRequest(
+        model=RequestedModel(str(model_dir)), data=str(few), cache_dir=tmp_path / "cache"
+    )
+    whole = evaluate.run(request, listening)["figures"]
+    limited = evaluate.run(replace(request, data=str(rows_file), limit=5), listening)["figures"]
     assert limited == pytest.approx(whole)
 
 
@@ -199,10 +200,11 @@ def test_eval_of_plain_text_has_a_loss_and_no_answers(
 ) -> None:
     file = tmp_path / "text.txt"
     file.write_text("the quick brown fox\nwhat day is it today\n")
-    figures = evaluate.run(
-        {"target": str(model_dir), "data": str(file), "cache_dir": str(tmp_path / "cache"), "limit": None},
-        listening,
-    )["figures"]
+    request = EvaluateRequest(
+        model=RequestedModel(str(model_dir)), data=str(file), cache_dir=tmp_path / "cache"
+    )
+    figures = evaluate.run(request, listening)["figures"]
+    assert figures["loss"] is not None
     assert figures["loss"] > 0
     assert (figures["questions"], figures["exact_match"]) == (0, None)
 
@@ -213,7 +215,7 @@ def test_a_conversation_remembers_its_turns_and_forgets_them_when_cleared(
     opened = open_for_inference(str(model_dir), report=listening)
     template, note = opened.chat_template()
     assert note == ""
-    settings = {**ASKED, "system": None}
+    settings = ConversationRequest(model=RequestedModel(str(model_dir)), system=None, max_tokens=12)
     talk = generation.ModelChat(opened, template, settings, listening, generation._Interrupt())
     talk.answer("what day is it")
     talk.answer("call me")
@@ -233,9 +235,9 @@ def test_turn_that_outgrows_the_model_is_reported_and_the_next_is_answered(
     model_dir: Path, listening: Any
 ) -> None:
     opened = open_for_inference(str(model_dir), report=listening)
-    talk = generation.ModelChat(
-        opened, opened.chat_template()[0], {**ASKED, "system": None}, listening, generation._Interrupt()
-    )
+    settings = ConversationRequest(model=RequestedModel(str(model_dir)), system=None, max_tokens=12)
+    template = opened.chat_template()[0]
+    talk = generation.ModelChat(opened, template, settings, listening, generation._Interrupt())
     talk.answer("a " * 400)
     assert "longer than the 256 tokens" in listening.of_kind("refused_turn")[0]["text"]
     talk.answer("call me")

@@ -161,9 +161,10 @@ def test_eval_gives_one_object_and_writes_every_answer(
     done = run("eval", model_dir, "--data", rows_file, "--limit", 3, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     assert len(out.read_text().splitlines()) == 3
-    found = json.loads(done.stdout)
+    found: Any = json.loads(done.stdout)
     assert (found["schema"], found["rows"], found["questions"]) == (1, 3, 3)
-    lines = table({**found, "figures": found}, "rows.jsonl")
+    evaluated: Any = {**found, "figures": found}
+    lines = table(evaluated, "rows.jsonl")
     for label in ("loss", "perplexity", "exact match", "ROUGE-L", "BLEU"):
         assert any(line.startswith(f"  {label} ") for line in lines)
     assert any(f"{found['loss']:.4f}" in line for line in lines)

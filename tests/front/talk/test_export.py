@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from unisono.base.errors import IntegrityError, ModelError, UnisonoError
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
 from unisono.trainer.data import template
+from unisono.trainer.plan.task_requests import Exported, ExportRequest, RequestedModel
 from unisono.trainer.task import export
 
 Train = Callable[..., Any]
@@ -28,8 +29,8 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits.float()
 
 
-def exported(target: object, out: Path, listening: Any, **more: Any) -> dict[str, Any]:
-    return export.run({"target": str(target), "out": str(out), "merge": False, **more}, listening)
+def exported(target: object, out: Path, listening: Any, *, step: int | None = None, **more: Any) -> Exported:
+    return export.run(ExportRequest(model=RequestedModel(str(target), step), out=str(out), **more), listening)
 
 
 def with_adapter(run: Any) -> torch.Tensor:

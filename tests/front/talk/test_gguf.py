@@ -29,6 +29,7 @@ from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.directory import locate_model
 from unisono.trainer.model.gguf import GgufLayout, Spaces, find_spaces, find_split, read_back
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.plan.task_requests import GenerateRequest, GgufRequest, RequestedModel
 from unisono.trainer.task import generation, gguf_export, llama_logits
 from unisono.trainer.task.inference import decode, open_for_inference
 from unisono.trainer.task.llama_logits import read_in_llama_cpp
@@ -66,16 +67,10 @@ def save(config: Any, directory: Path, tokenizer: Any) -> Any:
     return model
 
 
-def export(target: object, out: Path, **options: Any) -> dict[str, Any]:
-    request = {
-        "target": str(target),
-        "step": None,
-        "out": str(out),
-        "adapter": False,
-        "quantize": "f32",
-        "tool": None,
-    }
-    return gguf_export.run(request | options, Listening())
+def export(target: object, out: Path, *, quantize: str = "f32", **options: Any) -> dict[str, Any]:
+    model = RequestedModel(str(target), options.pop("step", None))
+    request = GgufRequest(model=model, out=str(out), quantize=quantize, **options)
+    return dict(gguf_export.run(request, Listening()))
 
 
 def settings_of(file: Path) -> dict[str, Any]:
@@ -443,13 +438,7 @@ def test_llama_cpp_gives_the_greedy_answers_of_generate(
         lora = tmp_path / "lora" / export(target, tmp_path / "lora", adapter=True)["file"]
     done = export(whole, tmp_path / "out")
     (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS), encoding="utf-8")
-    asked = {
-        "target": target,
-        "file": str(tmp_path / "prompts.txt"),
-        "prompt": None,
-        "max_tokens": 16,
-        "temperature": 0.0,
-    }
+    asked = GenerateRequest(model=RequestedModel(target), file=str(tmp_path / "prompts.txt"), max_tokens=16)
     wanted = [answer["answer"] for answer in generation.run_generate(asked, Listening())["answers"]]
     opened = open_for_inference(target, report=Listening())
     template = opened.template

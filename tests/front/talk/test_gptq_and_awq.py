@@ -4,6 +4,7 @@ Run: pytest tests/front/talk/test_gptq_and_awq.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 
 from tests.grouped_files import write_grouped
 from unisono.trainer.model.quantization import is_quantized
+from unisono.trainer.plan.task_requests import EvaluateRequest, ExportRequest, RequestedModel
 from unisono.trainer.task import evaluate, export
 from unisono.trainer.task.inference import open_for_inference
 
@@ -31,17 +33,23 @@ def test_a_run_on_such_files_is_evaluated_answers_and_is_merged(
 ) -> None:  # fmt: skip
     stored, out = tmp_path / "stored", tmp_path / "out"
     values = write_grouped(model_dir, stored, layout=layout)
-    body = {"data": str(rows_file), "cache_dir": str(tmp_path / "cache"), "limit": None}
-    before = evaluate.run({"target": str(stored), **body}, listening)["figures"]
+    body = EvaluateRequest(
+        model=RequestedModel(str(stored)), data=str(rows_file), cache_dir=tmp_path / "cache"
+    )
+    before: dict[str, Any] = evaluate.run(body, listening)["figures"]
     run = train_here(
         model={"path": str(stored), "dtype": "float32"}, adapter={"kind": kind, "rank": 4, "alpha": 16}
     )
-    after = evaluate.run({"target": str(run.directory), **body}, listening)["figures"]
+    after: dict[str, Any] = evaluate.run(replace(body, model=RequestedModel(str(run.directory))), listening)[
+        "figures"
+    ]
     assert after["loss"] < before["loss"]
     opened = open_for_inference(str(run.directory), report=listening)
     assert is_quantized(opened.forward.loaded.base)
     assert opened.forward.quick is (kind == "lora")
-    result = export.run({"target": str(run.directory), "out": str(out), "merge": True}, listening)
+    result = export.run(
+        ExportRequest(model=RequestedModel(str(run.directory)), out=str(out), merge=True), listening
+    )
     assert (result["what"], result["dequantized"], result["dtype"]) == ("merged model", True, "float32")
     merged = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert not hasattr(merged.config, "quantization_config")
@@ -49,5 +57,5 @@ def test_a_run_on_such_files_is_evaluated_answers_and_is_merged(
     dense.load_state_dict(values, strict=False)
     wanted = _logits(peft.PeftModel.from_pretrained(dense, run.directory / "adapter"))
     assert (_logits(merged) - wanted).abs().max() < 1e-4 * wanted.std()
-    again = evaluate.run({"target": str(out), **body}, listening)["figures"]
+    again = evaluate.run(replace(body, model=RequestedModel(str(out))), listening)["figures"]
     assert again["loss"] == pytest.approx(after["loss"], rel=1e-4)

@@ -13,7 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 from unisono.trainer.model.attention import FLAT_ATTENTION, register
-from unisono.trainer.model.generate import SamplingParams, generate
+from unisono.trainer.model.generate import generate
+from unisono.trainer.plan.task_requests import SamplingParams
 
 Make = Callable[..., Any]
 PROMPTS = [[5, 9, 11], [7], [20, 30, 40, 50, 60, 70], [8, 8], [100, 200, 299, 4, 5]]

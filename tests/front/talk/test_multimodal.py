@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from unisono.base.errors import ModelError
+from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 from unisono.trainer.task import export
 
 TEXT: dict[str, Any] = {
@@ -53,7 +54,10 @@ def test_it_is_refused_before_training_and_the_way_out_trains(
     exec(command[1])
     run = train_here(adapter=adapter, model={"path": str(tmp_path / "TEXT"), "dtype": "float32"})
     exported = export.run(
-        {"target": str(run.directory), "out": str(tmp_path / "out"), "merge": adapter is not None}, listening
+        ExportRequest(
+            model=RequestedModel(str(run.directory)), out=str(tmp_path / "out"), merge=adapter is not None
+        ),
+        listening,
     )
     assert exported["what"] == ("merged model" if adapter else "model")
     assert (

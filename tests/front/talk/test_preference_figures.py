@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.front.talk.conftest import Listening
+from unisono.trainer.plan.task_requests import EvaluateRequest, RequestedModel
 from unisono.trainer.task import evaluate
 
 Train = Callable[..., Any]
@@ -18,8 +19,9 @@ _LORA = {"rank": 4, "alpha": 8}
 
 
 def _measured(target: object, unseen: Path, folder: Path, **more: Any) -> dict[str, Any]:
-    request = {"target": str(target), "data": str(unseen), "cache_dir": str(folder / "cache"), **more}
-    return evaluate.run(request, Listening())
+    model = RequestedModel(str(target), more.pop("step", None))
+    request = EvaluateRequest(model=model, data=str(unseen), cache_dir=folder / "cache", **more)
+    return dict(evaluate.run(request, Listening()))
 
 
 def _agrees(run: Any, figures: dict[str, Any], *, unit: str = "pairs") -> None:

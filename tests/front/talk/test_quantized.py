@@ -4,6 +4,7 @@ Run: pytest tests/front/talk/test_quantized.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 
 from tests import needs
 from unisono.trainer.model.quantization import is_quantized
+from unisono.trainer.plan.task_requests import EvaluateRequest, ExportRequest, RequestedModel
 from unisono.trainer.task import evaluate, export
 from unisono.trainer.task.inference import open_for_inference
 
@@ -56,7 +58,8 @@ def test_merged_model_is_dense_with_logits_of_quantized_base_plus_adapter(
         model={"path": str(model_dir), "dtype": "float32", "quantize": "nf4"},
         adapter={"kind": kind, "rank": 4, "alpha": 16},
     )
-    request = {"target": str(run.directory), "out": str(tmp_path / "out"), "merge": True, "step": step}
+    model_ = RequestedModel(str(run.directory), step)
+    request = ExportRequest(model=model_, out=str(tmp_path / "out"), merge=True)
     result = export.run(request, listening)
     assert (result["what"], result["dequantized"]) == ("merged model", True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -75,12 +78,8 @@ def test_eval_generate_and_export_use_the_quantized_base_and_embeddings(
         data={"train": str(rows_file), "eval": str(rows_file), "max_length": 64},
         eval={"every": None, "exact_match": True},
     )
-    body = {
-        "target": str(run.directory),
-        "data": str(rows_file),
-        "cache_dir": str(tmp_path / "cache"),
-        "limit": None,
-    }
+    model = RequestedModel(str(run.directory))
+    body = EvaluateRequest(model=model, data=str(rows_file), cache_dir=tmp_path / "cache")
     figures = evaluate.run(body, listening)["figures"]
     assert figures["loss"] == pytest.approx(run.result["eval"]["loss"], rel=1e-5)
     assert figures["exact_match"] == run.result["eval"]["exact_match"]
@@ -91,10 +90,10 @@ def test_eval_generate_and_export_use_the_quantized_base_and_embeddings(
     assert opened.forward.head == "chunked"
     assert base.get_input_embeddings().weight.dtype == torch.int8
     assert base.get_input_embeddings().weight is base.get_output_embeddings().weight
-    export.run({"target": str(run.directory), "out": str(tmp_path / "out"), "merge": True}, listening)
+    export.run(ExportRequest(model=model, out=str(tmp_path / "out"), merge=True), listening)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
-    after = evaluate.run({**body, "target": str(tmp_path / "out")}, listening)["figures"]
+    after = evaluate.run(replace(body, model=RequestedModel(str(tmp_path / "out"))), listening)["figures"]
     assert after["loss"] == pytest.approx(figures["loss"], rel=1e-5)
 
 
@@ -108,12 +107,16 @@ def test_already_quantized_files_are_evaluated_continued_and_merged(
     stored, out = tmp_path / "stored", tmp_path / "out"
     model.save_pretrained(stored)
     transformers.AutoTokenizer.from_pretrained(model_dir).save_pretrained(stored)
-    body = {"data": str(rows_file), "cache_dir": str(tmp_path / "cache"), "limit": None}
-    before = evaluate.run({"target": str(stored), **body}, listening)["figures"]
+    body = EvaluateRequest(
+        model=RequestedModel(str(stored)), data=str(rows_file), cache_dir=tmp_path / "cache"
+    )
+    before: dict[str, Any] = evaluate.run(body, listening)["figures"]
     run = train_here(model={"path": str(stored), "dtype": "float32"})
-    after = evaluate.run({"target": str(run.directory), **body}, listening)["figures"]
+    after: dict[str, Any] = evaluate.run(replace(body, model=RequestedModel(str(run.directory))), listening)[
+        "figures"
+    ]
     assert after["loss"] < before["loss"]
-    export.run({"target": str(run.directory), "out": str(out), "merge": True}, listening)
+    export.run(ExportRequest(model=RequestedModel(str(run.directory)), out=str(out), merge=True), listening)
     assert not hasattr(transformers.AutoConfig.from_pretrained(out), "quantization_config")
-    merged = evaluate.run({"target": str(out), **body}, listening)["figures"]
+    merged = evaluate.run(replace(body, model=RequestedModel(str(out))), listening)["figures"]
     assert merged["loss"] == pytest.approx(after["loss"], rel=1e-4)

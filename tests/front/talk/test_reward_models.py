@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests import front_server
 from tests.front.talk.conftest import Listening
+from unisono.trainer.plan.task_requests import EvaluateRequest, ExportRequest, RequestedModel
 from unisono.trainer.task import evaluate, export
 
 Train = Callable[..., Any]
@@ -33,13 +34,9 @@ def pairs(pair_files: tuple[Path, Path]) -> dict[str, Any]:
 
 
 def _evaluated(target: object, pairs: dict[str, Any], folder: Path, **more: Any) -> dict[str, Any]:
-    request = {
-        "target": str(target),
-        "data": pairs["data"]["eval"],
-        "cache_dir": str(folder / "cache"),
-        **more,
-    }
-    return evaluate.run(request, Listening())
+    model = RequestedModel(str(target), more.pop("step", None))
+    request = EvaluateRequest(model=model, data=pairs["data"]["eval"], cache_dir=folder / "cache", **more)
+    return dict(evaluate.run(request, Listening()))
 
 
 def _scores(model: Any, directory: Path, pairs: dict[str, Any]) -> torch.Tensor:
@@ -130,7 +127,7 @@ def test_an_export_gives_the_same_scores(
     run = train_here(**pairs)
     out = tmp_path / "out"
     result = export.run(
-        {"target": str(run.directory), "step": 4, "out": str(out), "merge": merge}, Listening()
+        ExportRequest(model=RequestedModel(str(run.directory), 4), out=str(out), merge=merge), Listening()
     )
     assert result["reward"]
     assert not (out / "generation_config.json").exists()

@@ -12,6 +12,7 @@ import gguf
 import pytest
 import transformers
 
+from unisono.trainer.plan.task_requests import ExportRequest, GgufRequest, RequestedModel
 from unisono.trainer.task import export, gguf_export
 from unisono.trainer.task.inference import open_for_inference
 
@@ -20,8 +21,7 @@ Train = Callable[..., Any]
 
 def export_gguf(run: Path, out: Path, listening: Any) -> None:
     """Exports the merged model of a run."""
-    request = {"target": str(run), "out": str(out), "adapter": False, "quantize": "f32", "tool": None}
-    gguf_export.run(request, listening)
+    gguf_export.run(GgufRequest(model=RequestedModel(str(run)), out=str(out), quantize="f32"), listening)
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_result_exports_gguf_and_answers_stop_at_the_training_tokens(
     run = train_here(adapter=adapter)
     result = run.directory / ("model" if adapter is None else "adapter")
     written = [result]
-    ways: dict[str, dict[str, Any]] = {"as it is": {}, "step": {"step": 4}, "merged": {"merge": True}}
-    for name, more in ways.items():
+    for name, step, merge in (("as it is", None, False), ("step", 4, False), ("merged", None, True)):
         written.append(tmp_path / name)
-        export.run({"target": str(run.directory), "out": str(written[-1]), **more}, listening)
+        model = RequestedModel(str(run.directory), step)
+        export.run(ExportRequest(model=model, out=str(written[-1]), merge=merge), listening)
     for directory in written:
         assert stops_of_transformers(directory) == base_model, directory
         assert stops_of_answers(directory, listening) == base_model, directory

@@ -11,7 +11,8 @@ import unisono
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import BatchSource, Counts, MicroBatch, RankSum, StepBatches, agree_on
 from unisono.trainer.model.forward import Forward, Rows
-from unisono.trainer.model.generate import SamplingParams, generate
+from unisono.trainer.model.generate import generate
+from unisono.trainer.plan.task_requests import SamplingParams
 
 TOKENS = 6  # of an answer
 Sampled = tuple[

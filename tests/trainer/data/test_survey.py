@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data.sources import find_sources
-from unisono.trainer.data.survey import Survey, estimated_tokens, fitting_length, survey
+from unisono.trainer.data.survey import estimated_tokens, fitting_length, survey
 from unisono.trainer.plan.extent import FEW_STEPS, propose_extent
+from unisono.trainer.plan.task_requests import Survey
 
 
 def surveyed(path: Path) -> Survey:
@@ -60,8 +61,8 @@ def test_bad_rows_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     file.write_text("\n".join(["{broken", good, json.dumps({"messages": 3}), good]) + "\n")
     found = surveyed(file)
-    assert (found.rows, found.bad, found.format) == (2, 2, "messages")
-    assert found.first_bad.startswith(f"{file}:1")
+    assert (found["rows"], found["bad"], found["format"]) == (2, 2, "messages")
+    assert found["first_bad"].startswith(f"{file}:1")
 
 
 @pytest.mark.parametrize("row", [{"chosen": "b", "rejected": "c"}, {"completion": "b", "label": True}])
@@ -71,20 +72,20 @@ def test_preference_rows_share_sequences_with_both_sides_of_each(
     file = tmp_path / "rows.jsonl"
     file.write_text((json.dumps({"prompt": "a " * 30, **row}) + "\n") * 40)
     found = surveyed(file)
-    each = found.max_length // found.longest  # as both sides are as long
-    assert found.sequences == -(-40 // each)
+    each = found["max_length"] // found["longest"]  # as both sides are as long
+    assert found["sequences"] == -(-40 // each)
 
 
 def test_rated_answers_are_rows_of_kto(tmp_path: Path) -> None:
     file = tmp_path / "rated.jsonl"
     file.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
     found = surveyed(file)
-    assert (found.format, found.objective, found.sequences) == ("preference", "kto", 1)
+    assert (found["format"], found["objective"], found["sequences"]) == ("preference", "kto", 1)
 
 
 def test_usual_names_of_columns_are_those_that_training_reads(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text("question,answer\nWhat?,That.\n")
     found = surveyed(file)
-    assert (found.format, found.columns) == ("alpaca", {"instruction": "question", "output": "answer"})
-    assert "question is read as instruction" in found.why
+    assert (found["format"], found["columns"]) == ("alpaca", {"instruction": "question", "output": "answer"})
+    assert "question is read as instruction" in found["why"]

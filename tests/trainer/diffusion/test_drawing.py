@@ -14,6 +14,7 @@ from tests import needs
 from tests.trainer.diffusion.conftest import Studio
 from tests.trainer.ranks.conftest import Done
 from unisono.base.events import Reporter
+from unisono.trainer.plan.task_requests import DrawRequest
 from unisono.trainer.task.picture_tasks import run_generate
 
 needs.package("diffusers")
@@ -25,14 +26,9 @@ def test_a_picture_equals_that_of_plain_diffusers(done: Done, pipeline_dir: Path
 
     from unisono.trainer.families.pictures.pipeline import quiet
 
-    request = {
-        "target": str(done.directory),
-        "prompt": "a red tile",
-        "out": str(tmp_path),
-        "number": 2,
-        "seed": 0,
-        "steps": 3,
-    }
+    request = DrawRequest(
+        target=str(done.directory), prompt="a red tile", out=tmp_path, number=2, seed=0, steps=3
+    )
     files = run_generate(request, Reporter(None))["files"]
     with quiet():
         pipeline = StableDiffusionPipeline.from_pretrained(pipeline_dir, safety_checker=None)

@@ -28,13 +28,15 @@ from unisono.trainer.families.pictures.lora_file import (
     write_diffusers,
     write_kohya,
 )
+from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 from unisono.trainer.task import export
 
 needs.package("diffusers")
 
 
 def _export(target: Path, out: Path, format_: str, step: int | None = None) -> Path:
-    export.run({"target": str(target), "out": str(out), "format": format_, "step": step}, Reporter(None))
+    model = RequestedModel(str(target), step)
+    export.run(ExportRequest(model=model, out=str(out), format=format_), Reporter(None))
     (file,) = out.glob("*.safetensors")
     return file
 

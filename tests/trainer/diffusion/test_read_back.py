@@ -21,6 +21,11 @@ from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
 from unisono.trainer.families.pictures.result_predictions import ResultPredictions
+from unisono.trainer.plan.task_requests import (
+    ExportRequest,
+    ReadBackRequest,
+    RequestedModel,
+)
 from unisono.trainer.task import export, read_back
 from unisono.trainer.training.weights import entries_of
 
@@ -29,12 +34,13 @@ SILENT = Reporter(None)
 
 def read(done: Done) -> dict[str, Any]:
     """As the task does after the ranks have ended."""
-    return read_back.run({"output_dir": str(done.directory)}, SILENT)
+    return dict(read_back.run(ReadBackRequest(done.directory), SILENT))
 
 
-def exported(done: Done, out: Path, **request: Any) -> dict[str, Any]:
+def exported(target: Path, out: Path, *, step: int | None = None, **request: Any) -> dict[str, Any]:
     """The result of an export, with the reading back."""
-    return export.run({"target": str(done.directory), "step": None, "out": str(out), **request}, SILENT)
+    model = RequestedModel(str(target), step)
+    return dict(export.run(ExportRequest(model=model, out=str(out), **request), SILENT))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,7 @@ def test_both_text_encoders_of_sdxl_are_read_back(
     studio = Studio(pipeline, {"sft": pictures_dir}, tmp_path_factory.mktemp("studio-xl"))
     done = studio.alone(studio.plan("diffusion", adapter={"targets": "unet+text"}))
     assert read(done)["differs_by"] < 2e-6
-    kohya = exported(done, tmp_path_factory.mktemp("out") / "kohya", format="kohya")
+    kohya = exported(done.directory, tmp_path_factory.mktemp("out") / "kohya", format="kohya")
     assert kohya["read_back"]["differs_by"] < 2e-6
 
 
@@ -100,7 +106,7 @@ def test_a_file_of_other_weights_is_damage(done: Done, tmp_path: Path, part: str
     (file.parent / MODEL_MANIFEST).unlink()
     write_model_manifest(file.parent, entries_of(file.parent))  # as if it had been written so
     with pytest.raises(IntegrityError) as caught:
-        read_back.run({"output_dir": str(run)}, SILENT)
+        read_back.run(ReadBackRequest(run), SILENT)
     assert str(file) in str(caught.value)
     assert "predictions differ by" in str(caught.value.problems[0].why)
     assert file.is_file()
@@ -116,7 +122,7 @@ def test_a_file_of_other_weights_is_damage(done: Done, tmp_path: Path, part: str
 def test_an_export_is_read_back(
     done: Done, tmp_path: Path, request_: dict[str, Any], step: int | None
 ) -> None:
-    found = exported(done, tmp_path / "out", **{**request_, "step": step})["read_back"]
+    found = exported(done.directory, tmp_path / "out", step=step, **request_)["read_back"]
     assert found["compared"] == "predictions"
     assert found["differs_by"] < (1e-3 if request_.get("half") else 2e-6)
 
@@ -133,7 +139,5 @@ def test_the_weights_of_another_step_would_be_noticed(done: Done, tmp_path: Path
 
 def test_a_file_without_its_run_is_compared_by_digests(done: Done, tmp_path: Path) -> None:
     file = done.directory / "adapter" / "pytorch_lora_weights.safetensors"
-    found = export.run(
-        {"target": str(file), "step": None, "out": str(tmp_path / "out"), "format": "kohya"}, SILENT
-    )
-    assert found["read_back"]["compared"] == "digests"
+    found = exported(file, tmp_path / "out", format="kohya")["read_back"]
+    assert found["compared"] == "digests"

@@ -6,6 +6,7 @@ Run: pytest tests/trainer/diffusion/test_single_file.py
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
 from unisono.trainer.families.pictures.pipeline_files import Pipeline, read_pipeline
 from unisono.trainer.families.pictures.single_file import open_files
+from unisono.trainer.plan.task_requests import DrawRequest, ExportRequest, RequestedModel
 from unisono.trainer.task.picture_tasks import run_export, run_generate
 
 needs.package("diffusers")
@@ -178,21 +180,20 @@ def test_a_picture_of_a_single_file_equals_that_of_its_directory(
 ) -> None:
     kind, root, file = both
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    common = {"prompt": "a tile", "number": 1, "seed": 0, "steps": 2, "width": 32, "height": 32}
-    more = {
-        "tokenizer": str(root.parent / "vocabulary"),
-        "prediction": "v_prediction" if kind == "v2" else None,
-    }
+    whole = DrawRequest(
+        target=str(file), prompt="a tile", out=tmp_path / "file", steps=2, width=32, height=32,
+        tokenizer=str(root.parent / "vocabulary"), prediction="v_prediction" if kind == "v2" else None,
+    )  # fmt: skip
     pixels = []
-    for name, target, own in (("file", file, more), ("directory", root, {})):
-        request = {**common, **own, "target": str(target), "out": str(tmp_path / name)}
+    parts = replace(whole, target=str(root), out=tmp_path / "directory", tokenizer=None, prediction=None)
+    for request in (whole, parts):
         (drawn,) = run_generate(request, Reporter(None))["files"]
         pixels.append(np.asarray(Image.open(drawn)))
     assert np.array_equal(pixels[0], pixels[1])
 
 
 def test_a_whole_model_has_no_lora_to_export(both: tuple[str, Path, Path], tmp_path: Path) -> None:
-    request = {"target": str(both[2]), "format": "kohya"}
+    request = ExportRequest(model=RequestedModel(str(both[2])), out="", format="kohya")
     with pytest.raises(UsageError, match="has no LoRA"):
         run_export(request, Reporter(None), tmp_path / "out", tmp_path / "new")
 

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from unisono.trainer.model.engine import Engine, GeneratedAnswer, answer_prompts
-from unisono.trainer.model.generate import SamplingParams, draw_tokens, generate
+from unisono.trainer.model.generate import draw_tokens, generate
+from unisono.trainer.plan.task_requests import SamplingParams
 from unisono.trainer.task.prompts import describe_failure
 
 SHAPE: dict[str, Any] = {
@@ -191,9 +192,11 @@ def test_an_exception_ends_the_answer_that_it_came_from_and_no_other(*, together
     ((answers, error),) = failed
     assert (answers, bad.ended, bad.tokens) == ([bad], "failed", [])
     assert isinstance(error, RefusedError)
-    text, where = describe_failure(error)
-    assert text.startswith("RefusedError")
-    assert where.startswith(f"{__file__}:"), "where it was raised is not part of the text, which clients get"
+    shown = describe_failure(1, error)
+    assert shown.text.startswith("RefusedError")
+    assert shown.where.startswith(f"{__file__}:"), (
+        "where it was raised is not part of the text, which clients get"
+    )
     assert good.tokens == later.tokens == wanted
 
 

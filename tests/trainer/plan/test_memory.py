@@ -24,6 +24,7 @@ from unisono.trainer.model import attention, decoder, layers
 from unisono.trainer.model.directory import inspect_model
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, RunPlan, estimate_memory, resolve_plan
 from unisono.trainer.plan.run_plan import expects_fast_layers
+from unisono.trainer.plan.task_requests import PrepareRequest
 from unisono.trainer.task import data_tasks
 
 
@@ -88,8 +89,7 @@ def _planned(folder: Path, model_dir: Path, rows_file: Path, shape: str, quantiz
             "output_dir": str(folder / "out"),
         }
     )
-    body = {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(folder / "cache"), "output_dir": None}  # fmt: skip
-    prepared = data_tasks.prepare(body, _Without())
+    prepared = data_tasks.prepare(PrepareRequest(config, folder / "cache"), _Without())
     device = DeviceChoice(kind="cuda", name="gpu", memory_bytes=80 * 10**9, bfloat16=True, compiles=True)
     data = DataSummary.model_validate(prepared["data"])
     split = data.train.model_copy(

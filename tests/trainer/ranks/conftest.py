@@ -23,6 +23,7 @@ from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+from unisono.trainer.plan.task_requests import PrepareRequest
 from unisono.trainer.task import data_tasks
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.rank_run import run_plan
@@ -136,10 +137,7 @@ class Workshop:
             needs.package("bitsandbytes")
         out = self._folder()
         config = self._config(self.kinds[kind] | more, out, strategy)
-        prepared = data_tasks.prepare(
-            {"config": config.model_dump(mode="json", by_alias=True), "cache_dir": str(self.folder / "cache"), "output_dir": str(out)},
-            _Kept(),
-        )  # fmt: skip
+        prepared = data_tasks.prepare(PrepareRequest(config, self.folder / "cache", str(out)), _Kept())
         places = [
             RankPlace(rank=rank, node_rank=0, local_rank=rank, host="here", device=_CPU)
             for rank in range(world)

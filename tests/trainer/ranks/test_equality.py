@@ -3,6 +3,8 @@
 Run: pytest tests/trainer/ranks/test_equality.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.trainer.ranks.conftest import KINDS, PREFERENCES, Done
 from unisono.base.events import Reporter
 from unisono.base.files import write_json
+from unisono.trainer.plan.task_requests import ReadBackRequest
 from unisono.trainer.task import read_back
 
 pytestmark = pytest.mark.ranks
@@ -88,7 +91,7 @@ def test_the_result_of_several_ranks_gives_the_logits_that_they_computed(
 ) -> None:
     run = two[kind, way, 2]
     write_json(run.directory / "plan.json", run.plan.to_json())
-    found = read_back.run({"output_dir": str(run.directory)}, Reporter(None))
+    found: dict[str, Any] = dict(read_back.run(ReadBackRequest(run.directory), Reporter(None)))
     assert found["compared"] == "logits"
     assert found["differs_by"] < (2e-2 if kind.startswith("mixed") else 1e-5)
 

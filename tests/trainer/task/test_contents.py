@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 from unisono.base.events import Reporter
 from unisono.base.files import read_json
 from unisono.guard.supervise.task_process import run_task
+from unisono.trainer.config import RunConfig
 from unisono.trainer.model.directory import inspect_model, locate_model
+from unisono.trainer.plan.task_requests import Contents, ContentsRequest
 from unisono.trainer.task import input_digests
 from unisono.trainer.task.input_digests import Digested, digest_files
 
@@ -48,11 +51,12 @@ def config(rows: Path, **keys: Any) -> dict[str, Any]:
     return body
 
 
-def look(tmp_path: Path, body: dict[str, Any]) -> dict[str, Any]:
-    return input_digests.run({"config": body, "cache_dir": str(tmp_path / "cache")}, Reporter(None))
+def look(tmp_path: Path, body: dict[str, Any]) -> Contents:
+    request = ContentsRequest(RunConfig.model_validate(body), tmp_path / "cache")
+    return input_digests.run(request, Reporter(None))
 
 
-def digests(found: dict[str, Any], kind: str) -> dict[str, str]:
+def digests(found: Mapping[str, Any], kind: str) -> dict[str, str]:
     return {entry["label"]: entry["digest"] for entry in found[f"{kind}_files"]}
 
 

@@ -6,6 +6,7 @@ Run: pytest tests/trainer/training/test_read_back.py
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from unisono.jobs.runs.run_records import Ending
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
 from unisono.trainer.model.result_logits import ResultLogits
+from unisono.trainer.plan.task_requests import (
+    ExportRequest,
+    ReadBackRequest,
+    RequestedModel,
+)
 from unisono.trainer.task import export, read_back
 from unisono.trainer.training.weights import entries_of
 
@@ -38,7 +44,7 @@ EXPERTS: dict[str, Any] = {
 def read(run: Any) -> dict[str, Any]:
     """As the task does after the ranks have ended."""
     (run.directory / "plan.json").write_text(json.dumps(run.plan.to_json()))
-    return read_back.run({"output_dir": str(run.directory)}, SILENT)
+    return dict(read_back.run(ReadBackRequest(run.directory), SILENT))
 
 
 def change(run: Any, *, listed: bool) -> Path:
@@ -232,18 +238,15 @@ def test_an_export_is_read_back_and_stays_where_it_differs(
     run = train_here(optim={"lr": 3e-2}, duration="3 steps", checkpoint={"every": "2 steps"})
     read(run)
     (run.directory / "result.json").write_text(json.dumps({"schema": 1, "outcome": "completed"}))
+    request = ExportRequest(model=RequestedModel(str(run.directory)), out="", merge=merge)
     for name, step in (("result", None), ("checkpoint", 2)):
-        found = export.run(
-            {"target": str(run.directory), "out": str(tmp_path / name), "merge": merge, "step": step}, SILENT
-        )
-        assert found["read_back"]["compared"] == "logits"
-        assert found["read_back"]["differs_by"] < 2e-6
-    skipped = {
-        "target": str(run.directory),
-        "out": str(tmp_path / "skipped"),
-        "merge": merge,
-        "read_back": False,
-    }
+        model = RequestedModel(str(run.directory), step)
+        found = export.run(replace(request, model=model, out=str(tmp_path / name)), SILENT)["read_back"]
+        assert found is not None
+        assert found["compared"] == "logits"
+        assert found["differs_by"] is not None
+        assert found["differs_by"] < 2e-6
+    skipped = replace(request, out=str(tmp_path / "skipped"), read_back=False)
     assert export.run(skipped, SILENT)["read_back"] is None
 
     def write(directory: Path, known: Any) -> None:
@@ -256,5 +259,5 @@ def test_an_export_is_read_back_and_stays_where_it_differs(
     monkeypatch.setattr(export, "write_model_manifest", write)  # a defect of ours in what is written
     out = tmp_path / "other"
     with pytest.raises(IntegrityError, match="is not the model that was trained"):
-        export.run({"target": str(run.directory), "out": str(out), "merge": merge}, SILENT)
+        export.run(ExportRequest(model=RequestedModel(str(run.directory)), out=str(out), merge=merge), SILENT)
     assert next(out.glob("*.safetensors")).exists()

@@ -16,6 +16,7 @@ from unisono.base.requirements import refuse_without_trainer
 from unisono.front.api import Result
 from unisono.front.api.front import shown
 from unisono.guard.rundir.records import is_image_model
+from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers import register_templates
 from unisono.trainer.task.inference import dtype_of, load_target, stops_of, template_of
 from unisono.trainer.task.target import Target, requested_target, verify_target
@@ -68,7 +69,7 @@ def _load(
             where="load()",
             fix=f'use `unisono generate {name} "a prompt" --out pictures`, or the file with diffusers',
         )
-    target = requested_target({"target": name, "step": step})
+    target = requested_target(RequestedModel(name, step))
     for note in target.notes:
         _log.warning("%s", note)
     verify_target(target, Reporter(None))

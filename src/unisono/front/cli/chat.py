@@ -5,9 +5,10 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +27,9 @@ from unisono.front.cli.generate import (
 from unisono.front.cli.output import Output, output
 
 if TYPE_CHECKING:
+    from unisono.base.events import Message
     from unisono.guard.supervise.task_process import TaskProcess
+    from unisono.trainer.plan.talk_messages import ChatInput, Ready, TurnAnswer
 
 _HELP = (
     ("/clear", "forget the conversation"),
@@ -60,40 +63,42 @@ def chat(
     """
     from unisono.front.cli.llamafactory_file import read_inference_request
     from unisono.front.cli.terminal import TaskProgress
+    from unisono.guard.supervise.codec import decode_message, encode
     from unisono.guard.supervise.task_process import TaskProcess
+    from unisono.trainer.plan.talk_messages import ChatNews, Ready
+    from unisono.trainer.plan.task_requests import ConversationRequest, SamplingParams
 
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    request = read_inference_request(context, target, overrides, sampling) | {"step": step, "system": system}
+    sampling = SamplingParams(temperature, top_p, top_k, repetition_penalty, seed=seed)
+    model, limit, sampling = read_inference_request(
+        context, target, overrides, max_tokens=max_tokens, sampling=sampling
+    )
+    request = ConversationRequest(
+        model=replace(model, step=step), system=system, max_tokens=limit or max_tokens, sampling=sampling
+    )
     printer = output()
-    with TaskProcess("chat", request, has_input=True) as task:
+    with TaskProcess("chat", encode(request), has_input=True) as task:
         messages = task.messages()
         with TaskProgress(printer) as progress:
             for message in messages:
-                if message["kind"] == "ready":
+                ready: ChatNews | None = decode_message(message, ChatNews)
+                if isinstance(ready, Ready):
+                    _show_header(printer, ready)
                     break
                 progress.show(message)
-        _show_header(printer, message["facts"])
         ChatSession(task, messages, printer, system=system).run()
 
 
-def _show_header(printer: Output, facts: dict[str, Any]) -> None:
-    if facts["note"]:
-        printer.warn(f"warning: {facts['note']}")
-    printer.notify(f"talking to {facts['description']}; /help lists the commands")
+def _show_header(printer: Output, ready: "Ready") -> None:
+    if ready.note:
+        printer.warn(f"warning: {ready.note}")
+    printer.notify(f"talking to {ready.description}; /help lists the commands")
 
 
 class ChatSession:
     """The front's side of a conversation: reads lines, sends them, and writes the answers."""
 
     def __init__(
-        self, task: "TaskProcess", messages: Iterator[dict[str, Any]], printer: Output, *, system: str | None
+        self, task: "TaskProcess", messages: "Iterator[Message]", printer: Output, *, system: str | None
     ) -> None:
         self._task = task
         self._messages = messages
@@ -120,10 +125,12 @@ class ChatSession:
         self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
 
     def _command(self, text: str) -> None:
+        from unisono.trainer.plan.talk_messages import Clear
+
         name, _, argument = text.partition(" ")
         if name == "/clear":
             self._forget()
-            self._task.send({"kind": "clear"})
+            self._send(Clear())
             self._printer.notify("forgotten")
         elif name == "/save":
             self._save(argument.strip())
@@ -153,42 +160,47 @@ class ChatSession:
         self._saved.add(path)
         self._printer.notify(f"saved {len(self._turns)} messages to {path}")
 
+    def _send(self, message: "ChatInput") -> None:
+        from unisono.guard.supervise.codec import encode_message
+
+        self._task.send(encode_message(message))
+
     def _notify(self, text: str) -> None:
-        self._task.send({"kind": "say", "text": text})
+        from unisono.guard.supervise.codec import decode_message
+        from unisono.trainer.plan.talk_messages import ChatNews, RefusedTurn, Say, Token, TurnAnswer
+
+        self._send(Say(text))
         with _ctrl_c_ends_the_answer(self._task):
             for message in self._messages:
-                if message["kind"] == "token":
-                    self._show(message["text"])
-                elif message["kind"] == "refused_turn":
-                    self._printer.warn(f"error: {message['text']}; {message['fix']}")
-                    return
-                elif message["kind"] == "answer":
-                    self._turns += [
-                        {"role": "user", "content": text},
-                        {"role": "assistant", "content": message["text"]},
-                    ]
-                    self._end(message)
-                    return
+                news: ChatNews | None = decode_message(message, ChatNews)
+                match news:
+                    case Token(piece):
+                        self._show(piece)
+                    case RefusedTurn(why, fix):
+                        self._printer.warn(f"error: {why}; {fix}")
+                        return
+                    case TurnAnswer() as answer:
+                        self._turns += [
+                            {"role": "user", "content": text},
+                            {"role": "assistant", "content": answer.text},
+                        ]
+                        self._end(answer)
+                        return
+                    case _:
+                        pass
 
     def _show(self, piece: str) -> None:
         if not self._printer.json:
             self._answer.write(piece)
 
-    def _end(self, message: dict[str, Any]) -> None:
+    def _end(self, answer: "TurnAnswer") -> None:
         if self._printer.json:
-            self._printer.emit(
-                {
-                    "kind": "answer",
-                    "text": message["text"],
-                    "tokens": message["tokens"],
-                    "ended": message["ended"],
-                }
-            )
+            self._printer.emit({"kind": answer.kind, **asdict(answer)})
             return
         self._answer.end()
-        if message["ended"] == "length":
-            self._printer.notify(f"(cut at {message['tokens']} tokens; --max-tokens sets the limit)")
-        elif message["ended"] == "interrupted":
+        if answer.ended == "length":
+            self._printer.notify(f"(cut at {answer.tokens} tokens; --max-tokens sets the limit)")
+        elif answer.ended == "interrupted":
             self._printer.notify("(ended)")
 
 

@@ -2,9 +2,11 @@
 states of a run.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from unisono.trainer.checkpoint.retention import CheckpointRow
     from unisono.trainer.checkpoint.store import CheckpointStore
     from unisono.trainer.checkpoint.verify import Damage, ModelCheck, VerificationResult
+    from unisono.trainer.plan.task_requests import Exported, GgufExported
 
 
 app = typer.Typer(help="List, verify, export and prune the checkpoints of a run.", rich_markup_mode=None)
@@ -74,40 +77,54 @@ def export(
     from unisono.base.files import expand
     from unisono.front.cli.llamafactory_file import read_inference_file, split_prompt
     from unisono.front.cli.terminal import TaskProgress
-    from unisono.guard.supervise.task_process import run_task
+    from unisono.guard.supervise.task_process import run_request
+    from unisono.trainer.plan.task_requests import ExportRequest, GgufRequest, RequestedModel
 
     if format_ not in (None, "diffusers", "kohya", "gguf"):
         raise UsageError.of(
             f"--format {format_} is unknown", where="--format", fix="use gguf, diffusers or kohya"
         )
-    gguf = _gguf_request(quantize, adapter=adapter, is_gguf=format_ == "gguf")
+    gguf = _gguf_type(quantize, adapter=adapter, is_gguf=format_ == "gguf")
     out, overrides = split_prompt(out, overrides)
     given = read_inference_file(target, overrides)
-    request = given.export(merge=merge) if given else {"target": target, "merge": merge}
-    if out is not None:
-        request["out"] = out
-    if not request.get("out"):
+    model = replace(given.model if given else RequestedModel(target), step=step)
+    out = given.export_dir if given and out is None else out
+    if not out:
         raise UsageError.of("there is no directory to write to", where="OUT", fix="add one, e.g. `merged`")
-    target_path = expand(str(request["out"])).absolute()
+    target_path = expand(out).absolute()
     why, fix = f"the export would be {target_path}", "name a directory that you may write"
     require_writable(target_path.parent, where="OUT", why=why, fix=fix)
     printer = output()
+    result: Exported | GgufExported
     with TaskProgress(printer) as progress:
-        task_request = (
-            request
-            | {"step": step, "read_back": not no_read_back}
-            | (gguf if gguf is not None else {"format": format_})
-        )
-        result = run_task("export" if gguf is None else "gguf", task_request, on_message=progress.show)
+        if gguf is None:
+            request = ExportRequest(
+                model=model,
+                out=out,
+                merge=merge or (given is not None and given.merges),
+                read_back=not no_read_back,
+                max_shard_size=given.max_shard_size if given else None,
+                format=format_,
+            )
+            result = exported = run_request(request, on_message=progress.show)
+            lines = _lines(exported)
+        else:
+            kind, tool = gguf
+            gguf_request = GgufRequest(
+                model=model, out=out, quantize=kind, adapter=adapter, tool=tool, read_back=not no_read_back
+            )
+            result = written = run_request(gguf_request, on_message=progress.show)
+            lines = _gguf_lines(written)
     if printer.json:
         printer.emit({"schema": 1, **result})
         return
-    for text in _lines(result) if gguf is None else _gguf_lines(result):
+    for text in lines:
         printer.result(text)
 
 
-def _gguf_request(quantize: str | None, *, adapter: bool, is_gguf: bool) -> dict[str, Any] | None:
-    """What `--quantize` and `--adapter` ask of the task `gguf`; None for other formats.
+def _gguf_type(quantize: str | None, *, adapter: bool, is_gguf: bool) -> tuple[str, str | None] | None:
+    """The type that `--quantize` names, and the path of llama-quantize if it needs that; None for
+    other formats than GGUF.
 
     Raises:
         UsageError: if an option does not apply, or what is needed is not installed.
@@ -151,10 +168,10 @@ def _gguf_request(quantize: str | None, *, adapter: bool, is_gguf: bool) -> dict
                     f" OUT/model-f16.gguf model-{kind}.gguf {kind.upper()}"
                 ),
             )
-    return {"quantize": kind, "adapter": adapter, "tool": tool}
+    return kind, tool
 
 
-def _gguf_lines(result: dict[str, Any]) -> list[str]:
+def _gguf_lines(result: "GgufExported") -> list[str]:
     from unisono.base.text import one_line, show_bytes
 
     lines = [
@@ -180,7 +197,7 @@ def _gguf_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _lines(result: dict[str, Any]) -> list[str]:
+def _lines(result: "Exported") -> list[str]:
     from unisono.base.text import one_line, show_bytes
 
     lines = [
@@ -216,7 +233,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _read_back(result: dict[str, Any]) -> list[str]:
+def _read_back(result: "Exported") -> list[str]:
     """The line about it; none with --no-read-back."""
     back = result["read_back"]
     if back is None:
@@ -349,7 +366,35 @@ def _print_final(final: "ModelCheck | None") -> None:
             printer.result(f"               {finding}")
 
 
-def _final_row(final: "ModelCheck | None") -> dict[str, Any] | None:
+class FindingRow(TypedDict):
+    """Damage of a file, in the output of `verify --json`."""
+
+    file: str
+    what: str
+    kind: str
+    tensors: list[str]
+
+
+class FinalRow(TypedDict):
+    """The final adapter or model, in the output of `verify --json`."""
+
+    path: str
+    listed: bool
+    intact: bool | None
+    findings: list[FindingRow]
+
+
+class VerifiedRow(TypedDict):
+    """A checkpoint, in the output of `verify --json`."""
+
+    step: int
+    path: str
+    intact: bool
+    foreign: bool
+    findings: list[FindingRow]
+
+
+def _final_row(final: "ModelCheck | None") -> FinalRow | None:
     if final is None:
         return None
     return {
@@ -360,7 +405,7 @@ def _final_row(final: "ModelCheck | None") -> dict[str, Any] | None:
     }
 
 
-def _finding(finding: "Damage") -> dict[str, Any]:
+def _finding(finding: "Damage") -> FindingRow:
     return {
         "file": finding.file,
         "what": finding.what,
@@ -369,7 +414,7 @@ def _finding(finding: "Damage") -> dict[str, Any]:
     }
 
 
-def _row(reading: "VerificationResult") -> dict[str, Any]:
+def _row(reading: "VerificationResult") -> VerifiedRow:
     return {
         "step": _step(reading.path),
         "path": str(reading.path),
@@ -431,11 +476,11 @@ def open_run(run: Path) -> "tuple[CheckpointStore, bytes]":
     return CheckpointStore(files.checkpoints, key=key), key
 
 
-def table(rows: "list[CheckpointRow]", *, now: datetime | None = None) -> list[str]:
+def table(rows: "Sequence[CheckpointRow]", *, now: datetime | None = None) -> list[str]:
     """The rows in columns, under a line of titles.
 
     Args:
-        rows: what row_of gave, with `best` and `for_ever`.
+        rows: the checkpoints.
         now: the time of day, UTC.
     """
     from unisono.base.text import one_line, show_bytes
@@ -500,8 +545,12 @@ def list_(run: Run) -> None:
     section, every = _keeping(files)
     best = _best_step(store, files, section["best"]) if section.get("best") else None
     rules = Rules(keep=1, every=every)
-    rows = [
-        row_of(path, key=key) | {"best": _step(path) == best, "for_ever": rules.are_permanent(_step(path))}
+    rows: list[CheckpointRow] = [
+        {
+            **row_of(path, key=key),
+            "best": _step(path) == best,
+            "for_ever": rules.are_permanent(_step(path)),
+        }
         for path in store.list()
     ]
     printer = output()
@@ -570,7 +619,7 @@ def _print_pruned(store: "CheckpointStore", deleted: list[Path], removed: list[P
     )
 
 
-def _keeping(files: "RunDir") -> tuple[dict[str, Any], int | None]:
+def _keeping(files: "RunDir") -> tuple[Mapping[str, Any], int | None]:
     """The section `checkpoint` of the run's config, empty if unreadable, and `keep_every`."""
     from unisono.base.files import read_object
 

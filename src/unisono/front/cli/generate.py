@@ -3,8 +3,9 @@ its scores on a data file.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,8 +13,19 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
+    from unisono.base.events import Message
     from unisono.front.cli.terminal import TaskProgress
+    from unisono.guard.supervise.task_requests import TaskRequest
+    from unisono.trainer.plan.task_requests import (
+        DrawRequest,
+        Evaluated,
+        Generated,
+        GeneratedText,
+        GenerateRequest,
+        PredictRequest,
+    )
 
+Result = TypeVar("Result")
 
 Target = Annotated[
     str,
@@ -147,17 +159,28 @@ def generate(
     from unisono.base.errors import UsageError
     from unisono.front.cli.llamafactory_file import read_inference_request, split_prompt
     from unisono.guard.rundir.records import is_image_model
+    from unisono.trainer.plan.task_requests import DrawRequest, GenerateRequest, SamplingParams
 
     if is_image_model(Path(target).expanduser()):
-        drawing = {"number": number, "steps": steps, "guidance": guidance, "negative": negative, "seed": seed}
-        request = {
-            "target": target,
-            "step": step,
-            **drawing,
-            **_size(size),
-            **_of_single_file(target, overrides),
-        }
-        _draw(request, prompt, out)
+        width, height = _size(size)
+        given = _of_single_file(target, overrides)
+        pictures = _require_directory(out)
+        drawing = DrawRequest(
+            target=target,
+            step=step,
+            prompt=_prompt(prompt),
+            negative=negative,
+            out=pictures,
+            number=number,
+            seed=seed,
+            steps=steps,
+            guidance=guidance,
+            width=width,
+            height=height,
+            tokenizer=given.get("tokenizer"),
+            prediction=given.get("prediction"),
+        )
+        _draw(drawing)
         return
 
     prompt, overrides = split_prompt(prompt, overrides)
@@ -171,22 +194,20 @@ def generate(
         )
     if out is not None:
         refuse_unwritable(out, "--out")
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-    }
-    request = read_inference_request(context, target, overrides, sampling) | {
-        "step": step,
-        "prompt": None if file else _prompt(prompt),
-        "file": file,
-        "system": system,
-        "raw": raw,
-        "stop": stop or [],
-    }
+    sampling = SamplingParams(temperature, top_p, top_k, repetition_penalty, seed=seed)
+    model, limit, sampling = read_inference_request(
+        context, target, overrides, max_tokens=max_tokens, sampling=sampling
+    )
+    request = GenerateRequest(
+        model=replace(model, step=step),
+        prompt=None if file else _prompt(prompt),
+        file=file,
+        system=system,
+        raw=raw,
+        max_tokens=limit,
+        sampling=sampling,
+        stop=tuple(stop or ()),
+    )
     result = _run(request, streams=file is None and out is None and not output().json)
     _hand_over(result["answers"], out=out, single=file is None)
 
@@ -216,22 +237,26 @@ def _of_single_file(target: str, overrides: list[str] | None) -> dict[str, str]:
     return paths
 
 
-def _size(size: str | None) -> dict[str, int]:
-    """`width` and `height` of `512x768`; nothing without a size."""
+def _size(size: str | None) -> tuple[int | None, int | None]:
+    """Width and height of `512x768`."""
     import re
 
     from unisono.base.errors import UsageError
 
     if size is None:
-        return {}
+        return None, None
     matched = re.fullmatch(r"([1-9]\d{0,4})[x×]([1-9]\d{0,4})", size)
     if matched is None:
         raise UsageError.of(f"{size!r} is not a size", where="--size", fix="write it as 512x768, in pixels")
-    return {"width": int(matched[1]), "height": int(matched[2])}
+    return int(matched[1]), int(matched[2])
 
 
-def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None:
-    """Draws pictures of a prompt into a directory."""
+def _require_directory(out: Path | None) -> Path:
+    """The directory of pictures.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
     from unisono.base.errors import UsageError, require_writable
 
     if out is None:
@@ -242,7 +267,12 @@ def _draw(request: dict[str, Any], prompt: str | None, out: Path | None) -> None
         raise UsageError.of(f"{out} is not a directory", where="--out", fix="pass a directory")
     fix = "pass a directory in which you may create files"
     require_writable(out.absolute(), where="--out", why="the pictures would be in it", fix=fix)
-    result = _run_task("draw", request | {"prompt": _prompt(prompt), "out": str(out)})
+    return out
+
+
+def _draw(request: "DrawRequest") -> None:
+    """Draws pictures of a prompt into a directory."""
+    result = _run_task(request)
     printer = output()
     if printer.json:
         printer.emit({"schema": 1, **result})
@@ -259,20 +289,20 @@ def _prompt(prompt: str | None) -> str:
     return sys.stdin.read().rstrip("\n")
 
 
-def _run(request: dict[str, Any], *, streams: bool) -> dict[str, Any]:
+def _run(request: "GenerateRequest", *, streams: bool) -> "Generated":
     from unisono.front.cli.terminal import TaskProgress
-    from unisono.guard.supervise.task_process import run_task
+    from unisono.guard.supervise.task_process import run_request
 
     with TaskProgress(output()) as progress:
         shown = _Tokens(progress) if streams else None
 
-        def show(message: dict[str, Any]) -> None:
+        def show(message: "Message") -> None:
             if message["kind"] == "token" and shown is not None:
                 shown.show(message["text"])
             elif shown is None or not shown.started:
                 progress.show(message)
 
-        result = run_task("generate", request, on_message=show)
+        result = run_request(request, on_message=show)
         if shown is not None:
             shown.end()
         return result
@@ -297,7 +327,7 @@ class _Tokens:
         self._answer.end()
 
 
-def _hand_over(answers: list[dict[str, Any]], *, out: Path | None, single: bool) -> None:
+def _hand_over(answers: "list[GeneratedText]", *, out: Path | None, single: bool) -> None:
     import json
 
     from unisono.base.files import write_text
@@ -380,51 +410,51 @@ def evaluate(
     from unisono.base.files import write_text
     from unisono.front.cli.llamafactory_file import read_inference_file
     from unisono.guard.facts import read_environment
+    from unisono.trainer.plan.task_requests import EvaluateRequest, RequestedModel
 
     if out is not None:
         refuse_unwritable(out, "--out")
-    cache_dir = str(read_environment().cache_dir)
+    cache_dir = read_environment().cache_dir
     given = read_inference_file(target, overrides or [])
     if given is not None and data is None:
-        _predict(given.prediction(step=step, limit=limit, out=out) | {"cache_dir": cache_dir})
+        _predict(given.prediction(cache_dir=cache_dir, step=step, limit=limit, out=out))
         return
     if data is None:
         from unisono.base.errors import UsageError
 
         raise UsageError.of("there are no rows to evaluate", where="--data", fix="add --data FILE")
-    model = given.model if given else {"target": target}
-    request = {**model, "step": step, "data": data, "limit": limit, "cache_dir": cache_dir}
-    request["each"] = out is not None
-    result = _run_task("eval", request)
+    model = replace(given.model if given else RequestedModel(target), step=step)
+    request = EvaluateRequest(model=model, data=data, cache_dir=cache_dir, limit=limit, each=out is not None)
+    result = _run_task(request)
     printer = output()
     if out is not None:
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))
         what = "answers" if "questions" in result["figures"] else "rows"
         printer.notify(f"wrote {len(result['rows'])} {what} to {out}")
     if printer.json:
-        others = {name: result[name] for name in ("description", "ledger", "formats")}
+        others = {name: value for name, value in result.items() if name not in ("figures", "rows")}
         printer.emit({"schema": 1, **result["figures"], **others})
         return
     for text in table(result, data):
         printer.result(text)
 
 
-def _run_task(name: str, request: dict[str, Any]) -> dict[str, Any]:
+def _run_task(request: "TaskRequest[Result]") -> "Result":
     from unisono.front.cli.terminal import TaskProgress
-    from unisono.guard.supervise.task_process import run_task
+    from unisono.guard.supervise.task_process import run_request
 
     with TaskProgress(output()) as progress:
-        return run_task(name, request, on_message=progress.show)
+        return run_request(request, on_message=progress.show)
 
 
-def _predict(request: dict[str, Any]) -> None:
+def _predict(request: "PredictRequest") -> None:
     """Answers the rows of a LLaMA-Factory file, and shows the scores."""
     from unisono.base.errors import require_writable
     from unisono.base.text import one_line
 
     why, fix = "the answers would be in it", "name a directory in which you may create files"
-    require_writable(Path(request["out"]).absolute(), where="output_dir", why=why, fix=fix)
-    result = _run_task("predict", request)
+    require_writable(Path(request.out).absolute(), where="output_dir", why=why, fix=fix)
+    result = _run_task(request)
     printer = output()
     if printer.json:
         printer.emit({"schema": 1, **result})
@@ -444,7 +474,7 @@ def _predict(request: dict[str, Any]) -> None:
         )
 
 
-def table(result: dict[str, Any], data: str) -> list[str]:
+def table(result: "Evaluated", data: str) -> list[str]:
     """The metrics as lines for people."""
     from unisono.base.text import one_line, show_count
 

@@ -2,11 +2,12 @@
 preview`, the rows as the model sees them.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import typer
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from unisono.base.errors import UnisonoError
     from unisono.trainer.config import LoadedConfig
     from unisono.trainer.config.translation import Translation
+    from unisono.trainer.plan import DataSummary
     from unisono.trainer.plan.extent import ProposedExtent
+    from unisono.trainer.plan.task_requests import LengthClass, Preview, ShownRow, Survey, TokenRun
 
 _DEFAULT = "lora"
 
@@ -60,7 +63,7 @@ def init(
         _list_templates()
         return
     name = template or _DEFAULT
-    text, facts = template_text(name), dict[str, Any]()
+    text, facts = template_text(name), RowFacts()
     if data is not None:
         text, facts = for_rows(name, text, data)
     printer = output()
@@ -86,7 +89,14 @@ def _exclusive(what: str) -> "UnisonoError":
     return UsageError.of(f"{what} are given", where="command line", fix="remove one of them")
 
 
-def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
+class RowFacts(TypedDict, total=False):
+    """What is known of rows, for programs; `proposed`: a ProposedExtent."""
+
+    data: "Survey"
+    proposed: Mapping[str, object]
+
+
+def for_rows(name: str, text: str, path: str) -> tuple[str, RowFacts]:
     """A template's text for the rows at a path, and what is known of them, for programs.
 
     Raises:
@@ -99,19 +109,16 @@ def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
     from unisono.base.requirements import refuse_without_trainer
     from unisono.base.text import Duration
     from unisono.guard.facts import read_environment
-    from unisono.guard.supervise.task_process import run_task
+    from unisono.guard.supervise.task_process import run_request
     from unisono.trainer.plan.extent import propose_extent
+    from unisono.trainer.plan.task_requests import SurveyRequest
 
     if name in job_names():
         raise UsageError.of(f"{name} is a job file, which has no rows", where="--data", fix="remove --data")
     refuse_without_trainer("command line: --data")
     template = yaml.safe_load(text)
-    request = {
-        "path": path,
-        "packed": template["data"].get("packing", True),
-        "cache_dir": str(read_environment().cache_dir),
-    }
-    rows = run_task("survey", request)
+    request = SurveyRequest(path, template["data"].get("packing", True), read_environment().cache_dir)
+    rows = run_request(request)
     if template.get("objective") == "pretrain" and rows["format"] != "text":
         raise UsageError.of(
             f"the template {name} is for plain text, and the rows are {rows['format']}",
@@ -126,11 +133,11 @@ def for_rows(name: str, text: str, path: str) -> tuple[str, dict[str, Any]]:
         every=int(Duration.parse(template["eval"]["every"]).amount),
     )
     _say_what_was_found(rows, extent)
-    facts = {"data": rows, "proposed": asdict(extent)}
+    facts: RowFacts = {"data": rows, "proposed": asdict(extent)}
     return _filled(text, _values_for(rows, extent, path, template)), facts
 
 
-def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
+def _say_what_was_found(rows: "Survey", extent: "ProposedExtent") -> None:
     from unisono.base.text import one_line
 
     printer = output()
@@ -151,7 +158,7 @@ def _say_what_was_found(rows: dict[str, Any], extent: "ProposedExtent") -> None:
 
 
 def _values_for(
-    rows: dict[str, Any], extent: "ProposedExtent", path: str, template: dict[str, Any]
+    rows: "Survey", extent: "ProposedExtent", path: str, template: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """The values for keys of a template, each with its comment."""
     from unisono.base.text import Duration
@@ -341,7 +348,7 @@ def _config_text(translation: "Translation", loaded: "LoadedConfig") -> str:
     return "\n".join([*lines, *_lines(translation.config, "", translation)]) + "\n"
 
 
-def _lines(section: dict[str, Any], prefix: str, translation: "Translation") -> list[str]:
+def _lines(section: Mapping[str, object], prefix: str, translation: "Translation") -> list[str]:
     import yaml
 
     lines: list[str] = []
@@ -392,8 +399,10 @@ def preview(
     from unisono.base.errors import UsageError
     from unisono.front.cli.output import output
     from unisono.guard.facts import read_environment
-    from unisono.guard.supervise.task_process import run_task
+    from unisono.guard.supervise.task_process import run_request
     from unisono.jobs.runs.config_file import load_config
+    from unisono.trainer.plan import DataSummary
+    from unisono.trainer.plan.task_requests import PreviewRequest
 
     printer = output()
     if ids and not printer.json:
@@ -402,22 +411,16 @@ def preview(
     translation = loaded.translation
     for text in translation.notes() if translation else []:
         printer.notify(text)
-    request = {
-        "config": loaded.config.model_dump(mode="json", by_alias=True),
-        "cache_dir": str(read_environment().cache_dir),
-        "rows": rows,
-        "ids": ids,
-    }
-    previewed = run_task("preview", request)
+    previewed = run_request(PreviewRequest(loaded.config, read_environment().cache_dir, rows, ids))
     if printer.json:
         printer.emit({"schema": 1, **previewed})
         return
-    for warning in previewed["data"]["warnings"]:
+    for warning in DataSummary.model_validate(previewed["data"]).warnings:
         printer.warn(f"warning: {warning}")
     _show(previewed)
 
 
-def _show(previewed: dict[str, Any]) -> None:
+def _show(previewed: "Preview") -> None:
     """Writes the preview to stdout: coloured on a terminal, with ⟦brackets⟧ around loss tokens
     elsewhere.
     """
@@ -453,40 +456,46 @@ _BRACKETS: dict[Kind, str] = {"": "{}", "loss": "⟦{}⟧", "lost": "not rendere
 _STYLES: dict[Kind, str] = {"": "", "loss": "bold green", "lost": "strike"}
 
 
-def preview_lines(previewed: dict[str, Any], *, width: int = 0) -> list[Line]:
+def preview_lines(previewed: "Preview", *, width: int = 0) -> list[Line]:
     """The lines of a preview, without control characters; bars fit a terminal of `width` columns if
     not 0.
     """
+    from unisono.trainer.plan import DataSummary
+
     lines: list[Line] = []
     for row in previewed["rows"]:
         for part in _parts(row):
             lines += [*_row_lines(part), [("", "")]]
-    data = previewed["data"]
+    data = DataSummary.model_validate(previewed["data"])
     lines += [
         [(text, "")]
         for text in (
             *_length_lines(previewed["lengths"], width, is_unit=_is_unit(previewed["rows"])),
             "",
             *_figure_lines(data),
-            *_ledger_lines(previewed),
+            *_ledger_lines(previewed, data),
         )
     ]
     return lines
 
 
-def _parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _parts(row: "ShownRow") -> "list[ShownRow]":
     """The rows to show of a row: of a preference row both."""
     if "chosen" in row:
-        lost = {"not_rendered": row.get("not_rendered", [])}  # the same prompt
-        sides = [row[name] | {"row": f"{row['row']} {name}"} for name in ("chosen", "rejected")]
-        return [sides[0], sides[1] | lost]
+        lost = row.get("not_rendered", [])  # the same prompt
+        sides: list[ShownRow] = [
+            {**side, "row": f"{row['row']} {name}"}
+            for name, side in (("chosen", row["chosen"]), ("rejected", row["rejected"]))
+        ]
+        return [sides[0], {**sides[1], "not_rendered": lost}]
     if "kl" in row:
         name = "desirable" if row["desirable"] else "undesirable"
-        return [row | {"row": f"{row['row']} {name}"}, row["kl"] | {"row": f"{row['row']} mismatched"}]
+        rated: ShownRow = {**row, "row": f"{row['row']} {name}"}
+        return [rated, {**row["kl"], "row": f"{row['row']} mismatched"}]
     return [row]
 
 
-def _row_lines(row: dict[str, Any]) -> list[Line]:
+def _row_lines(row: "ShownRow") -> list[Line]:
     from unisono.base.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
@@ -505,18 +514,18 @@ def _row_lines(row: dict[str, Any]) -> list[Line]:
     return [[(part, kind) for part, kind in line if part] for line in lines]
 
 
-def _counts(run: dict[str, Any]) -> str:
+def _counts(run: "TokenRun") -> str:
     """Whether a run of tokens counts in the loss, and how much."""
     if not run["loss"]:
         return ""
     return " in the loss" if run["weight"] == 1 else f" in the loss with weight {run['weight']:g}"
 
 
-def _is_unit(rows: list[dict[str, Any]]) -> bool:
+def _is_unit(rows: "list[ShownRow]") -> bool:
     return bool(rows) and ("chosen" in rows[0] or "kl" in rows[0])
 
 
-def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -> list[str]:
+def _length_lines(classes: "list[LengthClass]", width: int, *, is_unit: bool) -> list[str]:
     longest = min(_BAR, max(1, width - _BESIDE_BAR)) if width else _BAR
     most = max(entry["rows"] for entry in classes)
     lines = ["tokens per row" + (", both sides together" if is_unit else "")]
@@ -526,23 +535,22 @@ def _length_lines(classes: list[dict[str, int]], width: int, *, is_unit: bool) -
     return lines
 
 
-def _figure_lines(data: dict[str, Any]) -> list[str]:
+def _figure_lines(data: "DataSummary") -> list[str]:
     from unisono.base.text import one_line
 
-    lines = [f"format    {one_line(text)}" for text in data["formats"]]
-    lines.append(f"template  {one_line(data['template'])}")
-    for split in ("train", "eval"):
-        part = data[split]
+    lines = [f"format    {one_line(text)}" for text in data.formats]
+    lines.append(f"template  {one_line(data.template)}")
+    for split, part in (("train", data.train), ("eval", data.eval)):
         if part:
             lines.append(
-                f"{split:<9} {part['rows']:,} rows in {part['sequences']:,} sequences, {part['tokens']:,}"
-                f" tokens, {part['loss_tokens'] / part['tokens']:.1%} in the loss; longest row"
-                f" {part['longest_row']:,}"
+                f"{split:<9} {part.rows:,} rows in {part.sequences:,} sequences, {part.tokens:,}"
+                f" tokens, {part.loss_tokens / part.tokens:.1%} in the loss; longest row"
+                f" {part.longest_row:,}"
             )
-    return [*lines, f"cache     {'hit' if data['cache_hit'] else 'miss'}: {one_line(data['cache_reason'])}"]
+    return [*lines, f"cache     {'hit' if data.cache_hit else 'miss'}: {one_line(data.cache_reason)}"]
 
 
-def _note_lines(previewed: dict[str, Any]) -> list[str]:
+def _note_lines(previewed: "Preview") -> list[str]:
     from unisono.base.text import one_line
 
     return [
@@ -551,7 +559,7 @@ def _note_lines(previewed: dict[str, Any]) -> list[str]:
     ]
 
 
-def _ledger_lines(previewed: dict[str, Any]) -> list[str]:
+def _ledger_lines(previewed: "Preview", data: "DataSummary") -> list[str]:
     from unisono.base.text import one_line
 
     lines = []
@@ -564,7 +572,7 @@ def _ledger_lines(previewed: dict[str, Any]) -> list[str]:
             f" with parts not rendered, {source['eval']:,} for evaluation"
         )
     lines += _note_lines(previewed)
-    unlisted = sum(
-        previewed["data"]["ledger"][name] for name in ("bad", "dropped", "cut", "split", "not_rendered")
-    ) - len(previewed["notes"])
+    unlisted = sum(data.ledger[name] for name in ("bad", "dropped", "cut", "split", "not_rendered")) - len(
+        previewed["notes"]
+    )
     return lines + ([f"  and {unlisted:,} more: they are in the run's data.json"] if unlisted > 0 else [])

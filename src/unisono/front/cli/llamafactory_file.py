@@ -2,12 +2,14 @@
 over it.
 """
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from unisono.base.errors import ConfigError, UsageError
+from unisono.trainer.plan.task_requests import RequestedModel, SamplingParams
 
 if TYPE_CHECKING:
     from unisono.trainer.readers.llamafactory.inference_file import InferenceFile
@@ -16,9 +18,14 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def read_inference_request(
-    context: typer.Context, target: str, overrides: list[str] | None, sampling: dict[str, Any]
-) -> dict[str, Any]:
-    """What to load and how to generate, for `generate` and `chat`.
+    context: typer.Context,
+    target: str,
+    overrides: list[str] | None,
+    *,
+    max_tokens: int | None,
+    sampling: SamplingParams,
+) -> tuple[RequestedModel, int | None, SamplingParams]:
+    """What to load, tokens of an answer and how to choose them, for `generate` and `chat`.
 
     Options on the command line win over the file's keys.
 
@@ -26,13 +33,16 @@ def read_inference_request(
         context: of the command, which knows the options that were given.
         target: RUN|MODEL.
         overrides: as for `read_inference_file`.
-        sampling: the command's options, by name.
+        max_tokens: the command's option.
+        sampling: the command's other options.
     """
     given = read_inference_file(target, overrides or [])
     if given is None:
-        return {"target": target, **sampling}
-    typed = {name: value for name, value in sampling.items() if _is_typed(context, name)}
-    return given.model | given.generation | typed
+        return RequestedModel(target), max_tokens, sampling
+    file = given.translation
+    typed = {name: value for name, value in asdict(sampling).items() if _is_typed(context, name)}
+    limit = max_tokens if _is_typed(context, "max_tokens") else file.max_tokens
+    return given.model, limit, replace(file.sampling, **typed)
 
 
 def _is_typed(context: typer.Context, option: str) -> bool:

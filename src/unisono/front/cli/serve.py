@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from unisono.front.cli.output import output
 
 if TYPE_CHECKING:
     from unisono.base.errors import RankDied
-    from unisono.base.events import Message
+    from unisono.trainer.plan.talk_messages import FailedAsk
 
 
 def serve(
@@ -54,10 +55,11 @@ def serve(
     from unisono.front.serve.model_process import ModelProcess
     from unisono.front.serve.server import listen, read_keys
     from unisono.front.serve.server import serve as serve_model
+    from unisono.trainer.plan.task_requests import RequestedModel
 
     printer = output()
     given = read_inference_file(target, overrides or [])
-    request = (given.model if given else {"target": target}) | {"step": step}
+    requested = replace(given.model if given else RequestedModel(target), step=step)
     keys = read_keys(key_file, key, warn=printer.warn)
     name = target.rstrip("/") or target
     with listen(host, port, keys) as listener, TaskProgress(printer) as progress:
@@ -65,22 +67,17 @@ def serve(
 
         def say_ready() -> None:
             progress.close()
-            if model.facts["note"]:
-                printer.warn(f"warning: {model.facts['note']}")
+            if model.facts.note:
+                printer.warn(f"warning: {model.facts.note}")
             if printer.json:
                 printer.emit({"kind": "serve", "schema": 1, "url": url, "model": name})
             else:
-                printer.result(f"serving {model.facts['description']} at {url}/v1 as model {name!r}")
+                printer.result(f"serving {model.facts.description} at {url}/v1 as model {name!r}")
             printer.notify("Ctrl-C or SIGTERM ends it; running answers are completed")
 
-        def show(message: "Message") -> None:
-            if message["kind"] == "failed_ask":
-                at = f" ({message['where']})" if message["where"] else ""
-                printer.warn(f"warning: a request failed: {message['text']}{at}")
-            else:
-                progress.show(message)
-
-        model = ModelProcess(request, on_message=show, on_restart=_say_restart)
+        model = ModelProcess(
+            requested, on_message=progress.show, on_failure=_warn_of_failure, on_restart=_say_restart
+        )
         try:
             asyncio.run(
                 serve_model(
@@ -97,6 +94,11 @@ def serve(
             progress.close()
             _show_verdict(error)
             raise
+
+
+def _warn_of_failure(failed: "FailedAsk") -> None:
+    at = f" ({failed.where})" if failed.where else ""
+    output().warn(f"warning: a request failed: {failed.text}{at}")
 
 
 def _say_restart(error: "RankDied") -> None:

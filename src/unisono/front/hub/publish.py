@@ -3,7 +3,7 @@ from the run, without secrets and local paths.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from unisono.guard.facts.environment import hub_silence, read_hub
 from unisono.guard.rundir import RunDir, or_nearest_run
 from unisono.guard.rundir.lock import watched_holder
 from unisono.guard.rundir.records import is_image_model, iterate_metrics, shown_outcome
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
 from unisono.trainer.checkpoint.verify import check_model, read_model_manifest, write_model_manifest
+from unisono.trainer.config import RunConfig
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 
 CARD = "README.md"
 _HIDDEN_KEYS = ("output_dir", "storage", "track", "cache_dir", "reasons")
@@ -145,9 +148,9 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
         UnisonoError: of the export; or if a file would show a local path or a secret.
     """
     run = RunDir(root)
-    plan = read_object(run.plan)
-    request = {"target": str(root), "out": str(out), "merge": merge, "step": step, "format": None}
-    made = run_task("export", request, on_message=show)
+    plan = RunPlan.model_validate(read_json(run.plan))
+    request = ExportRequest(model=RequestedModel(str(root), step), out=str(out), merge=merge)
+    made = run_request(request, on_message=show)
     private = sorted(set(_local_paths(plan)) | {str(root.absolute()), str(out)}, key=len)
     base = base_of(plan)
     for name in _SETTINGS:
@@ -167,11 +170,11 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
     return Publication(repo, out, made["what"], card, remote)
 
 
-def base_of(plan: dict[str, Any]) -> str:
+def base_of(plan: RunPlan) -> str:
     """The base model as others may read it: its hub id, `builtin:NAME`, or the last part of a local
     path.
     """
-    path = str((plan.get("config") or {}).get("model", {}).get("path") or "")
+    path = plan.config.model.path
     return path if path.startswith("builtin:") or _is_hub_id(path) else Path(path).name
 
 
@@ -205,10 +208,11 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(inner)
 
 
-def _local_paths(plan: dict[str, Any]) -> Iterator[str]:
+def _local_paths(plan: RunPlan) -> Iterator[str]:
     """The paths of this machine that the plan names."""
+    body = plan.to_json()
     for part in ("config", "model", "output_dir", "data"):
-        yield from (text for text in _strings(plan.get(part)) if text.startswith("/") and text.count("/") > 1)
+        yield from (text for text in _strings(body[part]) if text.startswith("/") and text.count("/") > 1)
 
 
 def _refuse_private(directory: Path, private: Iterable[str]) -> None:
@@ -236,10 +240,9 @@ def _refuse_private(directory: Path, private: Iterable[str]) -> None:
 # ---- the card
 
 
-def model_card(run: RunDir, plan: dict[str, Any], repo: str, *, what: str, step: int | None) -> str:
+def model_card(run: RunDir, plan: RunPlan, repo: str, *, what: str, step: int | None) -> str:
     """The text of README.md: base, data with digests, losses, versions and the config."""
-    config = plan.get("config") or {}
-    base, objective = base_of(plan), str(config.get("objective") or "sft")
+    config, base, objective = plan.config, base_of(plan), plan.config.objective
     is_adapter = what == "adapter"
     metrics = [line for line in iterate_metrics(run.metrics) if step is None or line["step"] <= step]
     parts = [
@@ -251,26 +254,25 @@ def model_card(run: RunDir, plan: dict[str, Any], repo: str, *, what: str, step:
         "## Training\n\n" + _training(plan, metrics, step),
         "## Versions\n\n" + _versions(run),
         "## Config\n\n```yaml\n"
-        + yaml.safe_dump(public_config(config), sort_keys=False, allow_unicode=True)
+        + yaml.safe_dump(public_config(plan.to_json()["config"]), sort_keys=False, allow_unicode=True)
         + "```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _kind(config: dict[str, Any], what: str) -> str:
-    adapter = config.get("adapter") or {}
-    if what == "adapter":
-        return f"{str(adapter.get('kind') or 'lora').upper()} adapter (rank {adapter.get('rank')})"
+def _kind(config: RunConfig, what: str) -> str:
+    if what == "adapter" and config.adapter is not None:
+        return f"{config.adapter.kind.upper()} adapter (rank {config.adapter.rank})"
     return "A fine-tuned version" if what == "model" else "A fine-tuned version (the adapter is merged)"
 
 
-def _front_matter(config: dict[str, Any], base: str, objective: str, *, is_adapter: bool) -> str:
+def _front_matter(config: RunConfig, base: str, objective: str, *, is_adapter: bool) -> str:
     sources = [text for text in _sources(config) if _is_hub_id(text) and "/" in text]
-    adapter = config.get("adapter") or {}
-    body: dict[str, Any] = {
+    kinds = [config.adapter.kind] if config.adapter is not None else []
+    body: dict[str, object] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if objective == "reward" else "text-generation",
-        "tags": ["unisono", objective, *([str(adapter["kind"])] if adapter.get("kind") else [])],
+        "tags": ["unisono", objective, *kinds],
     }
     if _is_hub_id(base):
         body = {"base_model": base, **body}
@@ -279,10 +281,10 @@ def _front_matter(config: dict[str, Any], base: str, objective: str, *, is_adapt
     return "---\n" + yaml.safe_dump(body, sort_keys=False, allow_unicode=True) + "---"
 
 
-def _sources(config: dict[str, Any]) -> list[str]:
-    train = (config.get("data") or {}).get("train")
+def _sources(config: RunConfig) -> list[str]:
+    train = config.data.train
     entries = train if isinstance(train, list) else [train]
-    return [str(entry.get("path") if isinstance(entry, dict) else entry) for entry in entries if entry]
+    return [entry if isinstance(entry, str) else entry.path for entry in entries]
 
 
 def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool) -> str:
@@ -310,34 +312,36 @@ def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool) -> str:
     return f"```python\n{code}\n```{note}"
 
 
-def _data(run: RunDir, plan: dict[str, Any]) -> str:
+def _data(run: RunDir, plan: RunPlan) -> str:
     ledger = read_object(run.data) if run.data.is_file() else {}
     lines = ["| source | rows | used | tokens |", "|---|---|---|---|"]
     for source in objects_of(ledger.get("sources")):
         cells = [_public(str(source.get("path"))), *(source.get(key) for key in ("rows", "used", "tokens"))]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-    facts = plan.get("data") or {}
-    digests = {"files": "files_digest", "rows in order": "rows_digest", "tokenizer": "tokenizer_digest"}
-    told = [f"{name} `{facts[key]}`" for name, key in digests.items() if facts.get(key)]
-    model = (plan.get("model") or {}).get("digest")
-    told += [f"base model `{model}`"] if model else []
+    digests = {
+        "files": plan.data.files_digest,
+        "rows in order": plan.data.rows_digest,
+        "tokenizer": plan.data.tokenizer_digest,
+        "base model": plan.model.digest,
+    }
+    told = [f"{name} `{digest}`" for name, digest in digests.items() if digest]
     return "\n".join(lines) + (f"\n\nDigests (XXH3-128): {', '.join(told)}." if told else "")
 
 
-def _training(plan: dict[str, Any], metrics: list[dict[str, Any]], step: int | None) -> str:
+def _training(plan: RunPlan, metrics: Sequence[Mapping[str, Any]], step: int | None) -> str:
     losses = [line for line in metrics if isinstance(line.get("loss"), float)]
     evaluations = [line for line in metrics if isinstance(line.get("eval_loss"), float)]
     last = losses[-1] if losses else {}
     lines = [
         (
             f"- steps: {step if step is not None else last.get('step', '?')} of"
-            f" {plan.get('total_steps', '?')}, {plan.get('global_batch', '?')} sequences each"
+            f" {plan.total_steps}, {plan.global_batch} sequences each"
         ),
         (
             f"- tokens: {show_count(last.get('tokens') or 0)}, {show_count(last.get('loss_tokens') or 0)} of"
             " them with a loss"
         ),
-        f"- ranks: {plan.get('world_size', '?')} ({plan.get('strategy', '?')}, {plan.get('dtype', '?')})",
+        f"- ranks: {plan.world_size} ({plan.strategy}, {plan.dtype})",
     ]
     if losses:
         lines.append(

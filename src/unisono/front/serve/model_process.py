@@ -10,18 +10,33 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import RankDied, UnisonoError
-from unisono.base.events import Message
+from unisono.base.events import Message, Show
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.guard.facts.limits import oom_kills
 from unisono.guard.facts.processes import read_stat, wait_channel
 from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.codec import decode_message, encode, encode_message
 from unisono.guard.supervise.postmortem import name_task_death, name_task_hang
 from unisono.guard.supervise.task_process import TaskProcess
+from unisono.trainer.plan.talk_messages import (
+    Answered,
+    Ask,
+    Begun,
+    Drop,
+    FailedAsk,
+    Pieces,
+    Ping,
+    Question,
+    Ready,
+    RefusedAsk,
+    ServeInput,
+    ServeNews,
+)
+from unisono.trainer.plan.task_requests import RequestedModel, ServeRequest
 
 ROWS = 16
 """Answers that are computed together."""
@@ -126,37 +141,48 @@ class RestartLimit:
 
 
 @dataclass(eq=False)
-class Ask:
+class PendingAsk:
     """One prompt, and what has come of it.
 
     Attributes:
-        body: for the task.
+        question: for the task.
         id: of the task's messages.
-        messages: `begun`, then `pieces` with `text`, then `answered`; or an ApiError.
+        messages: the number of its prompt's tokens, then pieces of the answer, then `Answered`; or
+            an ApiError.
     """
 
-    body: Message
+    question: Question
     id: int
-    messages: "asyncio.Queue[Message | ApiError]" = field(default_factory=asyncio.Queue)
+    messages: "asyncio.Queue[int | str | Answered | ApiError]" = field(default_factory=asyncio.Queue)
     since: float = field(default_factory=time.monotonic)
 
-    async def next(self) -> Message:
-        """The next message.
+    async def begin(self) -> int:
+        """The number of its prompt's tokens, once it is being answered.
 
         Raises:
             ApiError: if there will be no answer.
         """
+        count = await self._next()
+        assert isinstance(count, int)
+        return count
+
+    async def _next(self) -> int | str | Answered:
         message = await self.messages.get()
         if isinstance(message, ApiError):
             raise message
         return message
 
-    async def rest(self) -> AsyncIterator[Message]:
-        """The messages to the last, `answered`."""
+    async def pieces(self) -> AsyncIterator[str | Answered]:
+        """The pieces of the answer, and what ends it.
+
+        Raises:
+            ApiError: if there will be no answer.
+        """
         while True:
-            message = await self.next()
+            message = await self._next()
+            assert not isinstance(message, int)
             yield message
-            if message["kind"] == "answered":
+            if isinstance(message, Answered):
                 return
 
 
@@ -171,9 +197,10 @@ class ModelProcess:
 
     def __init__(
         self,
-        request: dict[str, Any],
+        model: RequestedModel,
         *,
-        on_message: Callable[[Message], None],
+        on_message: Show,
+        on_failure: Callable[[FailedAsk], None],
         on_restart: Callable[[RankDied], None],
         programs: Programs | None = None,
         patience_s: float = _PATIENCE_S,
@@ -182,8 +209,9 @@ class ModelProcess:
         """A process that is started with `start`.
 
         Args:
-            request: what to load, for the task.
-            on_message: gets the messages while it is loaded, and those of requests that failed.
+            model: what to load.
+            on_message: gets the messages while it is loaded.
+            on_failure: gets requests that failed.
             on_restart: gets the reason of a restart.
             programs: to start; tests pass different ones.
             patience_s: of silence that is no hang in any case.
@@ -191,17 +219,18 @@ class ModelProcess:
         """
         self._patience_s = patience_s
         self._load_s: float | None = None
-        self._request = {**request, "rows": ROWS}
+        self._request = encode(ServeRequest(model, ROWS))
         self._on_message = on_message
+        self._on_failure = on_failure
         self._on_restart = on_restart
         self._programs = programs
         self._restarts = RestartLimit(restarts, RESTARTS_WITHIN_S)
         self._numbers = itertools.count(1)
-        self._waiting: deque[Ask] = deque()
-        self._running: dict[int, Ask] = {}
+        self._waiting: deque[PendingAsk] = deque()
+        self._running: dict[int, PendingAsk] = {}
         self._answer_s = _USUAL_S
         self._is_ready = False
-        self.facts: dict[str, Any] = {}
+        self.facts = Ready("", "")
         self.is_ending = False
         self.failure: UnisonoError | None = None
         self.ready = asyncio.Event()
@@ -232,7 +261,7 @@ class ModelProcess:
         self._refuse_all(_ending())
         self._task.close(patience_s=0.5)
 
-    def submit(self, bodies: list[Message]) -> list[Ask]:
+    def submit(self, questions: list[Question]) -> list[PendingAsk]:
         """Queues prompts.
 
         Raises:
@@ -241,26 +270,26 @@ class ModelProcess:
         if self.is_ending or self.failure is not None:
             raise _ending()
         free = ROWS - len(self._running) if self._is_ready else ROWS
-        if len(self._waiting) + len(bodies) > WAITING + max(0, free):
+        if len(self._waiting) + len(questions) > WAITING + max(0, free):
             raise ApiError(
                 429,
                 f"{len(self._waiting)} requests wait already, and at most {WAITING} may; try again later",
                 code="queue_full",
                 retry_after_s=self._wait_s(),
             )
-        asks = [Ask(body, next(self._numbers)) for body in bodies]
+        asks = [PendingAsk(question, next(self._numbers)) for question in questions]
         self._waiting += asks
         self.idle.clear()
         self._fill()
         return asks
 
-    def drop(self, asks: list[Ask]) -> None:
+    def drop(self, asks: list[PendingAsk]) -> None:
         """Frees the places of prompts whose client has gone, or has its answer."""
         for ask in asks:
             if ask in self._waiting:
                 self._waiting.remove(ask)
             elif self._running.pop(ask.id, None) is not None:
-                self._send({"kind": "drop", "id": ask.id})
+                self._send(Drop(ask.id))
         self._fill()
 
     def end(self) -> None:
@@ -284,17 +313,17 @@ class ModelProcess:
             ask = self._waiting.popleft()
             self._running[ask.id] = ask
             ask.since = time.monotonic()
-            self._send({"kind": "ask", "id": ask.id, **ask.body})
+            self._send(Ask(ask.id, ask.question))
         if not self._running and not self._waiting:
             self.idle.set()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ServeInput) -> None:
         """Sends a message.
 
         What the process does not take at once, e.g. of a prompt of megabytes, it gets as soon as it
         does.
         """
-        self._task.send(message)
+        self._task.send(encode_message(message))
         if self._writer_fd is None and (fd := self._task.unsent_fileno) is not None:
             self._writer_fd = fd
             asyncio.get_running_loop().add_writer(fd, self._write)
@@ -336,7 +365,7 @@ class ModelProcess:
             return
         if self._is_ready and not silence.is_asked:
             silence.is_asked = True
-            self._send({"kind": "ping"})
+            self._send(Ping())
         stat = read_stat(self._task.pid)
         if stat is None:
             return
@@ -365,41 +394,42 @@ class ModelProcess:
         self._died(RankDied.of(verdict.summary, fix=verdict.fix[0] if verdict.fix else ""), verdict)
 
     def _take(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "ready":
-            self.facts, self._is_ready = message["facts"], True
-            self._load_s = self._load_s or time.monotonic() - self._started_at
-            self._silence = ModelSilence(self._patience_s * (1 if self.facts["in_parts"] else _WHOLE_PROMPT))
-            self.ready.set()
-            self._fill()
-        elif kind == "pieces":
-            for number, text in message["pieces"]:
-                if number in self._running:
-                    self._running[number].messages.put_nowait({"kind": "piece", "text": text})
-        elif kind == "begun" and message["id"] in self._running:
-            self._running[message["id"]].messages.put_nowait(message)
-        elif kind in ("answered", "refused_ask", "failed_ask"):
-            self._finish(message)
-        elif not self.ready.is_set():
-            self._on_message(message)
+        news: ServeNews | None = decode_message(message, ServeNews)
+        match news:
+            case Ready():
+                self.facts, self._is_ready = news, True
+                self._load_s = self._load_s or time.monotonic() - self._started_at
+                self._silence = ModelSilence(self._patience_s * (1 if news.in_parts else _WHOLE_PROMPT))
+                self.ready.set()
+                self._fill()
+            case Pieces(pieces):
+                for number, text in pieces:
+                    if number in self._running:
+                        self._running[number].messages.put_nowait(text)
+            case Begun(number, count) if number in self._running:
+                self._running[number].messages.put_nowait(count)
+            case Answered() | RefusedAsk() | FailedAsk():
+                self._finish(news)
+            case None if not self.ready.is_set():
+                self._on_message(message)
 
-    def _finish(self, message: Message) -> None:
-        ask = self._running.pop(message["id"], None)
+    def _finish(self, news: Answered | RefusedAsk | FailedAsk) -> None:
+        ask = self._running.pop(news.id, None)
         if ask is None:
             return
-        if message["kind"] == "answered":
-            self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
-            ask.messages.put_nowait(message)
-        elif message["kind"] == "failed_ask":
-            self._on_message(message)
-            ask.messages.put_nowait(ApiError(500, message["text"], code="model_error"))
-        else:
-            status, code = _STATUS.get(message["problem"], (400, "invalid_value"))
-            text = f"{message['text']}; {message['fix']}" if message["fix"] else message["text"]
-            param = (
-                message["problem"] if status == 400 else "messages" if "messages" in ask.body else "prompt"
-            )
-            ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
+        match news:
+            case Answered():
+                self._answer_s += 0.2 * (time.monotonic() - ask.since - self._answer_s)
+                ask.messages.put_nowait(news)
+            case FailedAsk(_, text):
+                self._on_failure(news)
+                ask.messages.put_nowait(ApiError(500, text, code="model_error"))
+            case RefusedAsk(_, problem, text, fix):
+                status, code = _STATUS.get(problem, (400, "invalid_value"))
+                is_chat = ask.question.messages is not None
+                param = problem if status == 400 else "messages" if is_chat else "prompt"
+                text = f"{text}; {fix}" if fix else text
+                ask.messages.put_nowait(ApiError(status, text, param=param, code=code))
         self._fill()
 
     def _died(self, error: UnisonoError, verdict: Verdict | None) -> None:

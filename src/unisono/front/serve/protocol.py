@@ -9,14 +9,16 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.base.files import parse_json
 from unisono.base.text import one_line
+from unisono.trainer.plan.talk_messages import Question
+from unisono.trainer.plan.task_requests import SamplingParams
 
 _MOST_PROMPTS = 16
 _MOST_MESSAGES = 10_000
@@ -51,13 +53,12 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The object that clients of OpenAI's API expect."""
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         if self.status >= 500:
             kind = "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 # ---- requests
@@ -130,24 +131,24 @@ class _Request(_Strict, ABC):
     frequency_penalty: Annotated[float, Field(ge=0.0, le=0.0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """How tokens are chosen: the attributes of `model.generate.Sampling`, and stop.
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen; without a seed it differs each time."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            seed=secrets.randbits(48) if self.seed is None else self.seed,
+        )
 
-        Without a seed it differs each time.
-        """
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": self.top_k or 0,
-            "repetition_penalty": self.repetition_penalty or 1.0,
-            "seed": secrets.randbits(48) if self.seed is None else self.seed,
-            "stop": stop or [],
-        }
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts before which an answer ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @abstractmethod
-    def asks(self) -> list[dict[str, Any]]:
-        """The requests to the task, one for each prompt."""
+    def questions(self) -> list[Question]:
+        """What the task is asked, for each prompt."""
 
 
 class ChatRequest(_Request):
@@ -162,7 +163,7 @@ class ChatRequest(_Request):
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     store: Literal[False] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, object] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
@@ -170,18 +171,23 @@ class ChatRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def asks(self) -> list[dict[str, Any]]:
-        """One request to the task, with the messages."""
+    def questions(self) -> list[Question]:
+        """One, with the messages."""
         if self.messages[-1].role == "assistant":
             raise ApiError(
                 400, "the conversation ends with an answer; it must end with a question", param="messages"
             )
         tools = [tool.model_dump() for tool in self.tools or ()] if self.may_call else None
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        limit = self.max_completion_tokens or self.max_tokens
-        marks = list(CALL_MARKS) if self.may_call else []
-        question = {"messages": messages, "tools": tools, "max_tokens": limit, "place": 0, "marks": marks}
-        return [self.sampling() | question]
+        question = Question(
+            messages=messages,
+            tools=tools,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            sampling=self.sampling(),
+            stop=self.stops,
+            marks=CALL_MARKS if self.may_call else (),
+        )
+        return [question]
 
     def reader(self) -> "ToolCallReader | None":
         """For the answer; None if it cannot call tools."""
@@ -205,14 +211,16 @@ class CompletionRequest(_Request):
     logprobs: Literal[0] | None = None
     suffix: Literal[""] | None = None
 
-    def asks(self) -> list[dict[str, Any]]:
-        """The requests to the task, one for each prompt."""
+    def questions(self) -> list[Question]:
+        """One for each prompt."""
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
-        limit = self.max_tokens or _USUAL_TOKENS
-        settings = self.sampling() | {"max_tokens": limit}
-        return [settings | {"prompt": prompt, "place": index} for index, prompt in enumerate(prompts)]
+        limit, sampling, stop = self.max_tokens or _USUAL_TOKENS, self.sampling(), self.stops
+        return [
+            Question(prompt=prompt, max_tokens=limit, sampling=sampling, stop=stop, place=index)
+            for index, prompt in enumerate(prompts)
+        ]
 
 
 def read_request(kind: type[_Request], data: bytes, *, model: str) -> Any:
@@ -253,7 +261,7 @@ def unknown_model(name: str, model: str) -> ApiError:
     )
 
 
-def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
+def _refusal(error: ValidationError, value: Mapping[str, object]) -> ApiError:
     """The first thing that is wrong with a request."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
@@ -275,6 +283,22 @@ def _is_type_name(part: int | str) -> bool:
 
 
 # ---- answers
+
+
+class CalledFunction(TypedDict):
+    """The function of a call; chunks after the first lack its name."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class Call(TypedDict):
+    """A call of a tool; chunks have its index, and after the first only the arguments."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: CalledFunction
 
 
 @dataclass
@@ -304,14 +328,18 @@ class Objects:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
-        frame = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
-        return frame | {"choices": choices}
+    def _frame(self, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
     def whole(
         self, texts: list[str], ended: list[str], usage: Usage, *, reader: "ToolCallReader | None"
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The answer in one object.
 
         Args:
@@ -320,59 +348,63 @@ class Objects:
             usage: of all.
             reader: of the only text, if it can call tools.
         """
-        choices = []
+        choices: list[dict[str, object]] = []
         for index, (text, why) in enumerate(zip(texts, ended, strict=True)):
             if not self.is_chat:
-                choices.append(_choice(index, why) | {"text": text})
+                choices.append({**_choice(index, why), "text": text})
                 continue
             pieces = [text] if reader is None else [*reader.push(text), *reader.close()]
             calls = [part for part in pieces if not isinstance(part, str)]
             content = "".join(part for part in pieces if isinstance(part, str))
-            message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+            message: dict[str, object] = {"role": "assistant", "content": content or (None if calls else "")}
             if calls:
                 message["tool_calls"] = calls
-            choices.append(_choice(index, self.ended(why, reader)) | {"message": message})
+            choices.append({**_choice(index, self.ended(why, reader)), "message": message})
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._frame(kind, choices) | {"usage": usage.to_json()}
+        return {**self._frame(kind, choices), "usage": usage.to_json()}
 
-    def first(self, index: int) -> dict[str, Any]:
+    def first(self, index: int) -> dict[str, object]:
         """The chunk that begins an answer of a chat."""
         return self._chunk(index, None, {"role": "assistant", "content": ""})
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, text: str) -> dict[str, object]:
         """A chunk with text."""
         return self._chunk(index, None, {"content": text})
 
-    def call(self, index: int, number: int, call: "Call") -> list[dict[str, Any]]:
+    def call(self, index: int, number: int, call: Call) -> list[dict[str, object]]:
         """The chunks with a call of a tool, the number'th of the answer: its name, then its
         arguments.
         """
-        named = call | {"index": number, "function": call["function"] | {"arguments": ""}}
-        arguments = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+        named: Call = {**call, "index": number, "function": {**call["function"], "arguments": ""}}
+        arguments: Call = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
         return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, arguments)]
 
     def ended(self, why: str, reader: "ToolCallReader | None") -> str:
         """The reason for the end of an answer, for the client: stop, length or tool_calls."""
         return "tool_calls" if why == "stop" and reader is not None and reader.calls else why
 
-    def last(self, index: int, ended: str) -> dict[str, Any]:
+    def last(self, index: int, ended: str) -> dict[str, object]:
         """The chunk that ends an answer: stop, length or tool_calls."""
         return self._chunk(index, ended, {})
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> dict[str, object]:
         """The chunk after the last, for a client that asked for it."""
-        return self._frame(self._kind, []) | {"usage": usage.to_json()}
+        return {**self._frame(self._kind, []), "usage": usage.to_json()}
 
     @property
     def _kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _chunk(self, index: int, ended: str | None, delta: dict[str, Any]) -> dict[str, Any]:
-        content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return self._frame(self._kind, [_choice(index, ended) | content])
+    def _chunk(self, index: int, ended: str | None, delta: dict[str, object]) -> dict[str, object]:
+        choice = _choice(index, ended)
+        if self.is_chat:
+            choice["delta"] = delta
+        else:
+            choice["text"] = delta.get("content", "")
+        return self._frame(self._kind, [choice])
 
 
-def _choice(index: int, ended: str | None) -> dict[str, Any]:
+def _choice(index: int, ended: str | None) -> dict[str, object]:
     return {"index": index, "finish_reason": ended, "logprobs": None}
 
 
@@ -393,7 +425,6 @@ _ACTION = re.compile(r"Action:[ \t]*([^\n]{1,200})\n+Action Input:\s*")
 _NAMED = re.compile(r"\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*(\w{1,64})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _NEXT = re.compile(r"\s*;\s*(?=\{)")
 _JSON = json.JSONDecoder()
-Call = dict[str, Any]
 
 
 class ToolCallReader:
@@ -420,19 +451,19 @@ class ToolCallReader:
         self._is_after_call = False
         self.calls = 0
 
-    def push(self, text: str) -> list["str | Call"]:
+    def push(self, text: str) -> list[str | Call]:
         """The texts and calls that are certain with this piece of the answer."""
         self._held += text
         return self._read(is_over=False)
 
-    def close(self) -> list["str | Call"]:
+    def close(self) -> list[str | Call]:
         """The rest, after the last piece."""
         pieces = self._read(is_over=True)
         if self._space and not self.calls:
             pieces.append(self._space)
         return pieces
 
-    def _read(self, *, is_over: bool) -> list["str | Call"]:
+    def _read(self, *, is_over: bool) -> list[str | Call]:
         pieces: list[str | Call] = []
         while self._held:
             if self._is_after_call and not is_over and self._held.strip() in ("", ";"):
@@ -467,7 +498,7 @@ class ToolCallReader:
         is_first = not self._has_text and "Action:".startswith(self._held)
         return len(self._held) if is_first else max(_overlap(self._held, mark) for mark in _MARKS)
 
-    def _say(self, pieces: list["str | Call"], count: int) -> None:
+    def _say(self, pieces: list[str | Call], count: int) -> None:
         """Gives so many characters as text, without spaces around calls."""
         text, self._held = self._space + self._held[:count], self._held[count:]
         if self._is_after_call:
@@ -478,7 +509,7 @@ class ToolCallReader:
             pieces.append("\n" + kept if self._is_after_call and self._has_text else kept)
             self._has_text, self._is_after_call = True, False
 
-    def _give(self, pieces: list["str | Call"], calls: list[Call], length: int) -> None:
+    def _give(self, pieces: list[str | Call], calls: list[Call], length: int) -> None:
         self._held, self._space, self._is_after_call = self._held[length:], "", True
         for call in calls:
             if self._most is None or self.calls < self._most:
@@ -505,7 +536,7 @@ class ToolCallReader:
                 return 1, []
         value, end = _json_at(held, following.end() if following else mark)
         calls = _calls_of(value, needs_arguments=True)
-        if not mark and any(call["function"]["name"] not in self._names for call in calls):
+        if not mark and any(call["function"].get("name") not in self._names for call in calls):
             return end, []
         return end, calls
 

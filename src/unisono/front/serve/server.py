@@ -24,7 +24,7 @@ from unisono.base.errors import UsageError
 from unisono.base.files import open_given
 from unisono.base.text import one_line
 from unisono.front.http_server import HttpConnection, host_name, origin_host, running_server
-from unisono.front.serve.model_process import Ask, ModelProcess
+from unisono.front.serve.model_process import ModelProcess, PendingAsk
 from unisono.front.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -36,6 +36,7 @@ from unisono.front.serve.protocol import (
     unknown_model,
 )
 from unisono.guard.facts.network import bind_listener
+from unisono.trainer.plan.talk_messages import Answered
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20
@@ -169,7 +170,7 @@ class Api:
             raise unknown_model(request.path_params["model"], self._name)
         return JSONResponse(self._description())
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, object]:
         return {"id": self._name, "object": "model", "created": self._created, "owned_by": "unisono"}
 
     def _admit(self, headers: Headers) -> None:
@@ -230,7 +231,7 @@ class Api:
 
     async def _answer(self, request: Request, kind: Any) -> Response:
         parsed = await self._read(kind, request)
-        asks = self._model.submit(parsed.asks())
+        asks = self._model.submit(parsed.questions())
         answer = _Answer(
             asks,
             Objects(self._name, is_chat=kind is ChatRequest),
@@ -272,7 +273,7 @@ class _EventStream(StreamingResponse):
 class _Answer:
     """The answer to one HTTP request, of one or several prompts."""
 
-    asks: list[Ask]
+    asks: list[PendingAsk]
     objects: Objects
     reader: ToolCallReader | None
     shows_usage: bool
@@ -285,27 +286,28 @@ class _Answer:
             ApiError: if one is refused.
         """
         for ask in self.asks:
-            self.usage.prompt += (await ask.next())["prompt_tokens"]
+            self.usage.prompt += await ask.begin()
         return True
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, object]:
         """The answer in one object."""
         texts, ended = [], []
         for ask in self.asks:
             text = ""
-            async for message in ask.rest():
-                text += message.get("text", "")
-                if message["kind"] == "answered":
-                    self.usage.answer += message["tokens"]
-                    ended.append(message["ended"])
+            async for piece in ask.pieces():
+                if isinstance(piece, str):
+                    text += piece
+                else:
+                    self.usage.answer += piece.tokens
+                    ended.append(piece.ended)
             texts.append(text)
         return self.objects.whole(texts, ended, self.usage, reader=self.reader)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events; an error ends them."""
         try:
-            async for index, message in _merged(self.asks):
-                for value in self._chunks(index, message):
+            async for index, piece in _merged(self.asks):
+                for value in self._chunks(index, piece):
                     yield _event(value)
         except ApiError as error:
             yield _event(error.body())
@@ -316,18 +318,19 @@ class _Answer:
 
     _begun: set[int] = field(default_factory=set)
 
-    def _chunks(self, index: int, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _chunks(self, index: int, piece: str | Answered) -> Iterator[dict[str, object]]:
         if index not in self._begun:
             self._begun.add(index)
             if self.objects.is_chat:
                 yield self.objects.first(index)
-        is_last = message["kind"] == "answered"
-        yield from self._parts(index, message.get("text", ""), is_last=is_last)
-        if is_last:
-            self.usage.answer += message["tokens"]
-            yield self.objects.last(index, self.objects.ended(message["ended"], self.reader))
+        if isinstance(piece, str):
+            yield from self._parts(index, piece, is_last=False)
+            return
+        yield from self._parts(index, "", is_last=True)
+        self.usage.answer += piece.tokens
+        yield self.objects.last(index, self.objects.ended(piece.ended, self.reader))
 
-    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, Any]]:
+    def _parts(self, index: int, text: str, *, is_last: bool) -> Iterator[dict[str, object]]:
         """The chunks of a piece of the answer."""
         if self.reader is None:
             if text:
@@ -342,22 +345,22 @@ class _Answer:
                 number += 1
 
 
-async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """The messages of several prompts as they come, with the prompt's index.
+async def _merged(asks: Sequence[PendingAsk]) -> AsyncIterator[tuple[int, str | Answered]]:
+    """The pieces of several prompts as they come, with the prompt's index.
 
     Raises:
         ApiError: if one will have no answer.
     """
     if len(asks) == 1:
-        async for message in asks[0].rest():
-            yield 0, message
+        async for piece in asks[0].pieces():
+            yield 0, piece
         return
-    messages: asyncio.Queue[tuple[int, dict[str, Any] | ApiError]] = asyncio.Queue()
+    messages: asyncio.Queue[tuple[int, str | Answered | ApiError]] = asyncio.Queue()
 
     async def pass_on(index: int) -> None:
         try:
-            async for message in asks[index].rest():
-                messages.put_nowait((index, message))
+            async for piece in asks[index].pieces():
+                messages.put_nowait((index, piece))
         except ApiError as error:
             messages.put_nowait((index, error))
 
@@ -368,14 +371,14 @@ async def _merged(asks: Sequence[Ask]) -> AsyncIterator[tuple[int, dict[str, Any
             index, news = await messages.get()
             if isinstance(news, ApiError):
                 raise news
-            left -= news["kind"] == "answered"
+            left -= isinstance(news, Answered)
             yield index, news
     finally:
         for reader in readers:
             reader.cancel()
 
 
-def _event(value: dict[str, Any]) -> str:
+def _event(value: dict[str, object]) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
@@ -421,7 +424,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _nobody(model: ModelProcess, asks: list[Ask]) -> Response:
+def _nobody(model: ModelProcess, asks: list[PendingAsk]) -> Response:
     """What is sent to a client that has gone; frees its places."""
     model.drop(asks)
     return Response(status_code=499)

@@ -26,7 +26,9 @@ from unisono.guard.supervise.child_process import (
     interface_name,
     misleading_variables,
 )
+from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.task_process import TaskProcess
+from unisono.guard.supervise.task_requests import CollectiveRequest
 
 _DIALLING_S = 45.0
 """Three attempts on each of three ports, and a margin for a busy machine."""
@@ -140,17 +142,17 @@ def collective_task(report: NodeReport, present: Sequence[int], programs: Progra
     Args:
         present: the ranks of the nodes that take part, one process each.
     """
-    body = {
-        "rank": sorted(present).index(report.node_rank),
-        "world_size": len(present),
-        "backend": "nccl" if report.device_kind == "cuda" else "gloo",
-        "device_index": 0 if report.device_kind == "cuda" else None,
-        "store_host": report.address,
-        "deadline_s": DEADLINE_S,
-        "names": [f"node {rank}" for rank in sorted(present)],
-    }
+    request = CollectiveRequest(
+        rank=sorted(present).index(report.node_rank),
+        world_size=len(present),
+        backend="nccl" if report.device_kind == "cuda" else "gloo",
+        device_index=0 if report.device_kind == "cuda" else None,
+        store_host=report.address or "127.0.0.1",
+        deadline_s=DEADLINE_S,
+        names=tuple(f"node {rank}" for rank in sorted(present)),
+    )
     with TaskProcess(
-        "collective", body, has_input=True, programs=programs, environment=_environment(report)
+        "collective", encode(request), has_input=True, programs=programs, environment=_environment(report)
     ) as task:
         yield task
 

@@ -15,7 +15,9 @@ from unisono.base.files import make_private_dir, open_plain, write_json, write_t
 from unisono.base.text import plain, redact
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_requests import RowsRequest
 from unisono.guard.watch import PHASES, phase_named
 from unisono.guard.watch.rank_dumps import shortened
 from unisono.guard.watch.views import Look
@@ -130,11 +132,12 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
     """The sources of some training sequences, e.g. `train.jsonl:17`; empty if they cannot be found
     within 5 s.
     """
-    request = {"table": str(table), "sequences": list(sequences)}
+    request = RowsRequest(str(table), tuple(sequences))
     # The sequences' numbers are written in any case.
     with contextlib.suppress(UnisonoError, OSError):
         return [
-            str(row) for row in run_task("rows", request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
+            str(row)
+            for row in run_task("rows", encode(request), programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
         ]
     return []
 

@@ -9,9 +9,9 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from unisono.base.causes import Verdict
 from unisono.base.child import TEMPLATE_HAS_NO_END, TOKENIZER_HAS_NO_END
@@ -32,6 +32,8 @@ from unisono.base.text import one_line, show_seconds
 from unisono.base.user_code import MODEL_CODE
 from unisono.guard.facts import no_gpus, read_environment, read_machine
 from unisono.guard.supervise.child_process import ChildProcess, Programs, child_environment, task_command
+from unisono.guard.supervise.codec import encode
+from unisono.guard.supervise.task_requests import Result_co, TaskRequest
 
 _BY_EXIT_CODE: dict[int, type[UnisonoError]] = {
     2: UsageError,
@@ -46,7 +48,7 @@ _TAIL_BYTES = 8_000
 
 def run_task(
     name: str,
-    request: dict[str, Any],
+    request: Mapping[str, object],
     *,
     on_message: Callable[[Message], None] | None = None,
     programs: Programs | None = None,
@@ -75,6 +77,18 @@ def run_task(
     return {key: value for key, value in last.items() if key not in ("kind", "time")}
 
 
+def run_request(
+    request: TaskRequest[Result_co],
+    *,
+    on_message: Callable[[Message], None] | None = None,
+    programs: Programs | None = None,
+) -> Result_co:
+    """The result of a task, as `run_task`, of the type that its request names."""
+    return cast(
+        "Result_co", run_task(request.task, encode(request), on_message=on_message, programs=programs)
+    )
+
+
 class TaskProcess:
     """A running task: start it as a context, `send` to it, read its `messages`.
 
@@ -85,7 +99,7 @@ class TaskProcess:
     def __init__(
         self,
         name: str,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         *,
         has_input: bool = False,
         programs: Programs | None = None,

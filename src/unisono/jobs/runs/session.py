@@ -22,7 +22,7 @@ from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import RunResult, read_metrics, shown_outcome
 from unisono.guard.supervise.fork_server import ForkServer
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
 from unisono.jobs.remote_checkpoint.storage import storage_tried
 from unisono.jobs.runs.head_run import HeadRun
 from unisono.jobs.runs.planning import LocalNode, look_around, party_of, prepare, report_early_refusal
@@ -40,6 +40,7 @@ from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
+from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 
 
 def train(request: TrainRequest, show: Show) -> RunResult:
@@ -296,8 +297,8 @@ def _train(done: Rehearsal, request: TrainRequest, show: Show, *, steps: int, re
 
 
 def _export(request: TrainRequest, run: RunDir, out: Path, *, on_message: Callable[[Message], None]) -> None:
-    body = {"target": str(run.root), "step": None, "out": str(out), "merge": False}
-    run_task("export", body, on_message=on_message, programs=request.programs)
+    export = ExportRequest(model=RequestedModel(str(run.root)), out=str(out))
+    run_request(export, on_message=on_message, programs=request.programs)
 
 
 def _measure(done: Rehearsal, long_run: RunPlan, run: RunDir) -> None:

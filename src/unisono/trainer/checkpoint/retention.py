@@ -354,7 +354,13 @@ class KnownStates:
 
 
 class CheckpointRow(TypedDict):
-    """A checkpoint, with the hosts that wrote files; fronts add whether it is best, permanent."""
+    """A checkpoint as a JSON row.
+
+    Attributes:
+        writers: hosts whose ranks wrote files.
+        read_again: whether it was, since it was written.
+        best, for_ever: in a list: of the best evaluation; no rule deletes it.
+    """
 
     step: int
     path: str

@@ -18,7 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, Required, Self, TypedDict, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from unisono.trainer.plan.task_requests import LedgerCounts, RowNote
 
 Item = TypeVar("Item")
 ThoughtKey = Literal["reasoning_content", "reasoning", "thinking", "thought"]
@@ -315,16 +318,17 @@ class Ledger:
             out.write("\n]}\n")
 
 
-def read_counts(path: Path) -> Mapping[str, object]:
+def read_counts(path: Path) -> "LedgerCounts":
     """`sources` and `total` of a ledger written by Ledger.write, without reading its rows, which
     may be millions.
     """
     with path.open(encoding="utf-8") as stream:
         head = "".join(islice(stream, 3))
-    return json.loads(head.rstrip().removesuffix(",") + "}")
+    counts: LedgerCounts = json.loads(head.rstrip().removesuffix(",") + "}")
+    return counts
 
 
-def first_notes(path: Path, *, limit: int) -> list[Mapping[str, object]]:
+def first_notes(path: Path, *, limit: int) -> "list[RowNote]":
     """The first dropped or changed rows of such a ledger."""
     with path.open(encoding="utf-8") as stream:
         lines = (line.strip().removesuffix(",") for line in islice(stream, 4, 4 + limit))

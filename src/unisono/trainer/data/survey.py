@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any
 
@@ -19,6 +19,7 @@ from unisono.trainer.data.preference_rows import is_rated, read_preference, side
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.source_format import settle_format
 from unisono.trainer.data.sources import RowSource
+from unisono.trainer.plan.task_requests import Survey
 
 MOST_ROWS = 50_000
 """Rows that are read; a file with more has steps enough."""
@@ -29,41 +30,6 @@ _CHARS_OF_A_TOKEN = 3.0  # English has about 4, and code fewer
 _ALONE = re.compile(r"[0-9\u2e80-\U0010ffff]")  # a digit or a Chinese character is about one token
 _OF_A_TEMPLATE, _OF_A_MESSAGE = 16, 6  # tokens of a chat template around a row, and around a message
 _KEY = "data.train"
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What the rows of a source are.
-
-    Attributes:
-        rows: those that can be read, up to MOST_ROWS.
-        bad: those that cannot.
-        first_bad: the first of these, and why.
-        format: of the rows.
-        why: what shows it.
-        columns: the file's column for each standard one, where it has another name.
-        objective: whose rows they are: sft, dpo or kto.
-        longest: tokens of the longest row, about.
-        max_length: tokens, for all rows or almost all.
-        beyond: rows that are longer.
-        sequences: of one epoch.
-    """
-
-    rows: int
-    bad: int
-    first_bad: str
-    format: FormatName
-    why: str
-    columns: dict[str, str]
-    objective: str
-    longest: int
-    max_length: int
-    beyond: int
-    sequences: int
-
-    def to_json(self) -> dict[str, object]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def survey(source: RowSource, *, packed: bool) -> Survey:

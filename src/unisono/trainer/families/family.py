@@ -5,13 +5,14 @@ those of `Preparation`, `trained_model` those of `Training`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.base.events import Reporter
 from unisono.base.files import make_private_dir
 from unisono.guard.rundir import RunDir
 from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.plan import DataSummary, ModelFacts, RunPlan
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
@@ -59,26 +60,11 @@ class Files(Protocol):
         """
 
 
-class PrepareRequest(NamedTuple):
-    """What the task `prepare` needs beside a config; a run's `output_dir` gets data.json."""
-
-    cache_dir: Path
-    output_dir: str | None = None
-    limit_rows: int | None = None
-
-
 class Preparation(Protocol):
     """Prepares rows."""
 
-    def prepare(
-        self, config: RunConfig, request: PrepareRequest, report: Reporter
-    ) -> tuple[DataSummary, ModelFacts]:
+    def prepare(self, request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
         """Writes the table of a run, and inspects its model.
-
-        Args:
-            config: of the run.
-            request: the rest of the task's request.
-            report: receives progress.
 
         Raises:
             UnisonoError: if data or model are refused.

@@ -23,13 +23,13 @@ from transformers import DynamicCache
 from unisono.trainer.model.generate import (
     GREEDY,
     IsDone,
-    SamplingParams,
     draw_tokens,
     generate,
     penalized,
     random_numbers,
     undisturbed,
 )
+from unisono.trainer.plan.task_requests import SamplingParams
 
 _TOKENS = 65_536  # in the cache of a batch, with padding
 _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept when it begins

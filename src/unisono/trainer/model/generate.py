@@ -6,8 +6,8 @@ Letters: B rows of a batch, L tokens so far, V vocabulary.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,43 +20,13 @@ from transformers import (
 )
 
 from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of
+from unisono.trainer.plan.task_requests import SamplingParams
 
 _ROWS = 64  # in a batch: more gain little on CPU, and all wait for the longest answer
 _TOKENS = 65_536  # of prompts and answers in a batch, with padding: limits the cache
 
 OnToken = Callable[[int], None]
 IsDone = Callable[[int, Sequence[int]], bool]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of an answer are chosen.
-
-    Attributes:
-        temperature: 0 selects the most likely token, else the logits are divided by it.
-        top_p: only the most likely tokens that together reach this probability can be sampled.
-        top_k: only this many of the most likely tokens can be sampled; 0: all.
-        repetition_penalty: the logits of all tokens of prompt and answer so far are divided by it,
-            or multiplied where negative (arXiv:1909.05858); 1: unchanged.
-        beams: above 1, with temperature 0: the most likely answer that a search with so many
-            candidates finds.
-        length_penalty: with beams: the exponent of an answer's length, by which its log-probability
-            is divided.
-        seed: of the random streams.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    beams: int = 1
-    length_penalty: float = 1.0
-    seed: int = 0
-
-    @classmethod
-    def of(cls, request: Mapping[str, Any]) -> "SamplingParams":
-        """From a task's request, which may have any of the attributes."""
-        return cls(**{name.name: request[name.name] for name in fields(cls) if name.name in request})
 
 
 GREEDY = SamplingParams()

@@ -8,14 +8,9 @@
     URL/RUN_ID/step-00000100/*
         manifest.json last: without it a copy does not count
 
-Requests: {action: try, url, run_id}, {action: look, url, run_id or null, before: step or null},
-{action: upload, url, run_id, path, keep, keep_every: steps or null, best: the metric by which the
-best stays or null, beside}, {action: fetch, url, run_id, step, to, beside}, {action: read_back,
-url, run_id, step, checksum: of the manifest}. Message `progress`: bytes, of. The storage's package
-takes credentials from the environment.
+Message `progress`: bytes, of. The storage's package takes credentials from the environment.
 
-`rehearsed`: request: path, run_id. Message `room`: the measured disk space. Result: seconds, bytes,
-tensors.
+`rehearsed`: message `room`: the measured disk space.
 """
 
 import contextlib
@@ -26,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 import xxhash
 
@@ -49,6 +44,20 @@ from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest, ManifestErro
 from unisono.trainer.checkpoint.retention import Rules, measure_disk_space, record_verified
 from unisono.trainer.checkpoint.verify import read_through
 from unisono.trainer.data.sources import open_storage
+from unisono.trainer.plan.task_requests import (
+    CopyRead,
+    FetchCopy,
+    Fetched,
+    FindCopy,
+    NewestCopy,
+    ReadCopy,
+    RehearsedRequest,
+    StorageRequest,
+    Timed,
+    TryStorage,
+    UploadCheckpoint,
+    Uploaded,
+)
 
 if TYPE_CHECKING:
     from unisono.trainer.checkpoint.state import CheckpointReader
@@ -80,7 +89,7 @@ _CHUNK_BYTES = 8 << 20
 _PROGRESS_S = 1.0
 
 
-def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_storage(request: StorageRequest, report: Reporter) -> Mapping[str, object]:
     """Carries out one request.
 
     Raises:
@@ -90,7 +99,7 @@ def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     storage = None
     try:
-        storage = Storage(request["url"], report)
+        storage = Storage(request.url, report)
         return _carry_out(request, storage)
     except DataError as error:
         if isinstance(
@@ -104,7 +113,7 @@ def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         text = one_line(redact(str(error)), limit=300)
         is_local = isinstance(error, OSError) and str(error.filename or "").startswith("/")
         raise UnfitError.of(
-            f"{request['url']} cannot be {storage.operation if storage else 'read'}",
+            f"{request.url} cannot be {storage.operation if storage else 'read'}",
             where="checkpoint.storage",
             why=f"{type(error).__name__}: {text}" + (f"; {storage_reason(error)}" if is_local else ""),
             fix=(
@@ -115,19 +124,19 @@ def run_storage(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         ) from error
 
 
-def _carry_out(request: dict[str, Any], storage: "Storage") -> dict[str, Any]:
-    if request["action"] == "look":
-        return storage.newest(request["run_id"], before=request["before"])
-    if request["action"] == "try":
-        return storage.try_out(request["run_id"])
-    if request["action"] == "read_back":
-        return storage.read_back(request["run_id"], request["step"], checksum=request["checksum"])
-    run_id, beside = request["run_id"], Path(request["beside"])
-    if request["action"] == "upload":
-        rules = Rules(request["keep"], request["keep_every"])
-        return storage.upload(run_id, Path(request["path"]), rules=rules, best=request["best"], beside=beside)
-    assert request["action"] == "fetch"
-    return storage.fetch(run_id, request["step"], Path(request["to"]), beside=beside)
+def _carry_out(request: StorageRequest, storage: "Storage") -> Mapping[str, object]:
+    match request:
+        case FindCopy():
+            return storage.newest(request.run_id, before=request.before)
+        case TryStorage():
+            return storage.try_out(request.run_id)
+        case ReadCopy():
+            return storage.read_back(request.run_id, request.step, checksum=request.checksum)
+        case UploadCheckpoint():
+            rules, best = Rules(request.keep, request.keep_every), request.best
+            return storage.upload(request.run_id, request.path, rules=rules, best=best, beside=request.beside)
+        case FetchCopy():
+            return storage.fetch(request.run_id, request.step, request.to, beside=request.beside)
 
 
 class Storage:
@@ -147,10 +156,8 @@ class Storage:
         self._of = self._done = 0
         self._reported_at = 0.0
 
-    def newest(self, run_id: str | None, *, before: int | None) -> dict[str, Any]:
-        """The newest complete checkpoint of the newest run, or of one run, before a step: run_id,
-        step, manifest (its text); all None if there is none.
-        """
+    def newest(self, run_id: str | None, *, before: int | None) -> NewestCopy:
+        """The newest complete checkpoint of the newest run, or of one run, before a step."""
         runs = (
             [run_id] if run_id else sorted(filter(_RUN_ID.fullmatch, self._names(self._root)), reverse=True)
         )
@@ -161,11 +168,9 @@ class Storage:
                     return {"run_id": run, "step": step, "manifest": manifest.to_bytes().decode()}
         return {"run_id": None, "step": None, "manifest": None}
 
-    def try_out(self, run_id: str) -> dict[str, Any]:
+    def try_out(self, run_id: str) -> Timed:
         """Tests all operations of an upload: lists a run's directory, writes a small object there,
         reads it back and removes it.
-
-        Gives seconds.
 
         Raises:
             UnfitError: if the object differs from what was written.
@@ -194,13 +199,8 @@ class Storage:
             )
         return {"seconds": time.monotonic() - began}
 
-    def upload(
-        self, run_id: str, path: Path, *, rules: Rules, best: str | None, beside: Path
-    ) -> dict[str, Any]:
-        """Copies a checkpoint, its manifest last; then deletes old copies.
-
-        Gives bytes, seconds, checksum, deleted (steps), pruned (it was gone here).
-        """
+    def upload(self, run_id: str, path: Path, *, rules: Rules, best: str | None, beside: Path) -> Uploaded:
+        """Copies a checkpoint, its manifest last; then deletes old copies."""
         began = time.monotonic()
         self.operation = "written"
         with contextlib.ExitStack() as stack:
@@ -236,11 +236,9 @@ class Storage:
             "pruned": False,
         }
 
-    def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> dict[str, Any]:
+    def fetch(self, run_id: str, step: int, to: Path, *, beside: Path) -> Fetched:
         """Fetches a checkpoint's files, except its manifest, to one directory, and the run's other
         files to another.
-
-        Gives bytes, seconds.
 
         Raises:
             IntegrityError: if a file does not match the manifest.
@@ -263,10 +261,8 @@ class Storage:
                 (beside / name).write_bytes(self._fs.cat_file(f"{self._root}/{run_id}/{name}"))
         return {"bytes": manifest.total_bytes, "seconds": time.monotonic() - began}
 
-    def read_back(self, run_id: str, step: int, *, checksum: str) -> dict[str, Any]:
+    def read_back(self, run_id: str, step: int, *, checksum: str) -> CopyRead:
         """Reads a copy back, as a resume would.
-
-        Gives bytes, seconds, steps (all complete copies), free_bytes (None: unknown).
 
         A copy that differs from what was uploaded loses its manifest: the next start uploads it
         again.
@@ -466,18 +462,18 @@ def _damaged(place: str, actual: tuple[int, str], wanted: tuple[int, str]) -> In
     )
 
 
-def run_rehearsed(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_rehearsed(request: RehearsedRequest, report: Reporter) -> Mapping[str, object]:
     """Reports the disk space at once, then reads everything.
 
     Raises:
         IntegrityError: with everything that is wrong with the checkpoint.
     """
-    path, key = Path(request["path"]), user_key(read_environment().settings_dir)
+    path, key = request.path, user_key(read_environment().settings_dir)
     report.send("room", **asdict(measure_disk_space(path.parent, key=key)))
     began = time.monotonic()
     for file in path.iterdir():
         forget_cached(file)
-    reading = read_through(path, key=key, run_id=request["run_id"])
+    reading = read_through(path, key=key, run_id=request.run_id)
     if reading.manifest is None or not reading.intact or reading.is_foreign:
         findings = [finding for finding in reading.findings if finding.kind != "extra"]
         raise IntegrityError(*(Problem(str(finding), str(path / finding.file)) for finding in findings))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.base.text import one_line
+from unisono.guard.supervise.task_requests import RowOrigins, RowsRequest
 from unisono.trainer.config.named_templates import NO_TOKEN, named_template
 from unisono.trainer.config.schema import DataSection, RunConfig
 from unisono.trainer.config.sections import PREFERENCE
@@ -26,76 +27,55 @@ from unisono.trainer.data.survey import survey
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import load_tokenizer
 from unisono.trainer.families import rows_of
-from unisono.trainer.families.family import PrepareRequest
 from unisono.trainer.model.directory import locate_model, locate_tokenizer, read_model_config
+from unisono.trainer.plan.task_requests import (
+    LengthClass,
+    Prepared,
+    PrepareRequest,
+    Preview,
+    PreviewRequest,
+    ShownRow,
+    Survey,
+    SurveyRequest,
+)
 
 
-def prepare(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Prepares a run: gives `data` (a DataSummary) and `model` (ModelFacts), both as JSON.
-
-    Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, and `output_dir`, where data.json is
-            written, or null; `limit_rows`, the rows to read of each source, for a rehearsal.
-        report: receives progress.
+def prepare(request: PrepareRequest, report: Reporter) -> Prepared:
+    """Prepares a run.
 
     Raises:
         IntegrityError: if the model is the result of a run, and is damaged.
     """
-    config = RunConfig.model_validate(request["config"])
     report.phase("model", "reading the model's files")
-    given = PrepareRequest(Path(request["cache_dir"]), request.get("output_dir"), request.get("limit_rows"))
-    data, facts = rows_of(config).prepare(config, given, report)
+    data, facts = rows_of(request.config).prepare(request, report)
     return {"data": data.model_dump(mode="json"), "model": facts.model_dump(mode="json")}
 
 
-def survey_data(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Looks at rows for which there is no config yet: gives the fields of a Survey.
-
-    Args:
-        request: `path`, as in data.train; `packed`, whether rows will share sequences; `cache_dir`.
-        report: receives progress.
-    """
-    report.phase("survey", f"reading {request['path']}")
-    data = DataSection(train=request["path"])
+def survey_data(request: SurveyRequest, report: Reporter) -> Survey:
+    """Looks at rows for which there is no config yet."""
+    report.phase("survey", f"reading {request.path}")
+    data = DataSection(train=request.path)
     try:
-        (source,) = find_sources(data, cache_dir=Path(request["cache_dir"]))
+        (source,) = find_sources(data, cache_dir=request.cache_dir)
     except DataError as error:  # there is no config that could have the key
         raise DataError(*(replace(problem, where="--data") for problem in error.problems)) from error
-    return survey(source, packed=bool(request["packed"])).to_json()
+    return survey(source, packed=request.packed)
 
 
 _BINS = 10
 _NOTES = 20
 
 
-def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Shows rows as the model sees them: gives `data` (a DataSummary), `rows`, `lengths`, `ledger`
-    and `notes`.
-
-    A row is {row, tokens, loss_tokens, runs}; its runs, [{loss, weight, tokens, text}], joined give
-    its text. With `ids` it has `ids`, null for a token that the tokenizer does not have, and
-    `loss`, parallel to them; `not_rendered` are its parts that are in no token. `lengths` is a
-    histogram of the training rows, [{first, last, rows}] in tokens. `notes` are the first rows that
-    were dropped or changed.
-
-    A pair has `chosen` and `rejected`, each with the parts of a row; a rated answer its own parts
-    with `kl` (the same prompt with another row's answer) and `desirable`. Their `lengths` are those
-    of both sides.
-
-    Args:
-        request: `config` (a RunConfig as JSON), `cache_dir`, `rows`, the number of rows to show,
-            and `ids`, whether to add token ids.
-        report: receives progress.
-    """
-    config = RunConfig.model_validate(request["config"])
-    rows_of(config).check_preview()
-    config = _with_objective_of_rows(config, Path(request["cache_dir"]))
+def preview(request: PreviewRequest, report: Reporter) -> Preview:
+    """Shows rows as the model sees them."""
+    rows_of(request.config).check_preview()
+    config = _with_objective_of_rows(request.config, request.cache_dir)
     directory = locate_tokenizer(config)
     data = prepare_data(
         config,
         tokenizer=directory,
         vocab_size=None if config.model.resize_vocabulary else _vocab_size(config, directory),
-        cache_dir=Path(request["cache_dir"]),
+        cache_dir=request.cache_dir,
         report=report,
         is_preview=True,
     )
@@ -104,14 +84,17 @@ def preview(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     named = named_template(config.data.template)
     if named is not None:
         named.adapt(tokenizer)
-    show = partial(shown_row, tokenizer=tokenizer, with_ids=bool(request.get("ids")))
+    show = partial(shown_row, tokenizer=tokenizer, with_ids=request.ids)
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"
-    rows = [shown_unit(table, i, show) for i in range(min(int(request["rows"]), table.rows))]
+    rows = [shown_unit(table, i, show) for i in range(min(request.rows, table.rows))]
     lost = unrendered_parts(ledger, [row["row"] for row in rows])
+    for row in rows:
+        if row["row"] in lost:
+            row["not_rendered"] = lost[row["row"]]
     return {
         "data": data.model_dump(mode="json"),
-        "rows": [row | ({"not_rendered": lost[row["row"]]} if row["row"] in lost else {}) for row in rows],
+        "rows": rows,
         "lengths": histogram(table.row_lengths()),
         "ledger": read_counts(ledger),
         "notes": first_notes(ledger, limit=_NOTES),
@@ -142,15 +125,15 @@ def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:
     return config.model_copy(update={"objective": "kto" if is_rated_row else "dpo"})
 
 
-def shown_unit(table: TokenTable, i: int, show: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def shown_unit(table: TokenTable, i: int, show: Callable[..., ShownRow]) -> ShownRow:
     """The parts of a row of a table for the preview, with those of both sides if it has two."""
     sides = [show(*table.row(i, side), table.weights(i, side)) for side in range(table.sides)]
-    head = {"row": table.row_id(i)}
+    row = table.row_id(i)
     if table.sides == 1:
-        return head | sides[0]
+        return {"row": row, **sides[0]}
     if "label" in table.columns:
-        return head | sides[0] | {"kl": sides[1], "desirable": bool(table.columns["label"][i])}
-    return head | {"chosen": sides[0], "rejected": sides[1]}
+        return {"row": row, **sides[0], "kl": sides[1], "desirable": bool(table.columns["label"][i])}
+    return {"row": row, "chosen": sides[0], "rejected": sides[1]}
 
 
 def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:
@@ -169,11 +152,11 @@ def shown_row(
     tokenizer: Any,
     *,
     with_ids: bool,
-) -> dict[str, Any]:
+) -> ShownRow:
     """The parts of a row for the preview; `weights` are those of its targets."""
     counts = np.zeros(len(ids), np.float32)
     counts[targets] = weights
-    shown: dict[str, Any] = {
+    shown: ShownRow = {
         "tokens": len(ids),
         "loss_tokens": int(np.count_nonzero(targets)),
         "runs": [
@@ -221,7 +204,7 @@ def _text(tokenizer: Any, ids: npt.NDArray[np.int32], first: int, end: int) -> s
     )
 
 
-def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
+def histogram(lengths: npt.NDArray[np.int64]) -> list[LengthClass]:
     """Up to ten bins of equal width from the shortest to the longest: {first, last, rows}."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // _BINS)
@@ -233,23 +216,18 @@ def histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:
     ]
 
 
-def row_origins(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Looks up the origins of rows: gives `rows`, file and line of each row of the sequences, in
-    their order.
-
-    Args:
-        request: `table`, the directory of a token table, and `sequences` of its training split.
-        report: not used.
+def row_origins(request: RowsRequest, report: Reporter) -> RowOrigins:
+    """Looks up the origins of rows.
 
     Raises:
         DataError: if the table is missing, or has no such sequence.
     """
     del report
     try:
-        table = TokenTable.open(Path(request["table"]), "train")
-        rows = [int(row) for sequence in request["sequences"] for row in table.rows_of(int(sequence))]
+        table = TokenTable.open(Path(request.table), "train")
+        rows = [int(row) for sequence in request.sequences for row in table.rows_of(sequence)]
         return {"rows": [table.row_id(row) for row in rows]}
     except (OSError, IndexError) as error:
         raise DataError.of(
-            "the rows cannot be looked up", where=str(request["table"]), why=one_line(str(error))
+            "the rows cannot be looked up", where=request.table, why=one_line(str(error))
         ) from error

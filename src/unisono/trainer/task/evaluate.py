@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,60 +25,64 @@ from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSect
 from unisono.trainer.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.families import rows_of
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
-from unisono.trainer.model.generate import GREEDY, SamplingParams
+from unisono.trainer.model.generate import GREEDY
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
-from unisono.trainer.task import data_tasks
+from unisono.trainer.plan import DataSummary
+from unisono.trainer.plan.task_requests import (
+    Evaluated,
+    EvaluateRequest,
+    Predicted,
+    PredictRequest,
+    PrepareRequest,
+    SamplingParams,
+)
 from unisono.trainer.task.inference import InferenceModel, decode, open_requested
 from unisono.trainer.training.evaluation import bleu, exact_match, rouge_l, similarity
 
 _TOKENS = 8_192  # per forward
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
     rouge_l, bleu.
     """
-    file = request["data"]
+    file = request.data
     fault = fault_of(expand(file), file)
     if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
         raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
-    opened = open_requested(request, report, answers=False)
+    opened = open_requested(request.model, report, answers=False)
     config = evaluation_config(opened, file)
-    prepared, table = _prepared(config, request["cache_dir"], report)
-    sequences = list(range(min(request.get("limit") or table.sequences, table.sequences)))
-    header = {
-        "description": opened.target.description,
-        "ledger": prepared["ledger"],
-        "formats": prepared["formats"],
-    }
+    data, table = _prepared(config, request.cache_dir, report)
+    sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if config.objective in PREFERENCE:
-        figures, each = preference_figures(
-            opened, config, table, sequences, report, each=bool(request.get("each"))
-        )
-        return {**header, "figures": figures, "rows": each}
-    figures, each = answer_figures(opened, table, sequences, report)
-    return {**header, "figures": figures, "rows": each}
-
-
-def _prepared(config: RunConfig, cache_dir: str, report: Reporter) -> tuple[dict[str, Any], TokenTable]:
-    """What the preparation of a file's rows gives, and their token table."""
-    body = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "cache_dir": cache_dir,
-        "output_dir": None,
+        figures, rows = preference_figures(opened, config, table, sequences, report, each=request.each)
+    else:
+        figures, rows = answer_figures(opened, table, sequences, report)
+    return {
+        "description": opened.target.description,
+        "ledger": data.ledger,
+        "formats": data.formats,
+        "figures": figures,
+        "rows": rows,
     }
-    prepared = data_tasks.prepare(body, report)["data"]
-    return prepared, TokenTable.open(Path(prepared["cache_dir"]), "train")
+
+
+def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[DataSummary, TokenTable]:
+    """What the preparation of a file's rows gives, and their token table."""
+    report.phase("model", "reading the model's files")
+    data, _ = rows_of(config).prepare(PrepareRequest(config, cache_dir), report)
+    return data, TokenTable.open(Path(data.cache_dir), "train")
 
 
 def answer_figures(
     opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and scores of answers, and the answers."""
     figures = losses(opened, table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
@@ -145,7 +149,7 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
 
 def losses(
     opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
-) -> dict[str, Any]:
+) -> dict[str, float | None]:
     """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and
     tokens.
     """
@@ -177,7 +181,7 @@ def preference_figures(
     report: Reporter,
     *,
     each: bool,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
     those of every pair or rated answer.
     """
@@ -186,7 +190,7 @@ def preference_figures(
     groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
     unit = "pairs" if config.objective in PAIRS else "rows"
     total, sums, known, done = 0.0, [0.0] * (2 * len(objective.metrics)), 0.0, 0
-    figures_of_rows = []
+    figures_of_rows: list[Mapping[str, object]] = []
     with torch.no_grad():
         if objective.uses_reference:
             rows.reference = _reference_values(opened, rows, sequences, report)
@@ -206,7 +210,7 @@ def preference_figures(
                 figures_of_rows.append({"row": row, "loss": loss, **objective.figures(terms, known=known)})
             done += len(group)
             report.phase("evaluate", "measuring the loss", done=done, total=len(sequences))
-    figures = {
+    figures: dict[str, float | None] = {
         unit: counts.units,
         "tokens": int(table.sequence_tokens()[list(sequences)].sum()),
         "loss_tokens": counts.loss_tokens,
@@ -341,15 +345,14 @@ def text_of(opened: InferenceModel, ids: Sequence[int]) -> str:
 PREDICTIONS, RESULTS = "generated_predictions.jsonl", "predict_results.json"
 
 
-def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_predict(request: PredictRequest, report: Reporter) -> Predicted:
     """Answers all rows, and writes both files.
 
     Raises:
         DataError: if no row has a question and an answer.
         UnfitError: if the files cannot be written.
     """
-    config = RunConfig.model_validate(request["config"])
-    prepared, table = _prepared(config, request["cache_dir"], report)
+    data, table = _prepared(request.config, request.cache_dir, report)
     questions = [question for row in range(table.rows) if (question := question_of(table, row)) is not None]
     if not questions:
         raise DataError.of(
@@ -358,13 +361,12 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             why="the rows count in the loss as a whole",
             fix="use rows with a prompt and a response",
         )
-    opened = open_requested(request, report)
+    opened = open_requested(request.model, report)
     started = time.monotonic()
-    sampling = request["generation"]
-    answers = _answers(opened, questions, sampling, report)
+    answers = _answers(opened, questions, request, report)
     seconds = time.monotonic() - started
-    rows = _rows(opened.tokenizer, questions, answers, skip_special=sampling["skip_special_tokens"])
-    out = Path(request["out"])
+    rows = _rows(opened.tokenizer, questions, answers, skip_special=request.skip_special_tokens)
+    out = Path(request.out)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     report.phase("score", "comparing answers with references")
@@ -377,21 +379,21 @@ def run_predict(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "files": [PREDICTIONS, RESULTS],
         "rows": len(rows),
         "figures": figures,
-        "ledger": prepared["ledger"],
+        "ledger": data.ledger,
     }
 
 
 def _answers(
-    opened: InferenceModel, questions: Sequence[PromptAnswer], sampling: dict[str, Any], report: Reporter
+    opened: InferenceModel, questions: Sequence[PromptAnswer], request: PredictRequest, report: Reporter
 ) -> list[list[int]]:
     """The tokens of each answer; questions that leave less room in the context get shorter
     answers.
     """
     limits = [
-        max(0, min(sampling["max_tokens"], opened.context - len(question.prompt))) for question in questions
+        max(0, min(request.max_tokens, opened.context - len(question.prompt))) for question in questions
     ]
     stops = opened.stops(opened.template)
-    return _generate(opened, questions, limits, stops, SamplingParams.of(sampling), report)
+    return _generate(opened, questions, limits, stops, request.sampling, report)
 
 
 def _rows(

@@ -1,10 +1,5 @@
 """The task `export`: writes a directory that transformers and peft can load, completely or not at
 all.
-
-Request: target, step (or null), out, merge, read_back (default true). Result: out, what (`adapter`,
-`merged model` or `model`), description, base, dtype, files, bytes, reward (whether it is a reward
-model), read_back (task.read_back's ReadBack, or null), and for a merged model how much its logits
-differ from those of base plus adapter.
 """
 
 import contextlib
@@ -12,7 +7,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +33,7 @@ from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.plan.task_requests import Exported, ExportRequest, MergeFigures
 from unisono.trainer.task.inference import (
     adapter_tokenizer,
     load_target,
@@ -68,7 +63,7 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "config.js
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.06, "float16": 0.06}
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run(request: ExportRequest, report: Reporter) -> Exported:
     """Writes the directory.
 
     Raises:
@@ -78,20 +73,19 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             is loaded again; it stays there.
         UnfitError: if the storage fails.
     """
-    out = free_place(request["out"])
-    if is_image_model(Path(request["target"]).expanduser()):
+    out = free_place(request.out)
+    if is_image_model(Path(request.model.target).expanduser()):
         return _export_lora(request, report, out)
-    if request.get("format"):
+    if request.format:
         raise UsageError.of(
-            f"--format {request['format']} is for image models",
+            f"--format {request.format} is for image models",
             where="--format",
             fix="omit it: transformers, vLLM and llama.cpp's converter load the export as it is",
         )
-    target = requested_target(request)
+    target = requested_target(request.model)
     verify_target(target, report)
-    merge = bool(request.get("merge")) and has_adapter(target)
-    reads_back = bool(request.get("read_back", True))
-    if request.get("merge") and not merge:
+    merge = request.merge and has_adapter(target)
+    if request.merge and not merge:
         report.warning("nothing_to_merge", "there is no adapter to merge: the model already has all weights")
     if target.merged and not merge:
         raise UsageError.of(
@@ -102,23 +96,24 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         )
     report.phase("export", f"writing {out}")
     wanted: ResultLogits | None
+    figures: MergeFigures | None
     with whole_directory(out) as directory:
         if merge:
-            extra, entries, wanted = write_merged(
-                target, directory, report, max_file_bytes=_largest_file(target, request.get("max_shard_size"))
+            figures, entries, wanted = write_merged(
+                target, directory, report, max_file_bytes=_largest_file(target, request.max_shard_size)
             )
         else:
-            extra = {}
-            entries, wanted = write_as_it_is(target, directory, reads_back=reads_back)
+            figures = None
+            entries, wanted = write_as_it_is(target, directory, reads_back=request.read_back)
         _write_rest(target, directory)
         write_model_manifest(directory, entries)
     back = None
-    if reads_back:
+    if request.read_back:
         report.phase("verify", f"reading {out} back")
         back = _read_back(target, out, wanted)
     what = "merged model" if merge else "adapter" if has_adapter(target) else "model"
     files = sorted(file for file in out.rglob("*") if file.is_file())
-    return {
+    result: Exported = {
         "out": str(out),
         "what": what,
         "description": target.description,
@@ -127,15 +122,15 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         "reward": target.is_reward,
-        "read_back": asdict(back) if back is not None else None,
-        **extra,
+        "read_back": back.to_json() if back is not None else None,
     }
+    return {**result, **figures} if figures is not None else result
 
 
-def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[str, Any]:
+def _export_lora(request: ExportRequest, report: Reporter, out: Path) -> Exported:
     from unisono.trainer.task.picture_tasks import run_export
 
-    if request.get("merge"):
+    if request.merge:
         raise UsageError.of(
             "a LoRA of an image model is not merged",
             where="--merge",
@@ -144,18 +139,26 @@ def _export_lora(request: dict[str, Any], report: Reporter, out: Path) -> dict[s
         )
     report.phase("export", f"writing {out}")
     with whole_directory(out) as directory:
-        written, opened = run_export(request, report, out, directory)
+        name, opened = run_export(request, report, out, directory)
     back = None
-    if request.get("read_back", True):
+    if request.read_back:
         report.phase("verify", f"reading {out} back")
-        back = _read_back_lora(opened, out / written["file"], half=bool(request.get("half")))
+        back = _read_back_lora(opened, out / name, half=request.half)
     files = sorted(file for file in out.rglob("*") if file.is_file())
+    kind = request.format or "diffusers"
     return {
         "out": str(out),
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
-        "read_back": asdict(back) if back is not None else None,
-        **written,
+        "read_back": back.to_json() if back is not None else None,
+        "what": f"LoRA ({kind})",
+        "description": opened.description,
+        "base": str(opened.pipeline.root) if opened.pipeline is not None else "",
+        "merged": False,
+        "reward": False,
+        "pictures": True,
+        "format": kind,
+        "file": name,
     }
 
 
@@ -227,7 +230,7 @@ def _logits_of(model: Any, dtype: str) -> ResultLogits:
 
 def write_merged(
     target: Target, directory: Path, report: Reporter, *, max_file_bytes: int
-) -> tuple[dict[str, Any], Entries, ResultLogits]:
+) -> tuple[MergeFigures, Entries, ResultLogits]:
     """Writes the model with the adapter merged into its weights, in the dtype of the model's own
     files; gives its logits in memory, too.
 

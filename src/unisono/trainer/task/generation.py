@@ -5,18 +5,26 @@ stdin and the report pipe).
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.base.errors import DataError, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of
-from unisono.trainer.data import BadRow, RawRow, RowError, RowFile
+from unisono.guard.supervise.codec import decode_message, encode_message
+from unisono.trainer.data import BadRow, Message, RawRow, RowError, RowFile
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
-from unisono.trainer.model.generate import SamplingParams, generate
+from unisono.trainer.model.generate import generate
+from unisono.trainer.plan.talk_messages import ChatInput, Clear, Ready, RefusedTurn, Say, TurnAnswer
+from unisono.trainer.plan.task_requests import (
+    ConversationRequest,
+    Generated,
+    GeneratedText,
+    GenerateRequest,
+)
 from unisono.trainer.task.inference import (
     InferenceModel,
     StopStrings,
@@ -31,8 +39,6 @@ from unisono.trainer.task.inference import (
 _SHOWN = 20  # problems of a file
 _COLUMNS = ("messages", "prompt", "text")
 
-Turns = list[dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -44,7 +50,7 @@ class Prompt:
     """
 
     where: str
-    content: str | Turns
+    content: str | list[Message]
 
 
 def read_prompts(file: str) -> list[Prompt]:
@@ -132,10 +138,10 @@ def _ids_of(
     if template is None:
         assert isinstance(prompt.content, str)
         return tokens_of_text(opened, prompt.content)
-    turns: Turns = (
+    turns: list[Message] = (
         [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
-    before: Turns = [{"role": "system", "content": system}] if system is not None else []
+    before: list[Message] = [{"role": "system", "content": system}] if system is not None else []
     return prompt_ids(opened.tokenizer, template, [*before, *turns])
 
 
@@ -216,44 +222,49 @@ def _length_problem(
 _USUAL_TOKENS = 256
 
 
-def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     """Answers one prompt, or a file of them.
 
-    Request: target, step (or null), prompt (text) or file, system (or null), raw, max_tokens (or
-    null: 256, or what the model has room for), the attributes of SamplingParams, stop (list).
-    Messages: `token` with `text`, for a single prompt, as it is generated. Result: description,
-    answers (for each prompt: where, prompt, answer, tokens, ended: `stop` or `length`).
+    Messages: `token` with `text`, for a single prompt, as it is generated.
     """
     prompts = _prompts(request)
-    opened = open_requested(request, report)
-    raw = bool(request.get("raw"))
-    max_tokens: int | None = request["max_tokens"]
+    opened = open_requested(request.model, report)
     ids, template = encode_prompts(
-        opened, prompts, raw=raw, system=request.get("system"), max_new_tokens=max_tokens or 1
+        opened, prompts, raw=request.raw, system=request.system, max_new_tokens=request.max_tokens or 1
     )
-    limit = max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
-    if template is None and not raw:
+    limit = request.max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
+    if template is None and not request.raw:
         report.warning("no_template", "there is no chat template: prompts are continued without one")
     report.phase("generate", "answering", done=0, total=len(prompts))
-    stops: list[str] = request.get("stop") or []
+    stops = request.stop
     stream = TextStream(opened.tokenizer, stops) if len(prompts) == 1 else None
-    settings: dict[str, Any] = {
-        "stop_ids": opened.stops(template),
-        "pad_id": opened.pad_id,
-        "sampling": SamplingParams.of(request),
-        "is_done": StopStrings(opened.tokenizer, stops) if stops else None,
-    }
+    stop_ids, is_done = (
+        opened.stops(template),
+        StopStrings(opened.tokenizer, stops) if stops else None,
+    )
     with opened.ready() as model:
         if stream is not None:
-            answers = generate(model, ids, max_new_tokens=limit, on_token=_sender(stream, report), **settings)
+            answers = generate(
+                model,
+                ids,
+                max_new_tokens=limit,
+                stop_ids=stop_ids,
+                pad_id=opened.pad_id,
+                sampling=request.sampling,
+                on_token=_sender(stream, report),
+                is_done=is_done,
+            )
         else:
             answers = answer_prompts(
                 model,
                 ids,
                 limits=[limit] * len(ids),
+                stop_ids=stop_ids,
+                pad_id=opened.pad_id,
+                sampling=request.sampling,
+                is_done=is_done,
                 together=not opened.forward.rows_apart,
                 on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
-                **settings,
             )
     if stream is not None:
         report.send("token", text=stream.close())
@@ -263,16 +274,16 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     }
 
 
-def _prompts(request: dict[str, Any]) -> list[Prompt]:
-    if request.get("file") is not None:
-        return read_prompts(request["file"])
-    if not str(request.get("prompt") or "").strip():
+def _prompts(request: GenerateRequest) -> list[Prompt]:
+    if request.file is not None:
+        return read_prompts(request.file)
+    if request.prompt is None or not request.prompt.strip():
         raise UsageError.of(
             "the prompt is empty",
             where="PROMPT",
             fix="pass it on the command line, pipe it in, or use --file",
         )
-    return [Prompt("", request["prompt"])]
+    return [Prompt("", request.prompt)]
 
 
 def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
@@ -285,8 +296,8 @@ def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
 
 
 def _answer(
-    opened: InferenceModel, prompt: Prompt, ids: Sequence[int], limit: int, stops: list[str]
-) -> dict[str, Any]:
+    opened: InferenceModel, prompt: Prompt, ids: Sequence[int], limit: int, stops: Sequence[str]
+) -> GeneratedText:
     text = decode(opened.tokenizer, ids)
     cut = cut_at_stop(text, stops)
     ended = "length" if len(ids) == limit and cut == text else "stop"
@@ -299,28 +310,28 @@ def _answer(
     }
 
 
-def run_chat(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_chat(request: ConversationRequest, report: Reporter) -> Mapping[str, object]:
     """Chats until stdin ends.
 
-    Request: target, step (or null), system (or null), max_tokens, the attributes of SamplingParams.
-    It reads JSON lines from stdin: {"kind": "say", "text"}, {"kind": "clear"}; the end of stdin
-    ends the chat, SIGINT ends the present answer. It sends `ready` (facts: description, note), then
-    for each `answer`: `token` (text) as they are generated and `answer` (text, tokens, ended: stop
-    | length | interrupted), or `refused_turn` (text, fix) if the turn cannot be answered. Result:
-    turns.
+    It reads JSON lines from stdin, ChatInput; the end of stdin ends the chat, SIGINT ends the
+    present answer. It sends `Ready`, then for each `Say`: `Token` as they are generated and
+    `TurnAnswer`, or `RefusedTurn`. Result: turns.
     """
-    opened = open_requested(request, report)
+    opened = open_requested(request.model, report)
     template, note = opened.chat_template()
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     conversation = ModelChat(opened, template, request, report, interrupt)
-    report.send("ready", facts={"description": opened.target.description, "note": note})
+    report.send(**encode_message(Ready(opened.target.description, note)))
     for line in sys.stdin:
-        message = json.loads(line)
-        if message["kind"] == "clear":
-            conversation.clear()
-        else:
-            conversation.answer(message["text"])
+        message: ChatInput | None = decode_message(json.loads(line), ChatInput)
+        match message:
+            case Clear():
+                conversation.clear()
+            case Say(text):
+                conversation.answer(text)
+            case None:
+                pass
     return {"turns": conversation.turns}
 
 
@@ -345,14 +356,13 @@ class ModelChat:
         self,
         opened: InferenceModel,
         template: ChatTemplate,
-        request: dict[str, Any],
+        request: ConversationRequest,
         report: Reporter,
         interrupt: _Interrupt,
     ) -> None:
         self._opened = opened
         self._template = template
         self._request = request
-        self._sampling = SamplingParams.of(request)
         self._report = report
         self._interrupt = interrupt
         self.turns = 0
@@ -360,8 +370,8 @@ class ModelChat:
 
     def clear(self) -> None:
         """Removes all messages but the system message."""
-        system = self._request.get("system")
-        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        system = self._request.system
+        self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, text: str) -> None:
         """Answers a message; if it cannot be answered, it is removed."""
@@ -379,17 +389,17 @@ class ModelChat:
                 "/clear starts a new conversation",
             )
             return
-        answer, shown = self._answer(ids, limit=min(room, self._request["max_tokens"]))
+        answer, shown = self._answer(ids, limit=min(room, self._request.max_tokens))
         self._messages.append({"role": "assistant", "content": shown})
         self.turns += 1
         ended = (
             "interrupted"
             if self._interrupt.pressed
             else "length"
-            if len(answer) >= min(room, self._request["max_tokens"])
+            if len(answer) >= min(room, self._request.max_tokens)
             else "stop"
         )
-        self._report.send("answer", text=shown, tokens=len(answer), ended=ended)
+        self._report.send(**encode_message(TurnAnswer(shown, len(answer), ended)))
 
     def _answer(self, ids: Sequence[int], *, limit: int) -> tuple[list[int], str]:
         stream = TextStream(self._opened.tokenizer)
@@ -406,7 +416,7 @@ class ModelChat:
                 max_new_tokens=limit,
                 stop_ids=self._opened.stops(self._template),
                 pad_id=self._opened.pad_id,
-                sampling=replace(self._sampling, seed=self._sampling.seed + self.turns),
+                sampling=replace(self._request.sampling, seed=self._request.sampling.seed + self.turns),
                 on_token=send,
                 is_done=lambda *_: self._interrupt.pressed,
             )
@@ -417,4 +427,4 @@ class ModelChat:
 
     def _refuse(self, why: str, fix: str) -> None:
         self._messages.pop()
-        self._report.send("refused_turn", text=why, fix=fix)
+        self._report.send(**encode_message(RefusedTurn(why, fix)))

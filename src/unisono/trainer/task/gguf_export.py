@@ -5,7 +5,7 @@ Modelfile; and reads it back.
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from unisono.trainer.model.gguf import (
     write_gguf,
 )
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.plan.task_requests import GgufExported, GgufRequest
 from unisono.trainer.task.export import free_place, has_adapter, whole_directory
 from unisono.trainer.task.inference import load_target, merge_adapter, stops_of, stored_dtype, template_of
 from unisono.trainer.task.llama_logits import read_in_llama_cpp
@@ -40,14 +41,8 @@ from unisono.trainer.task.target import Target, requested_target, verify_target
 Named = tuple[str, torch.Tensor]
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Writes the directory.
-
-    Request: target, step (or null), out, adapter (whether to write it alone), quantize (f32, f16,
-    bf16, or a type of llama.cpp), tool (the path of llama-quantize; null if it is not needed),
-    read_back (default true). Result: out, what, description, files, bytes, file, architecture,
-    dtype, differs_by (of a quantized tensor, at most), and read_back (task.read_back's ReadBack by
-    llama.cpp; null if it was not wanted, or for an adapter alone).
+def run(request: GgufRequest, report: Reporter) -> GgufExported:
+    """Writes the directory; an adapter alone is not read back in llama.cpp.
 
     Raises:
         UsageError: if OUT exists and is not empty, or the target does not exist.
@@ -55,9 +50,9 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         IntegrityError: if the target is damaged, or what was read back differs.
         UnfitError: if the storage, or llama-quantize, fails.
     """
-    out = free_place(request["out"])
-    target = requested_target(request)
-    _refuse_others(target, alone=request["adapter"])
+    out = free_place(request.out)
+    target = requested_target(request.model)
+    _refuse_others(target, alone=request.adapter)
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
@@ -70,35 +65,33 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     with whole_directory(out) as directory:
         directory.mkdir()
         report.phase("export", f"writing {out}")
-        if request["adapter"]:
-            file, differs = writes.adapter(loaded.model, directory, request["quantize"])
+        if request.adapter:
+            file, differs = writes.adapter(loaded.model, directory, request.quantize)
         else:
             base = (
                 merge_adapter(loaded.model, where=str(target.weights)) if has_adapter(target) else loaded.base
             )
             differs = 0.0
-            file, dtype = writes.model(base, directory, request["quantize"], report)
-            back = (
-                _read_back(base, directory / file, dtype, report) if request.get("read_back", True) else None
-            )
-            if dtype != request["quantize"]:
-                file, differs = writes.quantized(
-                    base, directory / file, request["quantize"], request["tool"], report
-                )
-        (directory / "Modelfile").write_text(writes.modelfile(file, alone=request["adapter"]), "utf-8")
+            file, dtype = writes.model(base, directory, request.quantize, report)
+            back = _read_back(base, directory / file, dtype, report) if request.read_back else None
+            if dtype != request.quantize:
+                assert request.tool is not None
+                quantized = directory / file
+                file, differs = writes.quantized(base, quantized, request.quantize, request.tool, report)
+        (directory / "Modelfile").write_text(writes.modelfile(file, alone=request.adapter), "utf-8")
     files = sorted(each for each in out.rglob("*") if each.is_file())
     return {
         "out": str(out),
-        "what": "GGUF adapter" if request["adapter"] else "GGUF model",
+        "what": "GGUF adapter" if request.adapter else "GGUF model",
         "description": target.description,
         "base": str(target.base),
         "files": [str(each.relative_to(out)) for each in files],
         "bytes": sum(each.stat().st_size for each in files),
         "file": file,
         "architecture": layout.architecture,
-        "dtype": request["quantize"],
+        "dtype": request.quantize,
         "differs_by": differs,
-        "read_back": asdict(back) if back is not None else None,
+        "read_back": back.to_json() if back is not None else None,
         "has_template": writes.go_template() is not None,
     }
 

@@ -58,6 +58,7 @@ from unisono.trainer.model.load import (
     set_pad_token,
 )
 from unisono.trainer.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
+from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
 _PART_CHARACTERS = 65_536
@@ -143,27 +144,27 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
         ModelError: if files are missing or do not match each other.
         IntegrityError: if a checkpoint is damaged, or a file differs from its list.
     """
-    return open_requested({"target": name, "step": step}, report)
+    return open_requested(RequestedModel(name, step), report)
 
 
-def open_requested(request: dict[str, Any], report: Reporter, *, answers: bool = True) -> InferenceModel:
-    """Finds and loads what a task's request names: target, and what else `requested_target` takes.
+def open_requested(request: RequestedModel, report: Reporter, *, answers: bool = True) -> InferenceModel:
+    """Finds and loads what a task's request names.
 
     Args:
-        request: of the task.
+        request: what to load.
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
 
     Raises:
         UnisonoError: as `open_for_inference`.
     """
-    report.phase("locate", f"looking for {request['target']}")
-    if is_image_model(Path(request["target"]).expanduser()):
+    report.phase("locate", f"looking for {request.target}")
+    if is_image_model(Path(request.target).expanduser()):
         raise UsageError.of(
-            f"{request['target']} draws pictures",
+            f"{request.target} draws pictures",
             where="RUN|MODEL",
             why="it is an image model, and answers nothing",
-            fix=f'use `unisono generate {request["target"]} "a prompt" --out pictures`',
+            fix=f'use `unisono generate {request.target} "a prompt" --out pictures`',
         )
     target = requested_target(request)
     if answers and target.is_reward:

@@ -5,7 +5,7 @@ before anything imports torch.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from unisono.base.errors import UnisonoError
 from unisono.base.events import Reporter
 from unisono.base.files import open_plain, read_object, write_json
 from unisono.base.text import one_line
-from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.families import files_of
 from unisono.trainer.model.directory import is_embedding
 from unisono.trainer.model.files import read_safetensors_header
+from unisono.trainer.plan.task_requests import Contents, ContentsRequest
 
 _BLOCK = 1 << 23
 _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
@@ -70,7 +70,7 @@ def digest_files(
 
 
 class _DigestRun:
-    def __init__(self, kept: dict[str, Any], on_progress: Callable[[int, int], None]) -> None:
+    def __init__(self, kept: Mapping[str, object], on_progress: Callable[[int, int], None]) -> None:
         self.kept = kept
         self.new: dict[str, list[Any]] = {}
         self.total = 0
@@ -150,25 +150,21 @@ class DigestProgress:
         self._report.phase(self._phase, "digests of the files", done=done, total=total)
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Gives `data_files`, `tokenizer_files`, `model_files` (label, bytes, digest), `code`, `note`,
-    `parameters`, `linear_in_out`.
+def run(request: ContentsRequest, report: Reporter) -> Contents:
+    """The files that a run on this node would read.
 
     It refuses nothing: missing files are listed in `note`, and are UNKNOWN in the comparison;
     `prepare` refuses them. Inputs that are not on this machine yet, e.g. rows of a URL or a model
-    of the hub, are compared after `prepare`. `parameters` and `linear_in_out` are as in ModelFacts,
-    or null.
+    of the hub, are compared after `prepare`.
 
     Args:
-        request: `config` (a RunConfig as JSON, its paths absolute) and `cache_dir`, where digests
-            of large files are kept.
+        request: with `cache_dir`, where digests of large files are kept.
         report: receives progress if files are large.
     """
-    config = RunConfig.model_validate(request["config"])
-    listed = files_of(config).list_inputs(config)
+    listed = files_of(request.config).list_inputs(request.config)
     digests = digest_files(
         listed.everything(),
-        cache=Path(request["cache_dir"]) / "digests.json",
+        cache=request.cache_dir / "digests.json",
         on_progress=DigestProgress(report, "contents").report,
     )
     for path, value in digests.items():

@@ -5,7 +5,6 @@ tools.
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,9 +29,8 @@ from unisono.trainer.families.pictures.picture_folders import need_pillow
 from unisono.trainer.families.pictures.pipeline_files import INDEX, Pipeline, read_pipeline
 from unisono.trainer.families.pictures.single_file import is_whole_model, open_single_file
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import Drawn, DrawRequest, ExportRequest
 from unisono.trainer.task.target import Target, find_target, verify_target
-
-_STEPS, _GUIDANCE = 30, 7.5
 
 
 @dataclass
@@ -58,7 +56,14 @@ class Opened:
     target: Target | None = None
 
 
-def open_target(request: dict[str, Any], report: Reporter) -> Opened:
+def open_target(
+    name: str,
+    report: Reporter,
+    *,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    prediction: str | None = None,
+) -> Opened:
     """Finds RUN|MODEL: a run, a pipeline of diffusers, a whole model in one file, or a LoRA file of
     diffusers or sd-scripts.
 
@@ -70,14 +75,13 @@ def open_target(request: dict[str, Any], report: Reporter) -> Opened:
         ModelError: if a file cannot be read or converted.
     """
     need_pillow()
-    name = request["target"]
     path = Path(name).expanduser()
     if path.suffix == ".safetensors" and path.is_file() and is_whole_model(path):
         report.phase("model", "reading the model's file; the first time it is converted to a pipeline")
         pipeline, _, _ = open_single_file(
             path.resolve(),
-            tokenizer=request.get("tokenizer"),
-            prediction=request.get("prediction") or "auto",
+            tokenizer=tokenizer,
+            prediction=prediction or "auto",
             cache_dir=read_environment().cache_dir,
         )
         return Opened(pipeline, None, None, path.stem, f"the model {name}")
@@ -87,7 +91,7 @@ def open_target(request: dict[str, Any], report: Reporter) -> Opened:
         return Opened(read_pipeline(path.resolve()), None, None, path.name, f"the model {name}")
     if (path / LORA_FILE).is_file() and not (path / "plan.json").is_file():
         return Opened(None, read_lora(path / LORA_FILE), None, path.name, f"the LoRA {name}")
-    target = find_target(name, step=request.get("step"))
+    target = find_target(name, step=step)
     verify_target(target, report)
     assert target.plan is not None
     assert target.plan.config.adapter is not None
@@ -103,21 +107,22 @@ def open_target(request: dict[str, Any], report: Reporter) -> Opened:
     return Opened(pipeline, lora, target.plan, path.resolve().name, target.description, step, target)
 
 
-def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
-    """Draws pictures; gives their `files`, and `settings`.
-
-    Args:
-        request: target, step, prompt, negative, out (a directory), number, seed, steps, guidance,
-            width, height, and of a single file tokenizer and prediction; null: the usual.
-        report: receives progress.
+def run_generate(request: DrawRequest, report: Reporter) -> Drawn:
+    """Draws pictures.
 
     Raises:
         ConfigError: if the size does not fit the model.
     """
-    opened = open_target(request, report)
+    opened = open_target(
+        request.target,
+        report,
+        step=request.step,
+        tokenizer=request.tokenizer,
+        prediction=request.prediction,
+    )
     if opened.pipeline is None:
         raise UsageError.of(
-            f"{request['target']} has no model to draw with",
+            f"{request.target} has no model to draw with",
             where="RUN|MODEL",
             why="it is only a LoRA",
             fix="pass the run that made it, or load it with its model in diffusers, A1111 or ComfyUI",
@@ -131,22 +136,20 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             write_diffusers(opened.lora, Path(folder) / LORA_FILE)
         lora = Path(folder) if opened.lora is not None else None
         pipe = open_pipeline(opened.pipeline, dtype=dtype, device=device, lora=lora)
-    out, files = Path(request["out"]).expanduser(), []
-    number, steps = int(request["number"]), int(request.get("steps") or _STEPS)
-    guidance = _GUIDANCE if request.get("guidance") is None else float(request["guidance"])
-    for i in range(number):
+    out, files = request.out.expanduser(), []
+    for i in range(request.number):
         drawing = Drawing(
-            request["prompt"],
-            int(request["seed"]) + i,
-            steps,
-            guidance,
+            request.prompt,
+            request.seed + i,
+            request.steps,
+            request.guidance,
             width,
             height,
-            request.get("negative") or "",
+            request.negative or "",
         )
 
         def show(step: int, i: int = i) -> bool:
-            report.phase("draw", f"picture {i + 1} of {number}", done=step, total=steps)
+            report.phase("draw", f"picture {i + 1} of {request.number}", done=step, total=request.steps)
             return False
 
         image = draw(pipe, drawing, on_step=show)
@@ -156,11 +159,11 @@ def run_generate(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
     return {"description": opened.description, "files": files, "device": str(device)}
 
 
-def _size(request: dict[str, Any], opened: Opened) -> tuple[int, int]:
+def _size(request: DrawRequest, opened: Opened) -> tuple[int, int]:
     assert opened.pipeline is not None
     trained = opened.plan.config.data.resolution if opened.plan is not None else None
     width, height = trained if isinstance(trained, list) else [trained or opened.pipeline.resolution] * 2
-    width, height = request.get("width") or width, request.get("height") or height
+    width, height = request.width or width, request.height or height
     factor = opened.pipeline.factor
     for side, number in (("--width", width), ("--height", height)):
         if number % factor:
@@ -169,17 +172,14 @@ def _size(request: dict[str, Any], opened: Opened) -> tuple[int, int]:
                 where=side,
                 fix=f"set it to {max(1, round(number / factor)) * factor}",
             )
-    return int(width), int(height)
+    return width, height
 
 
-def run_export(
-    request: dict[str, Any], report: Reporter, out: Path, directory: Path
-) -> tuple[dict[str, Any], Opened]:
-    """Writes a LoRA file into a new directory; gives the fields of the result beside those of every
-    export, and what was written.
+def run_export(request: ExportRequest, report: Reporter, out: Path, directory: Path) -> tuple[str, Opened]:
+    """Writes a LoRA file into a new directory; gives its name, and what was written.
 
     Args:
-        request: target, step, format (diffusers or kohya; null: diffusers), merge.
+        request: of the task.
         report: receives progress.
         out: the directory as it will be named.
         directory: where to write.
@@ -187,39 +187,29 @@ def run_export(
     Raises:
         UsageError: if there is no LoRA.
     """
-    file = Path(request["target"]).expanduser()
+    target, step = request.model.target, request.model.step
+    file = Path(target).expanduser()
     is_whole = file.suffix == ".safetensors" and file.is_file() and is_whole_model(file)
-    opened = None if is_whole else open_target(request, report)
+    opened = None if is_whole else open_target(target, report, step=step)
     if opened is None or opened.lora is None:
         raise UsageError.of(
-            f"{request['target']} has no LoRA",
+            f"{target} has no LoRA",
             where="RUN|MODEL",
             why="it is a whole model",
             fix="pass a run, or a LoRA file",
         )
-    kind = request.get("format") or "diffusers"
     directory.mkdir()
-    if kind == "kohya":
+    if request.format == "kohya":
         name = f"{out.name}.safetensors"
         plan = opened.plan
         is_xl = opened.pipeline is not None and opened.pipeline.is_xl
         if is_xl and opened.pipeline is not None:
             opened.lora.sgm = int(opened.pipeline.unet.get("layers_per_block", 2))
-        dtype = torch.float16 if request.get("half") else None
+        dtype = torch.float16 if request.half else None
         more = kohya_metadata(opened.lora, plan, opened.pipeline, step=opened.step)
         entry = write_kohya(opened.lora, directory / name, dtype=dtype, more=more)
     else:
         name = LORA_FILE
         entry = write_diffusers(opened.lora, directory / name)
     write_model_manifest(directory, {name: entry})
-    fields = {
-        "what": f"LoRA ({kind})",
-        "description": opened.description,
-        "base": str(opened.pipeline.root) if opened.pipeline is not None else "",
-        "merged": False,
-        "reward": False,
-        "pictures": True,
-        "format": kind,
-        "file": name,
-    }
-    return fields, opened
+    return name, opened

@@ -19,11 +19,12 @@ from typing import Any
 
 from unisono.base import child
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message, describe_crash
+from unisono.base.events import describe_crash
 from unisono.guard.supervise.task_process import how_it_ended
 from unisono.trainer.data import RowError
 from unisono.trainer.data.formats import messages_of
 from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.plan.talk_messages import Ask, FailedAsk, Question, RefusedAsk
 from unisono.trainer.task.generation import tokens_of_text
 from unisono.trainer.task.inference import InferenceModel, TooManyTokens, prompt_ids
 
@@ -53,6 +54,18 @@ class RefusedPrompt(Exception):  # noqa: N818 - named for what happened
         self.problem, self.text, self.fix = problem, text, fix
 
 
+ReadPrompt = Sequence[int] | RefusedAsk | FailedAsk
+"""The tokens of a prompt, or why there are none."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request whose prompt has been read."""
+
+    ask: Ask
+    prompt: ReadPrompt
+
+
 @dataclass(frozen=True)
 class PromptReader:
     """Turns requests into tokens.
@@ -65,7 +78,7 @@ class PromptReader:
     opened: InferenceModel
     template: ChatTemplate | None
 
-    def read(self, ask: Message) -> Sequence[int]:
+    def read(self, question: Question) -> Sequence[int]:
         """The tokens that the model continues; fewer than its context has.
 
         Raises:
@@ -73,7 +86,7 @@ class PromptReader:
         """
         context = self.opened.context
         try:
-            ids = self._ids_of(ask)
+            ids = self._ids_of(question)
         except TooManyTokens as error:
             what = f"the prompt has more than {error.least} tokens, and the model reads {context}"
             raise RefusedPrompt("length", what, "shorten it") from None
@@ -82,17 +95,17 @@ class PromptReader:
             raise RefusedPrompt("length", what, "shorten it")
         return ids
 
-    def _ids_of(self, ask: Message) -> Sequence[int]:
-        if ask.get("messages") is not None:
-            return self._ids_of_chat(ask["messages"], ask.get("tools"))
-        prompt = ask.get("prompt")
+    def _ids_of(self, question: Question) -> Sequence[int]:
+        if question.messages is not None:
+            return self._ids_of_chat(question.messages, question.tools)
+        prompt = question.prompt
         if isinstance(prompt, str):
             try:
                 ids = tokens_of_text(self.opened, prompt, most=self.opened.context)
             except UnisonoError as error:
                 raise RefusedPrompt("prompt", error.problems[0].what, error.problems[0].fix) from error
         else:
-            ids = list(prompt or ())
+            ids = prompt
         odd = next((i for i in ids if not 0 <= i < self._vocabulary), None)
         if odd is not None:
             last = self._vocabulary - 1
@@ -141,21 +154,20 @@ class PromptProcess:
     template.
     """
 
-    def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Message | None]") -> None:
+    def __init__(self, reader: PromptReader, prepared: "queue.SimpleQueue[Any]") -> None:
         """Forks the process: before other threads compute, and before the first request.
 
         Args:
             reader: what it does.
-            prepared: gets a message `prepared` for each request: `ask`, and `ids`, or `refused`
-                (problem, text, fix), or `failed` (text, where).
+            prepared: gets each request with its tokens.
         """
         self._reader = reader
         self._prepared = prepared
-        self._asks: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._start()
         threading.Thread(target=self._run, name="prompts", daemon=True).start()
 
-    def submit(self, ask: Message) -> None:
+    def submit(self, ask: Ask) -> None:
         """Queues a request."""
         self._asks.put(ask)
 
@@ -174,9 +186,9 @@ class PromptProcess:
     def _run(self) -> None:
         while True:
             ask = self._asks.get()
-            self._prepared.put({"kind": "prepared", "ask": ask, **self._answer(ask)})
+            self._prepared.put(Prepared(ask, self._answer(ask)))
 
-    def _answer(self, ask: Message) -> Message:
+    def _answer(self, ask: Ask) -> "ReadPrompt":
         """What the process makes of a request.
 
         If it is killed from outside, a new one gets the request, once.
@@ -188,17 +200,17 @@ class PromptProcess:
                 self._connection.send(ask)
                 is_late = not self._connection.poll(_WALL_S)
                 if not is_late:
-                    answer: Message = self._connection.recv()
+                    answer: ReadPrompt = self._connection.recv()
                     return answer
                 self._process.kill()
             except (EOFError, OSError):
                 pass
             returncode = self._restart()
             if is_late or returncode in _OUT_OF_TIME:
-                part = "messages" if ask.get("messages") else "prompt"
+                part = "messages" if ask.question.messages else "prompt"
                 what = f"to read it took more than {_CPU_S:g} s of CPU time"
-                return {"refused": (part, what, "shorten it")}
-        return {"failed": (f"the process that reads prompts ended: {how_it_ended(returncode)}", "")}
+                return RefusedAsk(ask.id, part, what, "shorten it")
+        return FailedAsk(ask.id, f"the process that reads prompts ended: {how_it_ended(returncode)}", "")
 
     def _restart(self) -> int:
         """Starts a new process after the end of the last, whose exit code it gives."""
@@ -222,22 +234,22 @@ def _read_prompts(reader: PromptReader, connection: Connection, parents: Connect
             connection.send(_bounded_answer(reader, connection.recv()))
 
 
-def _bounded_answer(reader: PromptReader, ask: Message) -> Message:
+def _bounded_answer(reader: PromptReader, ask: Ask) -> ReadPrompt:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + _CPU_S)
     hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))  # then SIGXCPU
     try:
-        return {"ids": reader.read(ask)}
+        return reader.read(ask.question)
     except RefusedPrompt as refused:
-        return {"refused": refused.args}
+        return RefusedAsk(ask.id, refused.problem, refused.text, refused.fix)
     except Exception as error:  # noqa: BLE001 - the edge of a request: it fails alone
-        return {"failed": describe_failure(error)}
+        return describe_failure(ask.id, error)
 
 
-def describe_failure(error: Exception) -> tuple[str, str]:
+def describe_failure(number: int, error: Exception) -> FailedAsk:
     """An unexpected exception of a request, and where it was raised, which is for the operator
     alone.
     """
     crash = describe_crash(error)
-    return crash["error"], crash["where"]
+    return FailedAsk(number, crash["error"], crash["where"])

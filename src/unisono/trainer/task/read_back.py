@@ -1,14 +1,10 @@
 """The task `read_back`: loads what a run has written as its users will, in plain transformers, peft
 and diffusers, and compares what it computes.
-
-Request: output_dir. Result: compared (`logits`, `predictions` or `digests`), why (if only digests),
-differs_by (null for digests), tolerance, seconds.
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +19,7 @@ from unisono.trainer.families import training_of
 from unisono.trainer.families.family import Written
 from unisono.trainer.model.result_outputs import ResultOutputs
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import ReadBackJson, ReadBackRequest, ResultComparison
 
 _ROOM = 1.3  # times the weights: buffers of loading, and of three rows
 
@@ -45,15 +42,24 @@ class ReadBack:
     differs_by: float | None = None
     tolerance: float = 0.0
 
+    def to_json(self) -> ReadBackJson:
+        """The fields by name."""
+        return {
+            "compared": self.compared,
+            "why": self.why,
+            "differs_by": self.differs_by,
+            "tolerance": self.tolerance,
+        }
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+
+def run(request: ReadBackRequest, report: Reporter) -> ResultComparison:
     """Reads the result of a run back.
 
     Raises:
         IntegrityError: if a file differs from its digest, cannot be loaded, or gives other logits.
     """
     began = time.monotonic()
-    files = RunDir(Path(request["output_dir"]))
+    files = RunDir(request.output_dir)
     plan = RunPlan.model_validate(read_json(files.plan))
     directory = files.adapter if plan.config.adapter is not None else files.model
     base = Path(plan.model.directory) if plan.config.adapter is not None else directory
@@ -64,7 +70,7 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
         result = read_back(written, family.read_outputs(files.result_logits))
     else:
         result = by_digests(directory, "what the trained model computes was not kept")
-    return {**asdict(result), "seconds": time.monotonic() - began}
+    return {**result.to_json(), "seconds": time.monotonic() - began}
 
 
 def by_digests(directory: Path, why: str) -> ReadBack:

@@ -7,45 +7,48 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from unisono.base.errors import DataError
-from unisono.base.events import Message, Reporter
+from unisono.base.events import Reporter
+from unisono.guard.supervise.codec import decode_message, encode_message
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
-from unisono.trainer.model.generate import SamplingParams
+from unisono.trainer.plan.talk_messages import (
+    Answered,
+    Ask,
+    Begun,
+    Drop,
+    FailedAsk,
+    Pieces,
+    Ping,
+    Question,
+    Ready,
+    RefusedAsk,
+    ServeInput,
+)
+from unisono.trainer.plan.task_requests import ServeRequest
 from unisono.trainer.task.inference import InferenceModel, StopStrings, TextStream, open_requested
-from unisono.trainer.task.prompts import PromptProcess, PromptReader, describe_failure
+from unisono.trainer.task.prompts import Prepared, PromptProcess, PromptReader, describe_failure
+
+DeskMessage = ServeInput | Prepared | None
+"""None: the end of stdin."""
 
 
-def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     """Answers requests until stdin ends.
 
-    Request: target, step (or null), rows (answers computed together). It reads JSON lines from
-    stdin:
-
-        ask   id; messages (of a chat, with tools or null) or prompt (text or tokens);
-              max_tokens (or null: what the context has room for), the attributes of
-              SamplingParams, stop (list), place, marks (special tokens that are part of the
-              answer's text)
-        drop  id: nobody waits for this answer any more
-        ping  answered by `pong` between two forwards: a sign of life
-
-    It sends `ready` (facts: description, context, note, in_parts: whether long prompts are read in
-    parts), and for each request `begun` (id, prompt_tokens) or `refused_ask` (id, problem, text,
-    fix), then `pieces` (pieces: [id, text] of all requests that got one), and `answered` (id,
-    tokens, ended: stop | length), or in the place of any of these `failed_ask` (id, text, where):
-    an exception ends the request that it came from, and no other.
+    It reads JSON lines from stdin, ServeInput. It sends `Ready`, and for each request `Begun` or
+    `RefusedAsk`, then `Pieces`, and `Answered`, or in the place of any of these `FailedAsk`.
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
-    opened = open_requested(request, report)
+    opened = open_requested(request.model, report)
     template, note = (opened.template, "") if opened.template else _fallback(opened)
-    lines: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    lines: queue.SimpleQueue[DeskMessage] = queue.SimpleQueue()
     prompts = PromptProcess(PromptReader(opened, template), lines)
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
     with contextlib.closing(prompts), opened.ready() as model:
@@ -53,30 +56,27 @@ def run(request: dict[str, Any], report: Reporter) -> dict[str, Any]:
             model,
             stop_ids=opened.stops(template),
             pad_id=opened.pad_id,
-            rows=request["rows"],
+            rows=request.rows,
             together=not opened.forward.rows_apart,
         )
         desk = _Desk(opened, engine, prompts, report)
         engine.on_failure = desk.fail
         with engine.ready():
-            facts = {
-                "description": opened.target.description,
-                "context": opened.context,
-                "note": note,
-                "in_parts": engine.in_parts,
-            }
-            report.send("ready", facts=facts)
+            ready = Ready(opened.target.description, note, opened.context, engine.in_parts)
+            report.send(**encode_message(ready))
             while desk.take(lines):
                 desk.step()
     return {"answers": desk.answered}
 
 
-def _read(lines: "queue.SimpleQueue[Message | None]") -> None:
+def _read(lines: "queue.SimpleQueue[DeskMessage]") -> None:
     # Not sys.stdin, whose lock this thread would hold whenever a process is forked, which then
     # could not close it.
     with open(sys.stdin.fileno(), encoding="utf-8", closefd=False) as stream:
         for line in stream:
-            lines.put(json.loads(line))
+            message: ServeInput | None = decode_message(json.loads(line), ServeInput)
+            if message is not None:
+                lines.put(message)
     lines.put(None)
 
 
@@ -116,7 +116,7 @@ class _Desk:
         self._places: dict[int, _Place] = {}
         self.answered = 0
 
-    def take(self, lines: "queue.SimpleQueue[Message | None]") -> bool:
+    def take(self, lines: "queue.SimpleQueue[DeskMessage]") -> bool:
         """Takes all messages that have arrived, after waiting for one if there is nothing to do;
         False at their end.
         """
@@ -127,15 +127,16 @@ class _Desk:
                 return True
             if message is None:
                 return False
-            if message["kind"] == "ping":
-                self._report.send("pong")
-            elif message["kind"] == "drop":
-                self._drop(message["id"])
-            elif message["kind"] == "ask":
-                self._unread.add(message["id"])
-                self._prompts.submit(message)
-            else:
-                self._begin(message)
+            match message:
+                case Ping():
+                    self._report.send("pong")
+                case Drop():
+                    self._drop(message.id)
+                case Ask():
+                    self._unread.add(message.id)
+                    self._prompts.submit(message)
+                case Prepared():
+                    self._begin(message)
 
     def _drop(self, number: int) -> None:
         self._unread.discard(number)
@@ -143,31 +144,26 @@ class _Desk:
         if place is not None:
             place.answer.ended = "dropped"
 
-    def _begin(self, prepared: Message) -> None:
+    def _begin(self, prepared: Prepared) -> None:
         """Begins an answer whose prompt has been read."""
-        ask = prepared["ask"]
-        if ask["id"] not in self._unread:
+        ask, prompt = prepared.ask, prepared.prompt
+        if ask.id not in self._unread:
             return
-        self._unread.remove(ask["id"])
-        if "refused" in prepared:
-            problem, text, fix = prepared["refused"]
-            self._report.send("refused_ask", id=ask["id"], problem=problem, text=text, fix=fix)
-        elif "failed" in prepared:
-            self._fail(ask["id"], *prepared["failed"])
+        self._unread.remove(ask.id)
+        if isinstance(prompt, RefusedAsk | FailedAsk):
+            self._report.send(**encode_message(prompt))
         else:
-            self._add(ask, prepared["ids"])
+            self._add(ask.id, ask.question, prompt)
 
-    def _add(self, ask: Message, ids: Sequence[int]) -> None:
+    def _add(self, number: int, question: Question, ids: Sequence[int]) -> None:
         room = self._opened.context - len(ids)
-        limit = min(room, ask["max_tokens"] or room)
-        answer = GeneratedAnswer(ids, limit, SamplingParams.of(ask), place=ask["place"])
-        tokenizer, stops = self._opened.tokenizer, ask["stop"]
-        stream = TextStream(tokenizer, stops, marks=ask.get("marks", ()))
-        self._places[ask["id"]] = _Place(
-            answer, stream, StopStrings(tokenizer, stops) if stops else None, limit
-        )
+        limit = min(room, question.max_tokens or room)
+        answer = GeneratedAnswer(ids, limit, question.sampling, place=question.place)
+        tokenizer, stops = self._opened.tokenizer, question.stop
+        stream = TextStream(tokenizer, stops, marks=question.marks)
+        self._places[number] = _Place(answer, stream, StopStrings(tokenizer, stops) if stops else None, limit)
         self._engine.add(answer)
-        self._report.send("begun", id=ask["id"], prompt_tokens=len(ids))
+        self._report.send(**encode_message(Begun(number, len(ids))))
 
     def fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
         """Ends answers that could not be computed; the others continue.
@@ -178,17 +174,14 @@ class _Desk:
         torch.zeros(1, device=self._opened.device).item()  # raises after an error that leaves a GPU unusable
         for number in [number for number, place in self._places.items() if place.answer in answers]:
             del self._places[number]
-            self._fail(number, *describe_failure(error))
-
-    def _fail(self, number: int, text: str, where: str) -> None:
-        self._report.send("failed_ask", id=number, text=text, where=where)
+            self._report.send(**encode_message(describe_failure(number, error)))
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""
         if not self._engine.is_idle:
             self._engine.step()
         pieces: list[tuple[int, str]] = []
-        ended: list[int] = []
+        ended: list[tuple[int, str]] = []
         for number, place in list(self._places.items()):
             try:
                 piece = self._new_text(place)
@@ -197,17 +190,15 @@ class _Desk:
                 self.fail([place.answer], error)
                 continue
             if place.answer.ended is not None:
-                ended.append(number)
+                ended.append((number, place.answer.ended))
             if piece:
                 pieces.append((number, piece))
         if pieces:
-            self._report.send("pieces", pieces=pieces)
-        for number in ended:
+            self._report.send(**encode_message(Pieces(tuple(pieces))))
+        for number, why in ended:
             place = self._places.pop(number)
             self.answered += 1
-            self._report.send(
-                "answered", id=number, tokens=len(place.answer.tokens), ended=place.answer.ended
-            )
+            self._report.send(**encode_message(Answered(number, len(place.answer.tokens), why)))
 
     def _new_text(self, place: _Place) -> str:
         answer, text = place.answer, ""

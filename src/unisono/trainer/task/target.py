@@ -7,7 +7,7 @@ Without torch.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from unisono.base.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.base.events import Reporter
@@ -24,6 +24,7 @@ from unisono.trainer.families.text.input_files import adapter_settings, check_ad
 from unisono.trainer.model.directory import is_classifier, locate_model, read_model_config
 from unisono.trainer.model.files import check_directory
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.input_digests import Digested, DigestProgress, digest_files
 
 Source = Literal["model", "adapter", "checkpoint"]
@@ -73,22 +74,19 @@ class Target:
         return is_classifier(read_model_config(self.weights))
 
 
-def requested_target(request: dict[str, Any]) -> Target:
-    """Finds what a task's request names: target, and if present step, base, merged, template,
-    thinking and default_system.
+def requested_target(request: RequestedModel) -> Target:
+    """Finds what a task's request names.
 
     Raises:
         UnisonoError: as `find_target`; UsageError if one of several adapters is not finished.
     """
-    base = request.get("base")
-    target = find_target(request["target"], step=request.get("step"), base=base)
+    base, names = request.base, request.merged
     target = replace(
-        target,
-        template=request.get("template"),
-        thinking=request.get("thinking"),
-        default_system=request.get("default_system"),
+        find_target(request.target, step=request.step, base=base),
+        template=request.template,
+        thinking=request.thinking,
+        default_system=request.default_system,
     )
-    names = request.get("merged") or []
     if not names:
         return target
     _refuse_checkpoint(target)

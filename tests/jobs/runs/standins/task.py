@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from unisono.base.child import leave, parse_child_arguments, run_child
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
+from unisono.trainer.plan.task_requests import StorageRequest
 from unisono.trainer.task import checkpoint_tasks
 
 SPLIT = {
@@ -49,7 +52,7 @@ def body(report: Reporter, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(report: Reporter, request: dict[str, Any]) -> dict[str, Any]:
-    assert (Path(request["target"]) / "result.json").exists()
+    assert (Path(request["model"]["target"]) / "result.json").exists()
     Path(request["out"]).mkdir()
     return {"out": request["out"]}
 
@@ -60,7 +63,9 @@ if __name__ == "__main__":
     tasks = {
         "prepare": body,
         "export": export,
-        "storage": lambda report, request: checkpoint_tasks.run_storage(request, report),
+        "storage": lambda report, request: checkpoint_tasks.run_storage(
+            TypeAdapter(StorageRequest).validate_python(request), report
+        ),
     }
     task = tasks[arguments.name]
     leave(run_child(lambda report: task(report, request), arguments))

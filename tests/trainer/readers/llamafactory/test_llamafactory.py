@@ -17,6 +17,7 @@ from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.config import RunConfig, config_of
 from unisono.trainer.config.translation import Verb
 from unisono.trainer.config.yaml_file import parse_yaml
+from unisono.trainer.plan.task_requests import SamplingParams
 from unisono.trainer.readers.key_table import Key
 from unisono.trainer.readers.llamafactory.keys import KEYS
 from unisono.trainer.readers.llamafactory.reader import LlamaFactoryFile, llamafactory_version, translate
@@ -647,16 +648,14 @@ def test_what_other_verbs_need_is_there() -> None:
         }
     )
     assert (found.model, found.adapters, found.template) == ("models/tiny", ["a", "b"], "lf:qwen3_nothink")
-    plain = {"repetition_penalty": 1.0, "beams": 1, "length_penalty": 1.0}
-    assert found.generation == {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 50} | plain
-    assert read(raw | {"do_sample": False}).generation["temperature"] == 0.0
+    assert found.max_tokens == 9
+    assert found.sampling == SamplingParams(0.5, 0.9, 50, seed=found.values["seed"])
+    assert read(raw | {"do_sample": False}).sampling.temperature == 0.0
     beams = {"do_sample": False, "num_beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2}
     searched = read(raw | beams)
     assert not searched.problems
-    assert (
-        searched.generation | {"beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2}
-        == searched.generation
-    )
+    sampling = searched.sampling
+    assert (sampling.beams, sampling.length_penalty, sampling.repetition_penalty) == (4, 0.5, 1.2)
     chat = {key: value for key, value in raw.items() if key != "dataset"}
     (problem,) = read(chat | {"num_beams": 4}).problems
     assert problem.what == "num_beams: beam search does not sample"

@@ -3,15 +3,16 @@
 from unisono.base.child import loading_modules
 from unisono.base.errors import UsageError
 from unisono.base.events import Reporter
-from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.families.family import PrepareRequest, make_ledger
+from unisono.trainer.families.family import make_ledger
 from unisono.trainer.families.pictures.picture_folders import need_pillow
 from unisono.trainer.families.pictures.single_file import open_files, single_file
 from unisono.trainer.plan import DataSummary, ModelFacts
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 
-def prepare(config: RunConfig, request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
+def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
     """Writes the table of captions, and computes latents and embeddings into the cache."""
+    config = request.config
     need_pillow()
     if single_file(config) is not None:
         report.phase("model", "reading the model's file; the first time it is converted to a pipeline")

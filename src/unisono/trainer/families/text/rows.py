@@ -6,17 +6,18 @@ from pathlib import Path
 from unisono.base.errors import ModelError
 from unisono.base.events import Reporter
 from unisono.trainer.checkpoint.verify import check_model, read_digest
-from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.prepare import prepare_data
-from unisono.trainer.families.family import PrepareRequest, make_ledger
+from unisono.trainer.families.family import make_ledger
 from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer
 from unisono.trainer.plan import DataSummary, ModelFacts
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 _NOT_TOKENIZER = ("config.json", "generation_config.json", "adapter_config.json", "README.md")
 
 
-def prepare(config: RunConfig, request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
+def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, ModelFacts]:
     """Writes the token table."""
+    config = request.config
     try:
         facts = inspect_model(config, verify_files=_refuse_damage)
     except ModelError:  # an unreadable file may have been damaged since it was written

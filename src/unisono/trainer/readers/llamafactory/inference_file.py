@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unisono.base.errors import UsageError
 from unisono.trainer.config import config_of
+from unisono.trainer.plan.task_requests import PredictRequest, RequestedModel
 from unisono.trainer.readers.llamafactory.reader import LlamaFactoryFile
 
 
@@ -17,44 +18,44 @@ class InferenceFile:
     translation: LlamaFactoryFile
 
     @property
-    def model(self) -> dict[str, object]:
-        """The fields of a task's request that say what to load: target, base, merged, template,
-        thinking, default_system.
+    def model(self) -> RequestedModel:
+        """What to load.
 
         A file for training means the run that it trains. All adapters but the last are merged into
         the model, as in LLaMA-Factory.
         """
         file = self.translation
         if file.verb == "train":
-            return {"target": str(file.values["output_dir"])}
+            return RequestedModel(str(file.values["output_dir"]))
         *merged, last = file.adapters or [file.model]
-        return {
-            "target": last,
-            "base": file.model if file.adapters else None,
-            "merged": merged,
-            "template": file.template,
-            "thinking": file.values["enable_thinking"],
-            "default_system": file.values["default_system"],
-        }
+        return RequestedModel(
+            last,
+            base=file.model if file.adapters else None,
+            merged=tuple(merged),
+            template=file.template,
+            thinking=file.values["enable_thinking"],
+            default_system=file.values["default_system"],
+        )
 
     @property
-    def generation(self) -> dict[str, object]:
-        """max_tokens, and how tokens are chosen; LLaMA-Factory's defaults where the file is
-        silent.
-        """
-        return self.translation.generation | {"seed": self.translation.values["seed"]}
+    def export_dir(self) -> str | None:
+        """Where it exports to; None: it does not say."""
+        return str(self.translation.values["export_dir"] or "") or None
 
-    def export(self, *, merge: bool) -> dict[str, object]:
-        """The request of the task `export`; a file with `export_dir` merges its adapter."""
+    @property
+    def merges(self) -> bool:
+        """Whether its export merges an adapter."""
+        return self.translation.verb == "export" and bool(self.translation.adapters)
+
+    @property
+    def max_shard_size(self) -> str | None:
+        """The size of the files of its export."""
         file = self.translation
-        exports = file.verb == "export"
-        return self.model | {
-            "out": file.values["export_dir"],
-            "merge": merge or (exports and bool(file.adapters)),
-            "max_shard_size": f"{file.values['export_size']} GB" if exports else None,
-        }
+        return f"{file.values['export_size']} GB" if file.verb == "export" else None
 
-    def prediction(self, *, step: int | None, limit: int | None, out: Path | None) -> dict[str, object]:
+    def prediction(
+        self, *, cache_dir: Path, step: int | None, limit: int | None, out: Path | None
+    ) -> PredictRequest:
         """The request of the task `predict`.
 
         Raises:
@@ -75,9 +76,12 @@ class InferenceFile:
                     where=option,
                     fix="set max_samples=N and output_dir=DIR behind the file",
                 )
-        config = config_of(file, verb="predict").config
-        return self.model | {
-            "config": config.model_dump(mode="json", by_alias=True),
-            "generation": self.generation | {"skip_special_tokens": file.values["skip_special_tokens"]},
-            "out": str(file.values["output_dir"]),
-        }
+        return PredictRequest(
+            model=self.model,
+            config=config_of(file, verb="predict").config,
+            cache_dir=cache_dir,
+            max_tokens=file.max_tokens,
+            sampling=file.sampling,
+            skip_special_tokens=file.values["skip_special_tokens"],
+            out=str(file.values["output_dir"]),
+        )

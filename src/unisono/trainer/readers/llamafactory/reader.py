@@ -15,6 +15,7 @@ from unisono.trainer.config.problems import find_secrets
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.translation import Fate, Translation, Verb
 from unisono.trainer.config.yaml_file import KeyPath, KeyPlaces, parse_value, read_yaml
+from unisono.trainer.plan.task_requests import SamplingParams
 from unisono.trainer.readers.key_table import Draft, Values
 from unisono.trainer.readers.llamafactory.contradictions import find_contradictions
 from unisono.trainer.readers.llamafactory.keys import KEYS, TOOL
@@ -57,21 +58,26 @@ class LlamaFactoryFile(Translation):
         return f"lf:{self.values['template']}" if self.values["template"] else None
 
     @property
-    def generation(self) -> dict[str, object]:
-        """What its generation keys mean: max_tokens, temperature (0: greedy), top_p, top_k,
-        repetition_penalty, beams, length_penalty.
-        """
+    def max_tokens(self) -> int:
+        """The most tokens of an answer."""
+        limit: int = self.values["max_new_tokens"]
+        whole: int = self.values["max_length"]
+        return limit if limit > 0 else whole
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What its generation keys mean; LLaMA-Factory's defaults where it is silent."""
         values = self.values
         sampled = values["do_sample"] and values["temperature"] > 0
-        return {
-            "max_tokens": values["max_new_tokens"] if values["max_new_tokens"] > 0 else values["max_length"],
-            "temperature": values["temperature"] if sampled else 0.0,
-            "top_p": values["top_p"],
-            "top_k": values["top_k"],
-            "repetition_penalty": values["repetition_penalty"],
-            "beams": values["num_beams"],
-            "length_penalty": values["length_penalty"],
-        }
+        return SamplingParams(
+            temperature=values["temperature"] if sampled else 0.0,
+            top_p=values["top_p"],
+            top_k=values["top_k"],
+            repetition_penalty=values["repetition_penalty"],
+            beams=values["num_beams"],
+            length_penalty=values["length_penalty"],
+            seed=values["seed"],
+        )
 
     @property
     def overwrites_output(self) -> bool:

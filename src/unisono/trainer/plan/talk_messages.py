@@ -1,0 +1,181 @@
+"""What the tasks `chat` and `serve` and their fronts send each other."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from unisono.trainer.plan.task_requests import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded.
+
+    Attributes:
+        note: a warning for the user; may be empty.
+        context: tokens of prompt and answer; 0 in a chat.
+        in_parts: whether long prompts are read in parts.
+    """
+
+    kind: ClassVar = "ready"
+    description: str
+    note: str
+    context: int = 0
+    in_parts: bool = False
+
+
+# ---- to a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """A message of the user."""
+
+    kind: ClassVar = "say"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """The conversation is to be forgotten."""
+
+    kind: ClassVar = "clear"
+
+
+# ---- from a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A piece of the answer."""
+
+    kind: ClassVar = "token"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAnswer:
+    """A complete answer; `ended`: stop, length or interrupted."""
+
+    kind: ClassVar = "answer"
+    text: str
+    tokens: int
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedTurn:
+    """Why a turn cannot be answered."""
+
+    kind: ClassVar = "refused_turn"
+    text: str
+    fix: str
+
+
+# ---- to a server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt.
+
+    Attributes:
+        messages: of a chat, with `tools`, both as in OpenAI's protocol; None: `prompt` is to be
+            continued, a text or its tokens.
+        max_tokens: None: what the context has room for.
+        place: of the random stream, among those of the same seed.
+        marks: special tokens that are part of the answer's text.
+    """
+
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    prompt: str | list[int] = ""
+    max_tokens: int | None
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    place: int = 0
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request; its `id` is in all messages on it."""
+
+    kind: ClassVar = "ask"
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody waits for this answer any more."""
+
+    kind: ClassVar = "drop"
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A sign of life is wanted, `pong`, between two forwards."""
+
+    kind: ClassVar = "ping"
+
+
+# ---- from a server
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request is being answered."""
+
+    kind: ClassVar = "begun"
+    id: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Id and new text of all requests that got some."""
+
+    kind: ClassVar = "pieces"
+    pieces: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A complete answer; `ended`: stop or length."""
+
+    kind: ClassVar = "answered"
+    id: int
+    tokens: int
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedAsk:
+    """Why a request has no answer.
+
+    Attributes:
+        problem: messages, tools or prompt: the part of the request; `length`: its number of tokens.
+    """
+
+    kind: ClassVar = "refused_ask"
+    id: int
+    problem: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailedAsk:
+    """The exception that ended a request, and no other; `where` it was raised."""
+
+    kind: ClassVar = "failed_ask"
+    id: int
+    text: str
+    where: str
+
+
+ChatInput = Say | Clear
+ChatNews = Ready | Token | TurnAnswer | RefusedTurn
+ServeInput = Ask | Drop | Ping
+ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk
