@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
-from unisono.trainer.config.sections import DIFFUSION, PREFERENCE, RATINGS, Objective, rows_of
+from unisono.trainer.config.sections import DIFFUSION, PREFERENCE, RATINGS, Objective, Section, rows_of
 from unisono.trainer.config.yaml_file import words_in
-
-if TYPE_CHECKING:
-    from unisono.trainer.config.schema import RunConfig
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 _TEXT = tuple(name for name in OBJECTIVES if name != DIFFUSION)
@@ -53,14 +50,14 @@ LIMITS = (
 )
 
 
-def refused_values(config: "RunConfig") -> list[str]:
+def refused_values(config: Section, objective: str) -> list[str]:
     """The values that the objective does not take, each as `key: problem; why; remedy`."""
-    name = rows_of(config.objective)
-    refused = (_refusal(limit, config) for limit in LIMITS if name in limit.objectives)
+    name = rows_of(objective)
+    refused = (_refusal(limit, config, objective) for limit in LIMITS if name in limit.objectives)
     return [text for text in refused if text]
 
 
-def _refusal(limit: Limit, config: "RunConfig") -> str:
+def _refusal(limit: Limit, config: Section, objective: str) -> str:
     """What is wrong with the value of a config; empty: nothing."""
     *sections, last = limit.key.split(".")
     section = reduce(getattr, sections, config)
@@ -74,7 +71,7 @@ def _refusal(limit: Limit, config: "RunConfig") -> str:
     others = [f"`{word}`" for word in words if word not in (*limit.values, value)] if limit.values else []
     remedy = f"set it to {', '.join(others)}" if others else "remove it"
     accepting = ", ".join(name for name in OBJECTIVES if name not in limit.objectives)
-    what = f"{limit.key}: objective {config.objective} does not use it"
+    what = f"{limit.key}: objective {objective} does not use it"
     if value in (None, *words):
-        what = f"{limit.key}: objective {config.objective} does not take {value or 'null'}"
+        what = f"{limit.key}: objective {objective} does not take {value or 'null'}"
     return "; ".join((what, limit.why, f"{remedy} (accepted by: {accepting})"))

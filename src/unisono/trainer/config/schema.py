@@ -1101,7 +1101,11 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
             "optim.loss_weight: dft has no label smoothing; remove one of them",
         ),
     ]
-    return [text for is_wrong, text in rules if is_wrong] + _unused_keys(config) + refused_values(config)
+    return (
+        [text for is_wrong, text in rules if is_wrong]
+        + _unused_keys(config)
+        + refused_values(config, objective)
+    )
 
 
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
