@@ -76,12 +76,12 @@ def test_a_setting_that_the_objective_cannot_use_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("objective", "more", "data", "words"),
     [
-        ("dpo", "", ", too_long: split", "data.too_long: objective dpo compares whole answers"),
-        ("kto", "", ", too_long: split", "data.too_long: objective kto compares whole answers"),
-        ("reward", "", ", loss_on: all", "data.loss_on: objective reward counts the tokens of the answers"),
-        ("reward", "eval: {samples: 1}", ", eval: 0.5", "eval.samples: a reward model writes no answers"),
-        ("kto", "checkpoint: {best: reward_accuracy}", ", eval: 0.5", "checkpoint.best: objective kto has no reward_accuracy"),
-        ("dpo", "optim: {label_smoothing: 0.1}", "", "optim.label_smoothing: objective dpo has no token targets"),
+        ("dpo", "", ", too_long: split", "data.too_long: objective dpo does not take split"),
+        ("kto", "", ", too_long: split", "data.too_long: objective kto does not take split"),
+        ("reward", "", ", loss_on: all", "data.loss_on: objective reward does not take all"),
+        ("reward", "eval: {samples: 1}", ", eval: 0.5", "a reward model writes no answers"),
+        ("kto", "checkpoint: {best: reward_accuracy}", ", eval: 0.5", "checkpoint.best: objective kto does not take reward_accuracy"),
+        ("dpo", "optim: {label_smoothing: 0.1}", "", "its loss has no token targets"),
     ],
 )  # fmt: skip
 def test_settings_of_other_sections_unfit_for_preferences_are_refused(

@@ -29,7 +29,7 @@ from unisono.front.serve.model_process import (
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.supervise import fork_server
 from unisono.guard.supervise.child_process import Programs
-from unisono.trainer.plan.talk_messages import Answered, Question
+from unisono.trainer.plan.talk_messages import Answered, PromptRequest
 from unisono.trainer.plan.task_requests import RequestedModel, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_forward_that_never_returns_is_named_with_its_stack(
         try:
             await asyncio.wait_for(model.ready.wait(), LIMIT_S)
             for count in (2, 1, 2, 1):  # tokens; a prompt of one hangs
-                question = Question(
+                question = PromptRequest(
                     prompt=[20] * count, max_tokens=4, sampling=SamplingParams(temperature=0.0)
                 )
                 (ask,) = model.submit([question])

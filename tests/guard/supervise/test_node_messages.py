@@ -53,7 +53,7 @@ _NEWS: list[NodeNews] = [
     messages.Refused(({"what": "the disk is full"},)),
     messages.AllEnded(),
     messages.SnapshotsSent(),
-    messages.Prepared(_PREPARED),
+    messages.NodePrepared(_PREPARED),
     messages.Stop("SIGTERM", again=True),
 ]
 _REQUESTS: list[HeadRequest] = [

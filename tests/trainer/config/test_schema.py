@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from unisono.front.cli.init import template_names, template_text
 from unisono.trainer.config import RunConfig, config_digest
+from unisono.trainer.config.limits import LIMITS, OBJECTIVES, Limit
 from unisono.trainer.config.sections import path_keys
-from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in
+from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in, words_in
 
 GOOD: dict[str, Any] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
 
@@ -84,11 +85,11 @@ def test_configs_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy: fsdp does not shard image models"),
+        ({"parallel": {"strategy": "fsdp"}}, "parallel.strategy: objective diffusion does not take fsdp"),
         ({"duration": "2M tokens"}, "duration: pictures have no tokens"), ({"eval": {"every": "1M tokens"}}, "eval.every: pictures"),
-        ({"adapter": None}, "adapter.kind"), ({"adapter": {"kind": "dora"}}, "adapter.kind"), ({"adapter": {"init": "pissa"}}, "adapter: init"),
+        ({"adapter": None}, "adapter: objective diffusion does not take null"), ({"adapter": {"kind": "dora"}}, "adapter.kind"), ({"adapter": {"init": "pissa"}}, "adapter.init"),
         ({"adapter": {"from": "a"}}, "adapter.from"), ({"model": {"path": "m", "quantize": "nf4"}}, "model.quantize"),
-        ({"eval": {"exact_match": True}, "data": {"train": "d", "eval": 0.1}}, "eval.exact_match"), ({"optim": {"label_smoothing": 0.1}}, "optim: label_smoothing"),
+        ({"eval": {"exact_match": True}, "data": {"train": "d", "eval": 0.1}}, "eval.exact_match"), ({"optim": {"label_smoothing": 0.1}}, "optim.label_smoothing"),
         ({"data": {"train": [{"path": "d", "format": "alpaca"}]}}, "data.train"), ({"diffusion": {"text_lr": 1e-4}}, "diffusion.text_lr"),
         ({"objective": "sft", "data": {"train": "d", "resolution": 512}}, "data.resolution"),
         ({"objective": "sft", "adapter": {"targets": "unet"}}, "adapter.targets"), ({"objective": "sft", "diffusion": {"cache": False}}, "diffusion.cache"),
@@ -101,6 +102,41 @@ def test_keys_of_text_are_refused_for_pictures_and_the_other_way_round(
     make(**usual)
     with pytest.raises(ValueError, match=re.escape(key)):
         make(**(usual | change))
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.key}-{limit.objectives[0]}")
+def test_a_limit_says_why_and_which_objectives_take_the_value(limit: Limit) -> None:
+    others = {
+        "adapter.from": "a",
+        "adapter.merge": ["a"],
+        "adapter.modules_to_save": ["a"],
+        "eval.exact_match": True,
+    }
+    others |= {"eval.samples": 1, "optim.label_smoothing": 0.1, "model.embedding_noise": 1.0}
+    value = limit.values[0] if limit.values else others.get(limit.key) or _second_word(limit.key)
+    first, _, key = limit.key.partition(".")
+    section = {"mix": {"strategy": value}} if key == "mix.strategy" else {key: value} if key else value
+    needed: dict[str, Any] = {"data": {"train": "d", "eval": 0.1}, "model": {"path": "m"}}
+    changed = needed | {first: {**needed.get(first, {}), **section} if isinstance(section, dict) else section}
+    accepting = [name for name in OBJECTIVES if name not in limit.objectives]
+    for objective in accepting:
+        make(objective=objective, **changed)
+    for objective in limit.objectives:
+        with pytest.raises(
+            ValueError, match=f"{re.escape(limit.key)}: objective {objective} does not"
+        ) as error:
+            make(objective=objective, **changed)
+        assert f"; {limit.why}; " in str(error.value)
+        assert f"(accepted by: {', '.join(accepting)})" in str(error.value)
+
+
+def _second_word(key: str) -> str:
+    section: Any = RunConfig
+    annotation: Any = None
+    for part in key.split("."):
+        annotation = section.model_fields[part].annotation
+        section = section_in(annotation)
+    return words_in(annotation)[1]
 
 
 def test_every_key_reports_in_words_what_it_takes() -> None:

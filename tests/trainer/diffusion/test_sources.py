@@ -212,7 +212,7 @@ def test_captions_get_their_prefix_and_suffix(folders: Path, pipeline_dir: Path,
         (
             [{"path": "aki", "pictures": {}}],
             {"objective": "sft", "diffusion": {}},
-            "only `objective: diffusion` uses it",
+            "objective sft does not use it; remove it .accepted by: diffusion",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from unisono.base.files import read_json
 from unisono.guard.supervise.task_process import run_task
 from unisono.trainer.config import RunConfig
 from unisono.trainer.model.directory import inspect_model, locate_model
-from unisono.trainer.plan.task_requests import Contents, ContentsRequest
+from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
 from unisono.trainer.task import input_digests
 from unisono.trainer.task.input_digests import Digested, digest_files
 
@@ -51,7 +51,7 @@ def config(rows: Path, **keys: Any) -> dict[str, Any]:
     return body
 
 
-def look(tmp_path: Path, body: dict[str, Any]) -> Contents:
+def look(tmp_path: Path, body: dict[str, Any]) -> InputDigests:
     request = ContentsRequest(RunConfig.model_validate(body), tmp_path / "cache")
     return input_digests.run(request, Reporter(None))
 

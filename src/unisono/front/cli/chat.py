@@ -167,14 +167,14 @@ class ChatSession:
 
     def _notify(self, text: str) -> None:
         from unisono.guard.supervise.codec import decode_message
-        from unisono.trainer.plan.talk_messages import ChatNews, RefusedTurn, Say, Token, TurnAnswer
+        from unisono.trainer.plan.talk_messages import ChatNews, RefusedTurn, Say, TokenText, TurnAnswer
 
         self._send(Say(text))
         with _ctrl_c_ends_the_answer(self._task):
             for message in self._messages:
                 news: ChatNews | None = decode_message(message, ChatNews)
                 match news:
-                    case Token(piece):
+                    case TokenText(piece):
                         self._show(piece)
                     case RefusedTurn(why, fix):
                         self._printer.warn(f"error: {why}; {fix}")

@@ -30,7 +30,7 @@ from unisono.trainer.plan.talk_messages import (
     FailedAsk,
     Pieces,
     Ping,
-    Question,
+    PromptRequest,
     Ready,
     RefusedAsk,
     ServeInput,
@@ -151,7 +151,7 @@ class PendingAsk:
             an ApiError.
     """
 
-    question: Question
+    question: PromptRequest
     id: int
     messages: "asyncio.Queue[int | str | Answered | ApiError]" = field(default_factory=asyncio.Queue)
     since: float = field(default_factory=time.monotonic)
@@ -261,7 +261,7 @@ class ModelProcess:
         self._refuse_all(_ending())
         self._task.close(patience_s=0.5)
 
-    def submit(self, questions: list[Question]) -> list[PendingAsk]:
+    def submit(self, questions: list[PromptRequest]) -> list[PendingAsk]:
         """Queues prompts.
 
         Raises:

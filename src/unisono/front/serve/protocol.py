@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from unisono.base.files import parse_json
 from unisono.base.text import one_line
-from unisono.trainer.plan.talk_messages import Question
+from unisono.trainer.plan.talk_messages import PromptRequest
 from unisono.trainer.plan.task_requests import SamplingParams
 
 _MOST_PROMPTS = 16
@@ -147,7 +147,7 @@ class _Request(_Strict, ABC):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @abstractmethod
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PromptRequest]:
         """What the task is asked, for each prompt."""
 
 
@@ -171,7 +171,7 @@ class ChatRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PromptRequest]:
         """One, with the messages."""
         if self.messages[-1].role == "assistant":
             raise ApiError(
@@ -179,7 +179,7 @@ class ChatRequest(_Request):
             )
         tools = [tool.model_dump() for tool in self.tools or ()] if self.may_call else None
         messages = [message.model_dump(exclude_none=True) for message in self.messages]
-        question = Question(
+        question = PromptRequest(
             messages=messages,
             tools=tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -211,14 +211,14 @@ class CompletionRequest(_Request):
     logprobs: Literal[0] | None = None
     suffix: Literal[""] | None = None
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[PromptRequest]:
         """One for each prompt."""
         prompts: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         limit, sampling, stop = self.max_tokens or _USUAL_TOKENS, self.sampling(), self.stops
         return [
-            Question(prompt=prompt, max_tokens=limit, sampling=sampling, stop=stop, place=index)
+            PromptRequest(prompt=prompt, max_tokens=limit, sampling=sampling, stop=stop, place=index)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -292,7 +292,7 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
-class Call(TypedDict):
+class CalledTool(TypedDict):
     """A call of a tool; chunks have its index, and after the first only the arguments."""
 
     index: NotRequired[int]
@@ -371,12 +371,12 @@ class Objects:
         """A chunk with text."""
         return self._chunk(index, None, {"content": text})
 
-    def call(self, index: int, number: int, call: Call) -> list[dict[str, object]]:
+    def call(self, index: int, number: int, call: CalledTool) -> list[dict[str, object]]:
         """The chunks with a call of a tool, the number'th of the answer: its name, then its
         arguments.
         """
-        named: Call = {**call, "index": number, "function": {**call["function"], "arguments": ""}}
-        arguments: Call = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+        named: CalledTool = {**call, "index": number, "function": {**call["function"], "arguments": ""}}
+        arguments: CalledTool = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
         return [self._chunk(index, None, {"tool_calls": [part]}) for part in (named, arguments)]
 
     def ended(self, why: str, reader: "ToolCallReader | None") -> str:
@@ -451,20 +451,20 @@ class ToolCallReader:
         self._is_after_call = False
         self.calls = 0
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[str | CalledTool]:
         """The texts and calls that are certain with this piece of the answer."""
         self._held += text
         return self._read(is_over=False)
 
-    def close(self) -> list[str | Call]:
+    def close(self) -> list[str | CalledTool]:
         """The rest, after the last piece."""
         pieces = self._read(is_over=True)
         if self._space and not self.calls:
             pieces.append(self._space)
         return pieces
 
-    def _read(self, *, is_over: bool) -> list[str | Call]:
-        pieces: list[str | Call] = []
+    def _read(self, *, is_over: bool) -> list[str | CalledTool]:
+        pieces: list[str | CalledTool] = []
         while self._held:
             if self._is_after_call and not is_over and self._held.strip() in ("", ";"):
                 break
@@ -498,7 +498,7 @@ class ToolCallReader:
         is_first = not self._has_text and "Action:".startswith(self._held)
         return len(self._held) if is_first else max(_overlap(self._held, mark) for mark in _MARKS)
 
-    def _say(self, pieces: list[str | Call], count: int) -> None:
+    def _say(self, pieces: list[str | CalledTool], count: int) -> None:
         """Gives so many characters as text, without spaces around calls."""
         text, self._held = self._space + self._held[:count], self._held[count:]
         if self._is_after_call:
@@ -509,14 +509,14 @@ class ToolCallReader:
             pieces.append("\n" + kept if self._is_after_call and self._has_text else kept)
             self._has_text, self._is_after_call = True, False
 
-    def _give(self, pieces: list[str | Call], calls: list[Call], length: int) -> None:
+    def _give(self, pieces: list[str | CalledTool], calls: list[CalledTool], length: int) -> None:
         self._held, self._space, self._is_after_call = self._held[length:], "", True
         for call in calls:
             if self._most is None or self.calls < self._most:
                 pieces.append(call)
                 self.calls += 1
 
-    def _calls_at_beginning(self, *, is_over: bool) -> tuple[int, list[Call]]:
+    def _calls_at_beginning(self, *, is_over: bool) -> tuple[int, list[CalledTool]]:
         """The length of what begins with a mark or JSON, and its calls, none if it is text; 0: it
         is not complete.
         """
@@ -547,7 +547,7 @@ def _is_foreign(text: str) -> bool:
     return key[1] not in _KEYS if key else bool(_NOT_AN_OBJECT.match(text))
 
 
-def _tagged(text: str, *, is_over: bool) -> tuple[int, list[Call]]:
+def _tagged(text: str, *, is_over: bool) -> tuple[int, list[CalledTool]]:
     value, end = _json_at(text, len("<tool_call>"))
     after = text[end:].lstrip()
     if end and after.startswith(_END):
@@ -559,7 +559,7 @@ def _tagged(text: str, *, is_over: bool) -> tuple[int, list[Call]]:
     return (0, []) if close < 0 or is_in_text else (close + len(_END), [])
 
 
-def _listed(text: str) -> tuple[int, list[Call]]:
+def _listed(text: str) -> tuple[int, list[CalledTool]]:
     start = len("[TOOL_CALLS]")
     match = _NAMED.match(text, start)
     if match is None:
@@ -569,7 +569,7 @@ def _listed(text: str) -> tuple[int, list[Call]]:
     return end, _calls_of({"name": match[1], "arguments": value, "id": match[2]}) if end else []
 
 
-def _action(text: str) -> tuple[int, list[Call]]:
+def _action(text: str) -> tuple[int, list[CalledTool]]:
     match = _ACTION.match(text)
     if match is None:
         second = text.partition("\n")[2].lstrip("\n")
@@ -611,14 +611,14 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
         return None, 0
 
 
-def _calls_of(value: Any, *, needs_arguments: bool = False) -> list[Call]:
+def _calls_of(value: Any, *, needs_arguments: bool = False) -> list[CalledTool]:
     """The calls of a JSON object or list; none if one of them is not a call."""
     values = value if isinstance(value, list) else [value]
     calls = [_call_of(one, needs_arguments=needs_arguments) for one in values]
     return [call for call in calls if call is not None] if all(calls) else []
 
 
-def _call_of(value: Any, *, needs_arguments: bool) -> Call | None:
+def _call_of(value: Any, *, needs_arguments: bool) -> CalledTool | None:
     if not isinstance(value, dict):
         return None
     function = value["function"] if isinstance(value.get("function"), dict) else value

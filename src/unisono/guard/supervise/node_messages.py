@@ -86,7 +86,7 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class NodePrepared:
     """The result of `Prepare` on a node."""
 
     kind: ClassVar = "prepared"
@@ -231,7 +231,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """The nodes agree; each prepares its data and model, and sends `Prepared`."""
+    """The nodes agree; each prepares its data and model, and sends `NodePrepared`."""
 
     kind: ClassVar = "prepare"
 
@@ -388,7 +388,7 @@ class JobEnded:
 
 
 NodeNews = (
-    Prepared
+    NodePrepared
     | RanksRegistered
     | RankSaid
     | RankEnded

@@ -27,9 +27,9 @@ from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.node_messages import (
     CheckpointIdentity,
     JobEnded,
+    NodePrepared,
     PlanDecided,
     Prepare,
-    Prepared,
     VerdictReached,
     encode,
 )
@@ -73,7 +73,7 @@ class HeadNodes:
         """
         self.meeting.broadcast(encode(Prepare()))
         prepared = self.meeting.run_in_background(work)
-        answers = self.meeting.gather(Prepared.kind, timeout_s=_PREPARED_S, what="the prepared data")
+        answers = self.meeting.gather(NodePrepared.kind, timeout_s=_PREPARED_S, what="the prepared data")
         try:
             facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
         except (KeyError, ValidationError) as error:

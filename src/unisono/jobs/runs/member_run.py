@@ -28,9 +28,9 @@ from unisono.guard.supervise.node_messages import (
     Again,
     CheckpointIdentity,
     JobEnded,
+    NodePrepared,
     PlanDecided,
     Prepare,
-    Prepared,
     decode_request,
     encode,
 )
@@ -137,7 +137,7 @@ class _Member:
                 show=show,
             )
         )
-        self.member_side.send(encode(Prepared(prepared_facts(prepared))))
+        self.member_side.send(encode(NodePrepared(prepared_facts(prepared))))
         message = decode_request(self.member_side.wait_for(PlanDecided.kind))
         while isinstance(message, PlanDecided):
             plan = accept_plan(

@@ -21,6 +21,7 @@ from unisono.trainer.config.yaml_file import (
     describe,
     keys_of,
     section_in,
+    words_in,
 )
 
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|access_?key)s?$", re.IGNORECASE)
@@ -184,11 +185,12 @@ def _problems_of_key(key: KeyPath, items: list[Any], places: KeyPlaces) -> list[
 
 
 def _contradiction(text: str, places: KeyPlaces) -> Problem:
-    """The problem from a line of the root validator: `key: what; remedy`."""
+    """The problem from a line of the root validator: `key: what; remedy`, or with why between."""
     name = text.partition(":")[0]
     what, _, fix = text.partition("; ")
+    why, _, fix = fix.rpartition("; ")
     key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
-    return Problem(one_line(what), places.of(key), "", one_line(fix))
+    return Problem(one_line(what), places.of(key), one_line(why), one_line(fix))
 
 
 def _shown(value: Any) -> str:
@@ -204,7 +206,7 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
     if isinstance(value, str):
         if value.lower() in ("none", "nil") and type(None) in get_args(annotation):
             return "write null"
-        words = [word for word in _words_in(annotation) if isinstance(word, str)]
+        words = words_in(annotation)
         words += [word for item in metadata if isinstance(item, Takes) for word in item.words]
         near = "cuda" if value == "gpu" and "cuda" in words else nearest(value, words)
         return f"did you mean `{near}`?" if near else ""
@@ -212,14 +214,6 @@ def _type_fix(item: Any, annotation: Any, metadata: list[Any]) -> str:
         isinstance(m, Takes) for m in metadata
     )
     return f"put it in quotes: '{value}'" if takes_any_text and isinstance(value, int | float) else ""
-
-
-def _words_in(annotation: Any) -> list[Any]:
-    """The words allowed by any Literal in a type."""
-    words = []
-    for argument in get_args(annotation):
-        words += _words_in(argument) if get_args(argument) else [argument]
-    return words
 
 
 _OTHER_NAMES = {

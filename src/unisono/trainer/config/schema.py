@@ -9,6 +9,7 @@ it is used.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,12 +23,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
+from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.schedules import SCHEDULES, schedule_named
 from unisono.trainer.config.sections import (
     DIFFUSION,
-    PAIRS,
-    PREFERENCE,
+    USED,
     BytesText,
     DateText,
     DiffusionSection,
@@ -935,27 +936,19 @@ def contradictions(config: RunConfig) -> list[str]:
             "eval.stop_after: there is no evaluation data; set `data.eval`",
         ),
         (
-            config.data.thinking is not True and lf_name(config.data.template) is None,
-            (
-                "data.thinking: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or"
-                " remove it"
-            ),
-        ),
-        (
             config.data.thoughts != "loss" and lf_name(config.data.template) is not None,
             "data.thoughts: templates of LLaMA-Factory write thoughts as `data.thinking` says; remove it",
         ),
-        (
-            config.data.date is not None and lf_name(config.data.template) is None,
-            "data.date: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
-        ),
-        (
-            config.data.system is not None and lf_name(config.data.template) is None,
-            "data.system: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or remove it",
-        ),
-        (
-            config.objective == "pretrain" and config.data.loss_on == "last-answer",
-            "data.loss_on: pretraining counts all tokens; remove it, or set `data.loss_on: all`",
+        *(
+            (
+                getattr(config.data, key) != DataSection.model_fields[key].default
+                and lf_name(config.data.template) is None,
+                (
+                    f"data.{key}: only templates of LLaMA-Factory use it; set `data.template: lf:NAME`, or"
+                    " remove it"
+                ),
+            )
+            for key in ("thinking", "date", "system")
         ),
     ]
     problems = [text for is_wrong, text in rules if is_wrong] + _quantization_contradictions(config)
@@ -968,88 +961,32 @@ def contradictions(config: RunConfig) -> list[str]:
 
 
 def _picture_contradictions(config: RunConfig) -> list[str]:
-    """The keys that do not go with pictures, and those of pictures that do not go with text."""
+    """The keys of pictures that contradict each other."""
     data, adapter, section = config.data, config.adapter, config.diffusion
-    words = adapter.targets if adapter is not None and isinstance(adapter.targets, str) else ""
     if config.objective != DIFFUSION:
-        only = f"only `objective: {DIFFUSION}` uses it; remove it"
-        rules = [(True, f"diffusion.{key}: {only}") for key in sorted(section.model_fields_set)]
-        rules += [
-            (
-                any(section.pictures is not None for _, section in sources_of(data)),
-                f"data.train: `pictures` of a source: {only}",
-            ),
-            (data.resolution is not None, f"data.resolution: {only}"),
-            (
-                words.startswith("unet"),
-                f"adapter.targets: {words} is for image models; set `adapter.targets: all-linear`",
-            ),
-        ]
-    else:
-        changes_weights = adapter is not None and (
-            adapter.init != "default" or adapter.merge or adapter.modules_to_save
+        return []
+    sources = [entry for value in (data.train, data.eval) if isinstance(value, list) for entry in value]
+    periods = ("duration", "eval.every", "checkpoint.every", "checkpoint.keep_every", "watch.digest_every")
+    rules = [
+        (
+            text is not None and Duration.parse(text).unit == "tokens",
+            f"{key}: pictures have no tokens; write it in steps or epochs",
         )
-        sources = [entry for value in (data.train, data.eval) if isinstance(value, list) for entry in value]
-        rules = [
+        for key, text in ((key, attrgetter(key)(config)) for key in periods)
+    ]
+    rules += [
+        (
+            any(not isinstance(entry, str) and not _is_folder(entry) for entry in sources),
+            "data.train: a source of pictures is a folder, with a whole number as weight; remove its other keys",
+        ),
+        (
+            section.text_lr is not None and (adapter is None or adapter.targets != "unet+text"),
             (
-                adapter is None or adapter.kind != "lora",
-                "adapter.kind: image models are trained with LoRA only; set `adapter: {kind: lora}`",
+                "diffusion.text_lr: the text encoders are not trained; set `adapter.targets: unet+text`, or"
+                " remove it"
             ),
-            (
-                bool(changes_weights),
-                "adapter: init, merge and modules_to_save are for language models; remove them",
-            ),
-            (
-                adapter is not None and adapter.from_ is not None,
-                "adapter.from: it is for language models; remove it",
-            ),
-            (config.model.quantize is not None, "model.quantize: it is for language models; remove it"),
-            (config.model.weights == "random", "model.weights: a LoRA needs a trained model; remove it"),
-            (
-                config.parallel.strategy == "fsdp",
-                (
-                    "parallel.strategy: fsdp does not shard image models: each rank has the whole model and"
-                    " trains its LoRA, which is small; set it to auto or ddp"
-                ),
-            ),
-            *(
-                (
-                    text is not None and Duration.parse(text).unit == "tokens",
-                    f"{key}: pictures have no tokens; write it in steps or epochs",
-                )
-                for key, text in (
-                    ("duration", config.duration),
-                    ("eval.every", config.eval.every),
-                    ("checkpoint.every", config.checkpoint.every),
-                    ("checkpoint.keep_every", config.checkpoint.keep_every),
-                    ("watch.digest_every", config.watch.digest_every),
-                )
-            ),
-            (config.eval.exact_match, "eval.exact_match: a picture has no exact answer; remove it"),
-            (
-                config.optim.label_smoothing > 0 or config.optim.loss_weight != "uniform",
-                "optim: label_smoothing and loss_weight are for tokens; remove them",
-            ),
-            (config.model.embedding_noise > 0, "model.embedding_noise: it is for language models; remove it"),
-            (
-                data.mix.strategy != "concat",
-                "data.mix: pictures are repeated by the names of their folders; remove it",
-            ),
-            (
-                any(not isinstance(entry, str) and not _is_folder(entry) for entry in sources),
-                (
-                    "data.train: a source of pictures is a folder, with a whole number as weight; remove its"
-                    " other keys"
-                ),
-            ),
-            (
-                section.text_lr is not None and words != "unet+text",
-                (
-                    "diffusion.text_lr: the text encoders are not trained; set `adapter.targets: unet+text`,"
-                    " or remove it"
-                ),
-            ),
-        ]
+        ),
+    ]
     return [text for is_wrong, text in rules if is_wrong]
 
 
@@ -1102,89 +1039,73 @@ def _quantization_contradictions(config: RunConfig) -> list[str]:
     return [text for is_wrong, text in rules if is_wrong]
 
 
-def _objective_contradictions(config: RunConfig) -> list[str]:
-    """The keys that do not go with the objective."""
+def _unused_keys(config: RunConfig) -> list[str]:
+    """The keys of other objectives, with their names."""
     objective, data, used = config.objective, config.data, keys_of(config.objective)
-    is_preference = objective in PREFERENCE
-    set_keys = sorted(config.preference.model_fields_set - set(used))
-    others = f" (objective {objective} uses {', '.join(used)})" if used else ""
-    problems = [
-        f"preference.{key}: objective {objective} does not use it; remove it{others}" for key in set_keys
-    ]
+    unused = {
+        f"preference.{key}": [name for name, keys in USED.items() if key in keys]
+        for key in sorted(config.preference.model_fields_set - set(used))
+    }
+    if objective != DIFFUSION:
+        of_pictures = [f"diffusion.{key}" for key in sorted(config.diffusion.model_fields_set)]
+        of_pictures += ["data.resolution"] * (data.resolution is not None)
+        of_pictures += [f"{key}.pictures" for key, source in sources_of(data) if source.pictures is not None]
+        unused |= {key: [DIFFUSION] for key in of_pictures}
+    why = f"it uses {', '.join(used)}" if used else ""
+    problems = []
+    for key, names in unused.items():
+        what, fix = (
+            f"{key}: objective {objective} does not use it",
+            f"remove it (accepted by: {', '.join(names)})",
+        )
+        problems.append("; ".join((what, why, fix) if why and key.startswith("preference") else (what, fix)))
+    return problems
+
+
+def _objective_contradictions(config: RunConfig) -> list[str]:
+    """The keys that the objective does not take, or that do not go with each other."""
+    objective, data, section = config.objective, config.data, config.preference
+    is_dft, template = config.optim.loss_weight != "uniform", lf_name(data.template)
+    keeps_answer = data.too_long == "keep-answer"
     rules = [
         (
-            objective == "dpo"
-            and config.preference.loss != "sigmoid"
-            and config.preference.label_smoothing > 0,
+            objective == "dpo" and section.loss != "sigmoid" and section.label_smoothing > 0,
             (
-                f"preference.label_smoothing: {config.preference.loss} has none; set `preference.loss:"
+                f"preference.label_smoothing: {section.loss} has none; set `preference.loss:"
                 " sigmoid`, or remove it"
             ),
         ),
         (
-            config.preference.reference != "auto" and config.model.weights == "random",
+            section.reference != "auto" and config.model.weights == "random",
             (
                 "preference.reference: random weights have nothing in common with another model; set it to"
                 " auto, or use trained weights"
             ),
         ),
         (
-            is_preference and data.too_long == "split",
-            (
-                f"data.too_long: objective {objective} compares whole answers; set it to error, keep-answer,"
-                " cut, balanced or drop"
-            ),
-        ),
-        (
-            data.too_long == "keep-answer" and lf_name(data.template) is not None,
+            keeps_answer and template is not None,
             (
                 f"data.too_long: {data.template} cuts prompt and answer as LLaMA-Factory does; set it to"
                 " balanced"
             ),
         ),
         (
-            data.too_long == "keep-answer" and (objective == "pretrain" or data.loss_on == "all"),
+            keeps_answer and (objective == "pretrain" or data.loss_on == "all"),
             (
                 "data.too_long: every token counts in the loss, so there is no prompt to cut; set it to"
                 " split, cut or drop"
             ),
         ),
         (
-            is_preference and data.loss_on == "all",
-            f"data.loss_on: objective {objective} counts the tokens of the answers; remove it",
-        ),
-        (
-            is_preference and config.optim.label_smoothing > 0,
-            f"optim.label_smoothing: objective {objective} has no token targets; remove it",
-        ),
-        (
-            is_preference and config.optim.loss_weight != "uniform",
-            f"optim.loss_weight: objective {objective} has no weights of tokens; remove it",
-        ),
-        (
-            config.optim.loss_weight != "uniform" and config.optim.label_smoothing > 0,
+            is_dft and config.optim.label_smoothing > 0,
             "optim.loss_weight: dft has no label smoothing; remove one of them",
         ),
-        (
-            is_preference and config.eval.exact_match,
-            (
-                f"eval.exact_match: objective {objective} has no single right answer; remove it, or set"
-                " `eval.samples`"
-            ),
-        ),
-        (
-            objective == "reward" and config.eval.samples > 0,
-            "eval.samples: a reward model writes no answers; remove it",
-        ),
-        (
-            config.checkpoint.best == "reward_accuracy" and objective not in PAIRS,
-            (
-                f"checkpoint.best: objective {objective} has no reward_accuracy, which compares pairs; set"
-                " `checkpoint.best: eval_loss`"
-            ),
-        ),
     ]
-    return problems + [text for is_wrong, text in rules if is_wrong]
+    return (
+        [text for is_wrong, text in rules if is_wrong]
+        + _unused_keys(config)
+        + refused_values(config, objective)
+    )
 
 
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")

@@ -353,6 +353,14 @@ def _describe_one(annotation: Any) -> str:
     return _PLAIN.get(annotation, "a value")
 
 
+def words_in(annotation: Any) -> list[str]:
+    """The words allowed by any Literal in a type."""
+    words: list[Any] = []
+    for argument in get_args(annotation):
+        words += words_in(argument) or [argument]
+    return [word for word in words if isinstance(word, str)]
+
+
 def _flat(metadata: list[Any]) -> list[Any]:
     """The metadata with the bounds of each Field(…) inside Annotated."""
     return [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]

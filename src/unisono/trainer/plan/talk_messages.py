@@ -45,7 +45,7 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenText:
     """A piece of the answer."""
 
     kind: ClassVar = "token"
@@ -75,7 +75,7 @@ class RefusedTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PromptRequest:
     """A prompt.
 
     Attributes:
@@ -102,7 +102,7 @@ class Ask:
 
     kind: ClassVar = "ask"
     id: int
-    question: Question
+    question: PromptRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,6 @@ class FailedAsk:
 
 
 ChatInput = Say | Clear
-ChatNews = Ready | Token | TurnAnswer | RefusedTurn
+ChatNews = Ready | TokenText | TurnAnswer | RefusedTurn
 ServeInput = Ask | Drop | Ping
 ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk

@@ -78,7 +78,7 @@ class PrepareRequest:
     limit_rows: int | None = None
 
 
-class Prepared(TypedDict):
+class PreparedRun(TypedDict):
     """A DataSummary, and ModelFacts, as JSON."""
 
     data: Mapping[str, object]
@@ -93,7 +93,7 @@ class ContentsRequest:
     cache_dir: Path
 
 
-class Contents(TypedDict):
+class InputDigests(TypedDict):
     """The files that a run would read on a node: label, bytes and digest of each.
 
     Attributes:
@@ -197,7 +197,7 @@ class LengthClass(TypedDict):
     rows: int
 
 
-class SourceCounts(TypedDict):
+class SourceCountsJson(TypedDict):
     """The ledger of a source of rows."""
 
     path: str
@@ -215,7 +215,7 @@ class SourceCounts(TypedDict):
 class LedgerCounts(TypedDict):
     """The ledger of all sources."""
 
-    sources: list[SourceCounts]
+    sources: list[SourceCountsJson]
     total: Mapping[str, object]
 
 

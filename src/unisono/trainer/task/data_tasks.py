@@ -30,7 +30,7 @@ from unisono.trainer.families import rows_of
 from unisono.trainer.model.directory import locate_model, locate_tokenizer, read_model_config
 from unisono.trainer.plan.task_requests import (
     LengthClass,
-    Prepared,
+    PreparedRun,
     PrepareRequest,
     Preview,
     PreviewRequest,
@@ -40,7 +40,7 @@ from unisono.trainer.plan.task_requests import (
 )
 
 
-def prepare(request: PrepareRequest, report: Reporter) -> Prepared:
+def prepare(request: PrepareRequest, report: Reporter) -> PreparedRun:
     """Prepares a run.
 
     Raises:

@@ -314,7 +314,7 @@ def run_chat(request: ConversationRequest, report: Reporter) -> Mapping[str, obj
     """Chats until stdin ends.
 
     It reads JSON lines from stdin, ChatInput; the end of stdin ends the chat, SIGINT ends the
-    present answer. It sends `Ready`, then for each `Say`: `Token` as they are generated and
+    present answer. It sends `Ready`, then for each `Say`: `TokenText` as they are generated and
     `TurnAnswer`, or `RefusedTurn`. Result: turns.
     """
     opened = open_requested(request.model, report)

@@ -20,7 +20,7 @@ from unisono.base.text import one_line
 from unisono.trainer.families import files_of
 from unisono.trainer.model.directory import is_embedding
 from unisono.trainer.model.files import read_safetensors_header
-from unisono.trainer.plan.task_requests import Contents, ContentsRequest
+from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
 
 _BLOCK = 1 << 23
 _KEPT_FROM_BYTES = 1 << 24  # smaller ones are read in a hundredth of a second
@@ -150,7 +150,7 @@ class DigestProgress:
         self._report.phase(self._phase, "digests of the files", done=done, total=total)
 
 
-def run(request: ContentsRequest, report: Reporter) -> Contents:
+def run(request: ContentsRequest, report: Reporter) -> InputDigests:
     """The files that a run on this node would read.
 
     It refuses nothing: missing files are listed in `note`, and are UNKNOWN in the comparison;

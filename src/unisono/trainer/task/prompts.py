@@ -24,7 +24,7 @@ from unisono.guard.supervise.task_process import how_it_ended
 from unisono.trainer.data import RowError
 from unisono.trainer.data.formats import messages_of
 from unisono.trainer.data.template import ChatTemplate
-from unisono.trainer.plan.talk_messages import Ask, FailedAsk, Question, RefusedAsk
+from unisono.trainer.plan.talk_messages import Ask, FailedAsk, PromptRequest, RefusedAsk
 from unisono.trainer.task.generation import tokens_of_text
 from unisono.trainer.task.inference import InferenceModel, TooManyTokens, prompt_ids
 
@@ -78,7 +78,7 @@ class PromptReader:
     opened: InferenceModel
     template: ChatTemplate | None
 
-    def read(self, question: Question) -> Sequence[int]:
+    def read(self, question: PromptRequest) -> Sequence[int]:
         """The tokens that the model continues; fewer than its context has.
 
         Raises:
@@ -95,7 +95,7 @@ class PromptReader:
             raise RefusedPrompt("length", what, "shorten it")
         return ids
 
-    def _ids_of(self, question: Question) -> Sequence[int]:
+    def _ids_of(self, question: PromptRequest) -> Sequence[int]:
         if question.messages is not None:
             return self._ids_of_chat(question.messages, question.tools)
         prompt = question.prompt

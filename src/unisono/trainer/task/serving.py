@@ -25,7 +25,7 @@ from unisono.trainer.plan.talk_messages import (
     FailedAsk,
     Pieces,
     Ping,
-    Question,
+    PromptRequest,
     Ready,
     RefusedAsk,
     ServeInput,
@@ -155,7 +155,7 @@ class _Desk:
         else:
             self._add(ask.id, ask.question, prompt)
 
-    def _add(self, number: int, question: Question, ids: Sequence[int]) -> None:
+    def _add(self, number: int, question: PromptRequest, ids: Sequence[int]) -> None:
         room = self._opened.context - len(ids)
         limit = min(room, question.max_tokens or room)
         answer = GeneratedAnswer(ids, limit, question.sampling, place=question.place)

@@ -28,7 +28,7 @@ from unisono.trainer.training.saver import MOVES_EVERY_S, STUCK_S, Save, Saver
 Outcome = Literal["preempted", "interrupted", "directory_lost"]
 
 
-class Ending(NamedTuple):
+class TrainingEnd(NamedTuple):
     """How training ended, for the `result` message; by default completely."""
 
     outcome: str = "completed"
@@ -124,7 +124,7 @@ def _handled_by_the_thread(*_: object) -> None:
 # ---- Messages
 
 
-class Message(TypedDict, total=False):
+class FrontLine(TypedDict, total=False):
     """A line of the front: where the ranks meet, or what another rank reports of its shard."""
 
     kind: str
@@ -143,8 +143,8 @@ class FrontMessages:
     """Messages of the front, queued by kind."""
 
     def __init__(self) -> None:
-        shards: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._of_kind: dict[str, queue.SimpleQueue[Message]] = {
+        shards: queue.SimpleQueue[FrontLine] = queue.SimpleQueue()
+        self._of_kind: dict[str, queue.SimpleQueue[FrontLine]] = {
             "go": queue.SimpleQueue(),
             "shard_written": shards,
             "shard_moves": shards,
@@ -152,14 +152,14 @@ class FrontMessages:
         self._over = threading.Event()
         threading.Thread(target=self._read, name="front-line", daemon=True).start()
 
-    def next(self, kind: str, *, timeout_s: float) -> Message | None:
+    def next(self, kind: str, *, timeout_s: float) -> FrontLine | None:
         """The next message of a kind; None after the timeout."""
         try:
             return self._of_kind[kind].get(timeout=timeout_s)
         except queue.Empty:
             return None
 
-    def wait_for(self, kind: str) -> Message | None:
+    def wait_for(self, kind: str) -> FrontLine | None:
         """The next message of a kind; None if the front closes stdin first."""
         while not self._over.is_set():
             message = self.next(kind, timeout_s=0.1)

@@ -31,7 +31,7 @@ from unisono.trainer.training.evaluation import (
     first_sum,
     show_samples,
 )
-from unisono.trainer.training.front_io import EXIT_CODES, Ending
+from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd
 from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
 from unisono.trainer.training.run import Run, embedding_noise
@@ -56,7 +56,7 @@ from unisono.trainer.training.training_checks import (
 )
 
 
-def train(run: Run) -> Ending:
+def train(run: Run) -> TrainingEnd:
     """Trains from the state's step to the plan's last, or until a stop request.
 
     All ranks must call it.
@@ -72,7 +72,7 @@ def train(run: Run) -> Ending:
     return ending
 
 
-def _train(run: Run) -> Ending:
+def _train(run: Run) -> TrainingEnd:
     if run.state.step == 0 and "loss_before" not in run.state.eval:
         _measure_before(run)
     while _has_work(run):
@@ -80,25 +80,25 @@ def _train(run: Run) -> Ending:
         verdict = None if run.state.evaluation_due else _advance(run)
         if verdict is not None:
             finish_saving(run)  # a save started before is still good
-            return Ending("stalled", 4, verdict)
+            return TrainingEnd("stalled", 4, verdict)
         if run.state.evaluation_due:
             _evaluate(run)
         if run.stopping is not None and _has_work(run):  # after the last step the result comes first
             if run.stopping != "directory_lost":
                 save_checkpoint(run)
                 finish_saving(run)
-            return Ending(run.stopping, EXIT_CODES[run.stopping])
+            return TrainingEnd(run.stopping, EXIT_CODES[run.stopping])
         if _is_due(run.plan.checkpoint_every, run.state.step) or _is_rehearsed(run) or not _has_work(run):
             save_checkpoint(run)
     finish_saving(run)
     if made_no_update(run):  # stopped early, or resumed after its last step
-        return Ending("stalled", 4, model_verdict(run))
+        return TrainingEnd("stalled", 4, model_verdict(run))
     if _stops_early(run):
         _report_early_stop(run)
-    return Ending()
+    return TrainingEnd()
 
 
-def train_again(run: Run) -> Ending:
+def train_again(run: Run) -> TrainingEnd:
     """Repeats the steps up to the plan's `last_step`, without evaluations or saves, so that losses
     can be compared.
 
@@ -108,8 +108,8 @@ def train_again(run: Run) -> Ending:
     while run.state.step < run.plan.last_step and run.stopping is None:
         _advance(run)
     if run.stopping is not None:
-        return Ending(run.stopping, EXIT_CODES[run.stopping])
-    return Ending("replayed")
+        return TrainingEnd(run.stopping, EXIT_CODES[run.stopping])
+    return TrainingEnd("replayed")
 
 
 def _has_work(run: Run) -> bool:

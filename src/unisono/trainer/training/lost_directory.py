@@ -10,7 +10,7 @@ import torch
 
 from unisono.base.causes import Verdict
 from unisono.base.files import make_private_dir
-from unisono.trainer.training.front_io import EXIT_CODES, Ending
+from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.saving import finish_saving, open_store, save_checkpoint
 
@@ -22,7 +22,7 @@ def notices_loss(run: Run) -> bool:
     return run.directory_check is not None and run.directory_check.is_lost()
 
 
-def save_beside(run: Run) -> Ending:
+def save_beside(run: Run) -> TrainingEnd:
     """Saves the current step where the directory is not lost, and beside it where it is.
 
     All ranks must call it.
@@ -44,7 +44,7 @@ def save_beside(run: Run) -> Ending:
     return _ending(run, f"{what} after step {step}, while the run was active; {saved}", lost, fixes)
 
 
-def result_beside(run: Run) -> Ending:
+def result_beside(run: Run) -> TrainingEnd:
     """Has rank 0 write the result beside a directory that was lost after the last step."""
     lost = [node.node_rank == 0 for node in run.plan.nodes]
     what = _describe(run, lost)
@@ -68,7 +68,7 @@ def _move_beside(run: Run) -> None:
         run.report.send("moved", path=str(run.files.root))
 
 
-def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> Ending:
+def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> TrainingEnd:
     verdict = Verdict(
         cause="output_removed",
         when="during",
@@ -79,7 +79,7 @@ def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> Endin
         step=run.state.step,
         fix=tuple(fixes),
     )
-    return Ending("unfit", EXIT_CODES["directory_lost"], verdict)
+    return TrainingEnd("unfit", EXIT_CODES["directory_lost"], verdict)
 
 
 def _directory_of(run: Run, node_rank: int) -> int:

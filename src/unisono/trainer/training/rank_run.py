@@ -32,7 +32,7 @@ from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
-from unisono.trainer.training.front_io import EXIT_CODES, Ending, StopRequest, StorageWatch
+from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch, TrainingEnd
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import find_place
 from unisono.trainer.training.loop import train, train_again
@@ -139,7 +139,7 @@ def _train_and_finish(run: Run) -> dict[str, object]:
             run.state.eval["exact_match"] = share
         # The rest may take longer than the grace period.
         elif wants_exact_match(run) and run.stopping is not None:
-            ending = Ending(run.stopping, EXIT_CODES[run.stopping])
+            ending = TrainingEnd(run.stopping, EXIT_CODES[run.stopping])
     if ending.outcome == "completed":
         report.phase("finish", "writing the result")
         run.beats.enter("finish")
