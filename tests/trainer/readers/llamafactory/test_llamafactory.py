@@ -434,6 +434,8 @@ def test_a_value_is_carried_over(keys: dict[str, Any], ours: str, value: Any) ->
         ({"deepspeed": "none.json"}, "deepspeed: there is no file none.json"),
         ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}}, "deepspeed: `offload_param` to cpu"),
         ({"deepspeed": {"zero_optimization": {"stage": [3]}}}, "deepspeed: stage [3] is unknown"),
+        ({"deepspeed": {"zero_optimization": 3}}, "deepspeed: `zero_optimization` is not an object"),
+        ({"deepspeed": {"zero_optimization": {"offload_param": "cpu"}}}, "deepspeed: `offload_param` is not an object"),
         ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, "deepspeed: its own `optimizer`"),
         ({"deepspeed": {"gradient_clipping": 0.5}}, "deepspeed: `gradient_clipping` is 0.5, and max_grad_norm is 1"),
         ({"deepspeed": "/dev/zero"}, "deepspeed: /dev/zero is a character device"),

@@ -342,14 +342,23 @@ def read_strategy(
     return None, (), [], []
 
 
+def _object_in(config: Mapping[str, object], name: str) -> dict[str, object]:
+    value = config.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _Refused(
+            f"deepspeed: `{name}` is not an object", "", f"set `{name}` to an object, or remove it"
+        )
+    return value or {}
+
+
 def _read_deepspeed(values: Values) -> tuple[str, str]:
     config = _mapping(values["deepspeed"], "deepspeed")
-    zero = zero if isinstance(zero := config.get("zero_optimization"), dict) else {}
+    zero = _object_in(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if not isinstance(stage, int) or stage not in _STAGES:
         raise _Refused(f"deepspeed: stage {stage!r} is unknown", "", "use stage 0, 2 or 3")
     for part in ("offload_optimizer", "offload_param"):
-        device = (zero.get(part) or {}).get("device", "none") if isinstance(zero.get(part), dict) else "none"
+        device = _object_in(zero, part).get("device", "none")
         if device != "none":
             raise _Refused(f"deepspeed: `{part}` to {device} is not available", _OFFLOAD, "remove it")
     for part in ("optimizer", "scheduler"):
