@@ -151,6 +151,19 @@ def test_the_card_is_made_from_the_run(push: Push, finished: Path) -> None:
     assert re.search(r"^ *\d.*B  adapter_model.safetensors$", text, re.MULTILINE)
 
 
+def test_a_run_without_a_readable_plan_is_not_uploaded(push: Push, finished: Path) -> None:
+    plan = finished / "plan.json"
+    whole = plan.read_text()
+    try:
+        plan.write_text(whole[:-40])
+        done = push(finished, "--dry-run", logged_in=False)
+    finally:
+        plan.write_text(whole)
+    assert done.returncode == 2, done.stderr
+    assert "the plan of the run cannot be read, and the card is made from it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_merged_model_is_uploaded(hub: Hub, push: Push, finished: Path) -> None:
     done = push(finished, "--merge")
     assert done.returncode == 0, done.stderr

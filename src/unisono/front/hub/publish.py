@@ -14,7 +14,15 @@ from unisono.base._version import __version__
 from unisono.base.errors import ModelError, UsageError
 from unisono.base.events import Show
 from unisono.base.files import objects_of, read_json, read_object, write_json, write_text
-from unisono.base.text import is_secret, names_secret, one_line, plain, redact, show_count
+from unisono.base.text import (
+    is_secret,
+    names_secret,
+    one_line,
+    plain,
+    redact,
+    show_count,
+    why_unreadable,
+)
 from unisono.front.hub.download import CacheCheck, RemoteFile, damage, digest_of, find_repo, hub_error
 from unisono.guard.facts import read_environment
 from unisono.guard.facts.environment import hub_silence, read_hub
@@ -148,7 +156,7 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
         UnisonoError: of the export; or if a file would show a local path or a secret.
     """
     run = RunDir(root)
-    plan = RunPlan.model_validate(read_json(run.plan))
+    plan = _plan_of(run)
     request = ExportRequest(model=RequestedModel(str(root), step), out=str(out), merge=merge)
     made = run_request(request, on_message=show)
     private = sorted(set(_local_paths(plan)) | {str(root.absolute()), str(out)}, key=len)
@@ -168,6 +176,18 @@ def prepare(root: Path, repo: str, out: Path, *, merge: bool, step: int | None, 
         for file in files
     )
     return Publication(repo, out, made["what"], card, remote)
+
+
+def _plan_of(run: RunDir) -> RunPlan:
+    try:
+        return RunPlan.model_validate(read_json(run.plan))
+    except (OSError, ValueError) as error:
+        raise UsageError.of(
+            "the plan of the run cannot be read, and the card is made from it",
+            where=str(run.plan),
+            why=why_unreadable(error),
+            fix="restore the file from a copy of the run",
+        ) from error
 
 
 def base_of(plan: RunPlan) -> str:
