@@ -16,6 +16,7 @@ from unisono.jobs.launchers.launchers import LAUNCHERS
 TOY = """
 import json, subprocess
 from dataclasses import dataclass
+from unisono.guard.rundir.records import RunResult
 from unisono.jobs.launchers.launcher import Launcher, front_command, option
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Toy(Launcher):
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as front:
             for line in front.stdout:
                 show(message := json.loads(line))
-        return message
+        return RunResult.from_json(message)
 """
 CONFIG = {
     "model": {"path": "builtin:tiny", "weights": "random"}, "adapter": None, "data": {"train": "rows.jsonl"},

@@ -382,7 +382,7 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
     url = f"file://{copies}/out"
     request = {
         "action": "upload", "url": url, "run_id": run_id, "path": str(front.out / "checkpoints" / "step-00000006"), "keep": 3, "keep_every": None,
-        "best": False, "beside": str(front.out),
+        "best": None, "beside": str(front.out),
     }  # fmt: skip
     half = copies / "out" / run_id / "step-00000006" / "trainable.safetensors"
     pipe = copies / "out" / run_id / "plan.json"
