@@ -69,7 +69,8 @@ COMPLETE = {
     "help": ("front/cli/app.py", "front/cli/output.py", "front/cli/job_options.py"),
     "first screen, progress": ("front/cli/screen.py", "front/cli/terminal.py", "jobs/runs/start_decision.py"),
     "diagnose, its likelihood words and questions": ("guard/diagnosis/", "front/cli/diagnose.py"),
-    "generate": ("front/cli/generate.py", "trainer/task/generation.py", "trainer/task/inference.py", "trainer/task/prompts.py"),
+    "generate": ("front/cli/generate.py", "trainer/task/generation.py", "trainer/task/inference.py",
+                 "trainer/task/prompts.py"),
     "runs": ("front/cli/board.py", "guard/rundir/records.py"),
     "doctor": ("front/checks/", "front/cli/doctor.py"),
 }  # fmt: skip

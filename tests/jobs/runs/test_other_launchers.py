@@ -71,6 +71,17 @@ def test_a_launcher_of_another_package_starts_a_run(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "site").glob("*.py")] == ["toy_launcher.py"]
 
 
+@pytest.mark.ranks
+def test_a_launcher_that_gives_no_result_is_named(tmp_path: Path) -> None:
+    """The run itself is whole."""
+    install(tmp_path / "site", module=TOY.replace("RunResult.from_json(message)", "message"))
+    ran = unisono_with(tmp_path, "train", "c.yaml", "--launcher", "toy", "--nproc", "1")
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "launcher toy gave a dict instead of a RunResult" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["outcome"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("words", "printed"),
     [

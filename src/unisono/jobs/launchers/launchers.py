@@ -71,12 +71,23 @@ def run_launcher(request: "TrainRequest", show: "Show") -> "RunResult":
     """The result, after running a job to its end with its launcher.
 
     Raises:
-        UnisonoError: if the job is refused before anything starts.
+        UnisonoError: if the job is refused before anything starts, or the launcher, of another
+            package, does not give its result.
     """
+    from unisono.base.errors import UsageError
+    from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import with_overwriting
 
     launcher, request = _prepared_training(request)
-    return launcher.train(with_overwriting(request), show)
+    result: object = launcher.train(with_overwriting(request), show)
+    if not isinstance(result, RunResult):
+        raise UsageError.of(
+            f"launcher {launcher.name} gave a {type(result).__name__} instead of a RunResult",
+            where="--launcher",
+            why="the job is over, and this command cannot tell how it ended",
+            fix="see result.json in output_dir; the launcher's `train` returns RunResult.from_json(...) of it",
+        )
+    return result
 
 
 def plan_only(request: "TrainRequest", show: "Show") -> "RunPlan | str":

@@ -16,7 +16,7 @@ from unisono.base.errors import Disagreed
 from unisono.base.events import Show
 from unisono.base.text import validation_words
 from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.training import PreparedFacts, compare_prepared
+from unisono.guard.agree.training import compare_prepared
 from unisono.guard.facts.storage import RunsDisk, leave_nonce, remove_nonce
 from unisono.guard.rendezvous.meeting_rules import end_message
 from unisono.guard.rendezvous.party import NONCE_FILE, Party
@@ -31,6 +31,7 @@ from unisono.guard.supervise.node_messages import (
     PlanDecided,
     Prepare,
     VerdictReached,
+    decode_news,
     encode,
 )
 from unisono.guard.supervise.rank_supervisor import Attempt
@@ -75,11 +76,14 @@ class HeadNodes:
         prepared = self.meeting.run_in_background(work)
         answers = self.meeting.gather(NodePrepared.kind, timeout_s=_PREPARED_S, what="the prepared data")
         try:
-            facts = {rank: PreparedFacts.model_validate(answer["facts"]) for rank, answer in answers.items()}
-        except (KeyError, ValidationError) as error:
+            facts = {
+                rank: news.facts
+                for rank, answer in answers.items()
+                if isinstance(news := decode_news(answer), NodePrepared)
+            }
+        except ValidationError as error:
             raise Disagreed.of(
-                "a node's account of its data cannot be read",
-                why=validation_words(error) if isinstance(error, ValidationError) else f"{error} is missing",
+                "a node's account of its data cannot be read", why=validation_words(error)
             ) from error
         self.meeting.judge(compare_prepared({0: prepared_facts(prepared), **facts}, self.meeting.reports))
         self.table.of_nodes = self.meeting.agreement

@@ -271,7 +271,8 @@ def flash(
     H, D), and what the backward pass needs.
     """
     q, k, v = map(_aligned, inputs)
-    results = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - torch 2.13: attention.varlen has it with its own autograd
+    # torch 2.13 has a public one, attention.varlen, with an autograd of its own.
+    results = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
         q, k, v, *_rows_of(places), 0.0, heads.window is None, False, **_settings_of(heads)
     )  # fmt: skip
     return results[0], [q, k, v, *results[:4]]
