@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -37,7 +37,7 @@ from unisono.guard.supervise.node_messages import (
 from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.rescue import RescuedStep
 from unisono.jobs.runs.node_report import report_maker
-from unisono.jobs.runs.planning import LocalNode, prepared_facts
+from unisono.jobs.runs.planning import LocalNode, PreparedInputs, prepared_facts
 from unisono.jobs.runs.run_records import AgreementReports, Ending, result_without_run
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig
@@ -66,7 +66,7 @@ class HeadNodes:
     table: AgreementReports
     _rounds: int = 0
 
-    def prepare(self, work: Callable[[Show], dict[str, Any]]) -> dict[str, Any]:
+    def prepare(self, work: Callable[[Show], PreparedInputs]) -> PreparedInputs:
         """Has every node prepare its data and model; gives what came of it here.
 
         Raises:

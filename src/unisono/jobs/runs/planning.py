@@ -30,14 +30,15 @@ from unisono.guard.places.topology import Accelerators, Topology, read_topology,
 from unisono.guard.rendezvous.head_address import is_this_machine, report_refusal
 from unisono.guard.rendezvous.party import Party, make_token, read_token, watch_lifeline
 from unisono.guard.rendezvous.remote_fronts import find_head, placed_by_slurm
-from unisono.guard.supervise.child_process import misleading_variables
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.child_process import Programs, misleading_variables
+from unisono.guard.supervise.task_process import run_request
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.own_code import own_code_digests, own_code_of, put_path
 from unisono.trainer.config.schema import deciding_keys
 from unisono.trainer.config.sections import path_keys
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 _BY_HAND = re.compile(r"^(NCCL|GLOO|TP|TORCH|PYTORCH|CUDA|CUBLAS|CUDNN)_")
 
@@ -117,10 +118,18 @@ def look_around(
     return LocalNode(machine, environment, topology, devices, origin)
 
 
+@dataclass(frozen=True)
+class PreparedInputs:
+    """What the task `prepare` found of data and model."""
+
+    data: DataSummary
+    model: ModelFacts
+
+
 def prepare(
     request: TrainRequest, loaded: LoadedConfig, environment: Environment, *, ledger: bool, show: Show
-) -> dict[str, Any]:
-    """Has this machine's data and model looked through; gives what the task `prepare` found.
+) -> PreparedInputs:
+    """Has this machine's data and model looked through.
 
     Args:
         loaded: the config, its paths absolute.
@@ -130,14 +139,22 @@ def prepare(
         UnisonoError: if data or model are refused.
     """
     config = loaded.config
-    body: dict[str, Any] = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "cache_dir": str(environment.cache_dir),
-        "output_dir": config.output_dir if ledger else None,
-    }
-    if request.limit_rows is not None:
-        body["limit_rows"] = request.limit_rows
-    return run_task("prepare", body, on_message=show, programs=request.programs)
+    task = PrepareRequest(
+        config, environment.cache_dir, config.output_dir if ledger else None, request.limit_rows
+    )
+    return run_prepare(task, show=show, programs=request.programs)
+
+
+def run_prepare(task: PrepareRequest, *, show: Show, programs: Programs | None) -> PreparedInputs:
+    """Runs the task `prepare`.
+
+    Raises:
+        UnisonoError: if data or model are refused.
+    """
+    prepared = run_request(task, on_message=show, programs=programs)
+    return PreparedInputs(
+        DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
+    )
 
 
 def make_plan(
@@ -146,7 +163,7 @@ def make_plan(
     local_node: LocalNode,
     *,
     layout: Layout,
-    prepared: dict[str, Any],
+    prepared: PreparedInputs,
     run_id: str,
     resume: ResumePoint | None,
     resume_reason: str,
@@ -177,8 +194,8 @@ def make_plan(
             store_host=layout.store_host,
             threads=layout.threads,
             threads_origin=layout.threads_origin,
-            model=ModelFacts.model_validate(prepared["model"]),
-            data=DataSummary.model_validate(prepared["data"]),
+            model=prepared.model,
+            data=prepared.data,
             resume=resume,
             resume_reason=resume_reason,
             earlier_batch=earlier_batch,
@@ -229,7 +246,7 @@ def accept_plan(
     node_rank: int,
     host: str,
     devices: list[DeviceChoice],
-    prepared: dict[str, Any],
+    prepared: PreparedInputs,
 ) -> RunPlan:
     """The plan as this node carries it out: decided by the head, with the config and the paths of
     this node.
@@ -252,8 +269,7 @@ def accept_plan(
         config = config.model_copy(update={"batch": plan.config.batch})  # the head knows the number of ranks
     for problem in _problems(plan, config=config, node_rank=node_rank, devices=devices, prepared=prepared):
         raise _mismatch(where, host, *problem)
-    data = DataSummary.model_validate(prepared["data"])
-    model = ModelFacts.model_validate(prepared["model"])
+    data, model = prepared.data, prepared.model
     return plan.model_copy(
         update={
             "config": config,
@@ -265,7 +281,7 @@ def accept_plan(
 
 
 def _problems(
-    plan: RunPlan, *, config: RunConfig, node_rank: int, devices: list[DeviceChoice], prepared: dict[str, Any]
+    plan: RunPlan, *, config: RunConfig, node_rank: int, devices: list[DeviceChoice], prepared: PreparedInputs
 ) -> list[tuple[str, str]]:
     """The problems of a plan, each with its evidence."""
     problems = []
@@ -290,7 +306,7 @@ def _problems(
     if [place.rank for place in plan.ranks] != list(range(plan.world_size)):
         problems.append(("the head's plan does not number its ranks from 0", f"world_size {plan.world_size}"))
     for part in ("data", "model"):
-        planned_digest, own_digest = getattr(plan, part).digest, prepared[part]["digest"]
+        planned_digest, own_digest = getattr(plan, part).digest, getattr(prepared, part).digest
         if planned_digest != own_digest:
             problems.append(
                 (
@@ -391,11 +407,9 @@ def report_early_refusal(
     report_refusal(party, error)
 
 
-def prepared_facts(prepared: dict[str, Any]) -> PreparedFacts:
-    """The part of the result of the task `prepare` that nodes compare."""
-    return _prepared_facts(
-        DataSummary.model_validate(prepared["data"]), ModelFacts.model_validate(prepared["model"])
-    )
+def prepared_facts(prepared: PreparedInputs) -> PreparedFacts:
+    """The part of them that nodes compare."""
+    return _prepared_facts(prepared.data, prepared.model)
 
 
 def refusal_alone(verdict: Verdict, *, again: bool = False) -> UnisonoError:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import (
     IntegrityError,
@@ -39,6 +38,7 @@ from unisono.jobs.runs.node_report import report_alone
 from unisono.jobs.runs.plan_changes import check_same_run, unused_allowances
 from unisono.jobs.runs.planning import (
     LocalNode,
+    PreparedInputs,
     make_plan,
     offer_of,
     prepare,
@@ -428,7 +428,7 @@ def prepare_all(
     *,
     table: AgreementReports,
     show: Show,
-) -> tuple[dict[str, Any], Layout]:
+) -> tuple[PreparedInputs, Layout]:
     """The facts of data and model, the same on all nodes, and which rank runs where.
 
     Meanwhile checkpoint.storage is tried.
@@ -437,7 +437,7 @@ def prepare_all(
         UnfitError, UsageError: this node alone is not fit for its ranks.
     """
 
-    def work(show: Show) -> dict[str, Any]:
+    def work(show: Show) -> PreparedInputs:
         with storage_tried(
             loaded.config,
             claimed.run,
@@ -467,7 +467,7 @@ def plan_start(
     *,
     run: RunDir,
     decision: StartDecision,
-    prepared: dict[str, Any],
+    prepared: PreparedInputs,
     show: Show,
     layout: Layout,
     rehearse: bool = False,

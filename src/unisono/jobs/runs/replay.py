@@ -32,13 +32,15 @@ from unisono.guard.supervise.child_process import Programs, interface_name
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import LocalRanks
 from unisono.guard.supervise.rank_supervisor import Attempt, run_attempt
-from unisono.guard.supervise.task_process import refusal, run_task
+from unisono.guard.supervise.task_process import refusal
+from unisono.jobs.runs.planning import PreparedInputs, run_prepare
 from unisono.jobs.runs.rank_environment import rank_environments
 from unisono.jobs.runs.run_records import ending_of, write_decision
 from unisono.jobs.runs.train_request import refuse_code
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.plan import ResumePoint, RunPlan
+from unisono.trainer.plan.task_requests import PrepareRequest
 
 COMPARED = ("loss", "grad_norm")
 _ROUNDING = 1e-2  # relative; the effect of a different order of summation on a loss within a few steps stays far below
@@ -245,12 +247,8 @@ class Replay:
         """
         _refuse_other_ranks(plan, checkpoint)
         environment = read_environment()
-        body = {
-            "config": plan.config.model_dump(mode="json", by_alias=True),
-            "cache_dir": str(environment.cache_dir),
-            "output_dir": None,
-        }
-        prepared = run_task("prepare", body, on_message=self.show, programs=self.programs)
+        task = PrepareRequest(plan.config, environment.cache_dir)
+        prepared = run_prepare(task, show=self.show, programs=self.programs)
         _refuse_changed(plan, prepared)
         machine = read_machine(self.probes.devices)
         try:
@@ -267,8 +265,8 @@ class Replay:
         layout = lay_out(
             [NodeOffer(0, machine.host, "127.0.0.1", devices, "the run's plan", plan.threads, "")]
         )
-        data = plan.data.model_copy(update={"cache_dir": prepared["data"]["cache_dir"], "eval": None})
-        model = plan.model.model_copy(update={"directory": prepared["model"]["directory"]})
+        data = plan.data.model_copy(update={"cache_dir": prepared.data.cache_dir, "eval": None})
+        model = plan.model.model_copy(update={"directory": prepared.model.directory})
         config = plan.config.model_copy(update={"output_dir": str(scratch.root), "track": []})
         return plan.model_copy(
             update={
@@ -422,15 +420,14 @@ def _refuse_other_ranks(plan: RunPlan, checkpoint: IntactCheckpoint) -> None:
     )
 
 
-def _refuse_changed(plan: RunPlan, prepared: Mapping[str, Any]) -> None:
+def _refuse_changed(plan: RunPlan, prepared: PreparedInputs) -> None:
     """Different rows or a different model give different losses, which would prove nothing about
     the checkpoint.
     """
-    for name, digest, key in (
-        ("data", plan.data.digest, "data.train"),
-        ("model", plan.model.digest, "model.path"),
+    for name, digest, now, key in (
+        ("data", plan.data.digest, prepared.data.digest, "data.train"),
+        ("model", plan.model.digest, prepared.model.digest, "model.path"),
     ):
-        now = prepared[name]["digest"]
         if now != digest:
             raise UsageError.of(
                 f"the {name} {'are' if name == 'data' else 'is'} not what the run was made with",

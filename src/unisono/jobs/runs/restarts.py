@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed
@@ -25,7 +24,7 @@ from unisono.guard.supervise.rank_supervisor import Attempt
 from unisono.jobs.remote_checkpoint.verification import still_due
 from unisono.jobs.runs.head_nodes import HeadNodes
 from unisono.jobs.runs.node_report import checkpoint_identity, look_again, refuse_old_ranks
-from unisono.jobs.runs.planning import LocalNode, make_plan, offer_of, refusal_alone
+from unisono.jobs.runs.planning import LocalNode, PreparedInputs, make_plan, offer_of, refusal_alone
 from unisono.jobs.runs.preparation import find_resume_point, with_changes
 from unisono.jobs.runs.run_records import AgreementReports
 from unisono.jobs.runs.start_decision import StartDecision
@@ -90,7 +89,7 @@ class Restarts:
     loaded: LoadedConfig
     local_node: LocalNode
     run: RunDir
-    prepared: dict[str, Any]
+    prepared: PreparedInputs
     others: HeadNodes | None
     table: AgreementReports
     show: Show

@@ -63,8 +63,15 @@ class SamplingParams:
 # ---- rows
 
 
+class PreparedRun(TypedDict):
+    """A DataSummary, and ModelFacts, as JSON."""
+
+    data: Mapping[str, object]
+    model: Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True)
-class PrepareRequest:
+class PrepareRequest(TaskRequest[PreparedRun]):
     """The data and the model of a run are to be prepared.
 
     Attributes:
@@ -72,17 +79,11 @@ class PrepareRequest:
         limit_rows: rows to read of each source, for a rehearsal.
     """
 
+    task: ClassVar = "prepare"
     config: RunConfig
     cache_dir: Path
     output_dir: str | None = None
     limit_rows: int | None = None
-
-
-class PreparedRun(TypedDict):
-    """A DataSummary, and ModelFacts, as JSON."""
-
-    data: Mapping[str, object]
-    model: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)

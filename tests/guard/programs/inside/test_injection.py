@@ -18,7 +18,6 @@ from unisono.guard.integrations.border import VARIABLE, Guard
 from unisono.guard.integrations.inside import PATH, injected, why_unguardable
 
 Start = Callable[..., Played]
-_LIMIT_MS = 5.0
 _TRIES = 12
 
 
@@ -64,16 +63,22 @@ def test_error_in_an_existing_sitecustomize_is_reported_as_without_us(
     assert "theirs is wrong" in with_us.stderr
 
 
-def test_a_python_that_loads_no_torch_pays_less_than_five_milliseconds(environment: dict[str, str]) -> None:
-    """Of a processor, the cheapest of some starts: what else the machine does is not what it
-    costs.
+def test_a_python_that_loads_no_torch_pays_less_than_for_an_argparse(environment: dict[str, str]) -> None:
+    """The cheapest of some starts, beside the import of a module of the standard library: what else
+    the machine does, and how fast it is, is not what the guard costs.
     """
     timed = (
-        "import sys, time; sys.path.insert(1, sys.argv[1]); t = time.process_time(); import sitecustomize;"
+        "import sys, time; sys.path.insert(1, sys.argv[1]); t = time.process_time(); import {};"
         " print(time.process_time() - t)"
     )
-    costs = [float(python(environment, "-S", "-c", timed, str(PATH)).stdout) * 1000 for _ in range(_TRIES)]
-    assert min(costs) < _LIMIT_MS, costs
+    guard, other = (
+        min(
+            float(python(environment, "-S", "-c", timed.format(module), str(PATH)).stdout)
+            for _ in range(_TRIES)
+        )
+        for module in ("sitecustomize", "argparse")
+    )
+    assert guard < other, f"{guard * 1000:.1f} ms, argparse {other * 1000:.1f} ms"
     show = "import sys; print(*sorted(sys.modules))"
     loaded, alone = (set(python(env, "-c", show).stdout.split()) for env in (environment, {**os.environ}))
     assert not {name for name in loaded - alone if name.startswith(("unisono", "json", "typing", "torch"))}
