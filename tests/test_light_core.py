@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PROGRAMS = REPOSITORY / "tests" / "run" / "programs"
+PROGRAMS = REPOSITORY / "tests/guard/programs/programs"
 OTHER_TRAINER = ("torch==2.13.0", "transformers==4.57.*", "peft", "accelerate", "datasets")
 TRAINER_FIX = "  fix:   pip install 'unisono[train]'\n"
 

@@ -3,7 +3,6 @@
 Run: pytest tests/docs
 """
 
-import inspect
 import json
 import re
 import sys
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import readme_pictures
 from page_checks import unknown_commands, unknown_keys
 from tests import front_server
 from unisono.base.causes.verdict import EXIT_CODES
-from unisono.base.errors import ConfigError
-from unisono.front.cli.terminal import first_screen
+from unisono.base.locale import chinese
 from unisono.jobs.runs.config_file import load_config
 from unisono.trainer.config import build_config
 from unisono.trainer.config.yaml_file import parse_yaml
@@ -90,7 +89,8 @@ def test_every_page_is_linked_from_the_index() -> None:
 
 
 def test_the_exit_codes_are_those_of_the_code() -> None:
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", README, re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
     assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
 
 
@@ -101,16 +101,42 @@ def test_the_tree_is_there() -> None:
         assert (ROOT / line.split()[0]).is_dir(), line
 
 
-def test_the_two_commands_are_targets_of_make() -> None:
+def test_the_commands_of_make_are_its_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", "\n".join(blocks(README, "")), re.MULTILINE):
+    targets = re.findall(r"`make (\w+)`", README)
+    assert targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-def test_the_first_config_has_five_lines_and_loads(tmp_path: Path) -> None:
+def test_it_is_read_in_a_minute() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(README.split()) <= 900
+
+
+def test_both_languages_link_each_other() -> None:
+    chinese = ROOT / "README.zh.md"
+    assert (chinese, "") in links(ROOT / "README.md")
+    assert (ROOT / "README.md", "") in links(chinese)
+
+
+def test_the_first_config_is_short_and_loads(tmp_path: Path) -> None:
     path = first_config(tmp_path)
     assert len(path.read_text().splitlines()) == 5
     assert load_config(path).config.model.path == "builtin:tiny"
+
+
+def test_the_pictures_show_the_recorded_run_and_the_results() -> None:
+    for name, svg in readme_pictures.drawn().items():
+        assert (readme_pictures.PICTURES / name).read_text() == svg, "run scripts/readme_pictures.py"
+
+
+def test_the_recorded_run_says_the_same_in_both_languages() -> None:
+    """Its fixes are those of the program today."""
+    record = json.loads(readme_pictures.RECORD.read_text())
+    fixes = [line for line in record["en"] if line.startswith("FIX")]
+    assert fixes
+    assert [chinese()(line) for line in fixes] == [line for line in record["zh"] if line.startswith("解决")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -123,23 +149,6 @@ def test_every_command_that_is_shown_exists(page: Path) -> None:
 def test_every_key_that_is_shown_exists(page: Path) -> None:
     """`section.key` in backquotes or as an override."""
     assert list(unknown_keys(page.read_text())) == []
-
-
-def test_the_refusal_that_is_shown_is_what_is_reported() -> None:
-    bad = "model: m\ndata:\n  train: rows.jsonl\n  max_lenght: 512\noptim: {lr: fast}\noutput_dir: o\n"
-    raw, lines = parse_yaml(bad, name="bad.yaml")
-    with pytest.raises(ConfigError) as caught:
-        build_config(raw, lines=lines, name="bad.yaml")
-    (shown,) = [body for body in blocks(README, "text") if body.startswith("error:")]
-    assert shown.splitlines() == caught.value.lines()
-
-
-def test_the_run_that_is_shown_has_the_lines_of_the_first_screen() -> None:
-    (shown,) = [body for body in blocks(README, "text") if body.startswith("device")]
-    labels = re.findall(r"^([a-z]+) {2,}\S", shown.partition("evaluation at")[0], re.MULTILINE)
-    source = inspect.getsource(first_screen)
-    assert len(labels) == 9
-    assert all(f'("{label}", ' in source for label in labels)
 
 
 def test_yaml_that_is_shown_is_yaml() -> None:
