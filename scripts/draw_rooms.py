@@ -1,8 +1,9 @@
 """Writes the picture and the table of rooms in docs/explanation/architecture.md from
-pyproject.toml, the imports and the docstrings of the rooms.
+pyproject.toml, the imports and the docstrings of the rooms; the Chinese page gets the picture, its
+table is translated by hand.
 
-    python scripts/draw_rooms.py            writes the page
-    python scripts/draw_rooms.py --check    exit 1 if it is not up to date; a test runs this
+    python scripts/draw_rooms.py            writes the pages
+    python scripts/draw_rooms.py --check    exit 1 if one is not up to date; a test runs this
 
 An arrow means "imports". Arrows that follow from others are omitted (transitive reduction), so a
 room also reaches what its arrows reach.
@@ -22,39 +23,55 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure_house import Module, imports_between, read_modules
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+PARTS = {
+    ROOT / "docs" / "explanation" / "architecture.md": ("picture", "rooms"),
+    ROOT / "docs" / "zh" / "explanation" / "architecture.md": ("picture",),
+}
+"""The pages, and what is made in each."""
 WINGS = ("front", "jobs", "trainer", "guard", "base")
 """The wings, the highest first; each has a contract of its name in pyproject.toml."""
 
 
 def main() -> int:
-    """Writes the page, or with --check compares it."""
+    """Writes the pages, or with --check compares them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="only compare")
     gc.disable()  # syntax trees of 300 files, all of which stay: the collector would take two thirds of the time
-    old = PAGE.read_text(encoding="utf-8")
-    new = filled(old)
-    if parser.parse_args().check:
-        if old != new:
-            print(f"{PAGE} is not up to date: run python scripts/draw_rooms.py", file=sys.stderr)
-        return int(old != new)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    only_compares = parser.parse_args().check
+    bodies = make_parts()
+    code = 0
+    for page, names in PARTS.items():
+        old = page.read_text(encoding="utf-8")
+        new = filled(old, {name: bodies[name] for name in names})
+        if only_compares and old != new:
+            print(f"{page} is not up to date: run python scripts/draw_rooms.py", file=sys.stderr)
+            code = 1
+        elif not only_compares:
+            page.write_text(new, encoding="utf-8")
+    return code
 
 
-def filled(page: str) -> str:
-    """The page with both parts made again."""
+def make_parts() -> dict[str, list[str]]:
+    """The lines of the picture and of the table."""
     modules = read_modules()
     wings = read_wings()
-    parts = {
+    return {
         "picture": picture(wings, reduced(room_imports(modules))),
         "rooms": table(wings, modules),
     }
+
+
+def filled(page: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """A page with these parts made again.
+
+    Raises:
+        ValueError: the page has no place for one.
+    """
     for name, lines in parts.items():
         begin, end = f"<!-- {name}: made by scripts/draw_rooms.py -->", f"<!-- end of {name} -->"
         pattern = re.compile(re.escape(begin) + r".*?" + re.escape(end), re.DOTALL)
         if not pattern.search(page):
-            raise ValueError(f"{PAGE} has no part {begin} … {end}")
+            raise ValueError(f"there is no part {begin} … {end}")
         body = "\n".join([begin, "", *lines, "", end])
         page = pattern.sub(lambda _, body=body: body, page)  # type: ignore[misc]
     return page

@@ -361,11 +361,11 @@ def files_page() -> list[str]:
     rows = []
     for name, member in vars(RunDir).items():
         if isinstance(member, property):
-            rows.append([f"`{getattr(run, name).relative_to('OUT')}`", plain_doc(member)])
-    rows.append([f"`{run.events(0).relative_to('OUT')}`", plain_doc(RunDir.events)])
-    rows.append([f"`{run.timeline(0).relative_to('OUT')}`", plain_doc(RunDir.timeline)])
-    rows.append([f"`{run.log('HOST', 0).relative_to('OUT')}`", plain_doc(RunDir.log)])
-    rows.append([f"`{run.checkpoint(100).relative_to('OUT')}/`", plain_doc(RunDir.checkpoint)])
+            rows.append([f"`{getattr(run, name).relative_to('OUT')}`", doc_paragraph(member)])
+    rows.append([f"`{run.events(0).relative_to('OUT')}`", doc_paragraph(RunDir.events)])
+    rows.append([f"`{run.timeline(0).relative_to('OUT')}`", doc_paragraph(RunDir.timeline)])
+    rows.append([f"`{run.log('HOST', 0).relative_to('OUT')}`", doc_paragraph(RunDir.log)])
+    rows.append([f"`{run.checkpoint(100).relative_to('OUT')}/`", doc_paragraph(RunDir.checkpoint)])
     return [
         "# Files of a run", "",
         "All files of a run are below its `output_dir`. JSON files have `\"schema\": 1`, and are written atomically.", "",
@@ -376,6 +376,11 @@ def files_page() -> list[str]:
 def plain_doc(thing: Any) -> str:
     """The first line of a docstring."""
     return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def doc_paragraph(thing: Any) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
