@@ -27,6 +27,7 @@ STEPS: list[tuple[str, set[int]]] = [
     ("data preview train.yaml", {0}),
     ("train train.yaml --dry-run", {0}),
     ("train train.yaml --rehearse", {0}),
+    ("--version", {0}),
     ("doctor", {0, 6}),  # 6: of this machine
     ("doctor train.yaml", {0, 6}),
     ("doctor train.yaml --strict", {0, 6}),
