@@ -5,12 +5,13 @@ Used by scripts/make_reference.py.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from babel.messages.pofile import read_po
 
+from page_parts import Translate
 from unisono.base.causes import CATALOGUE
 from unisono.base.causes.entries import Signature, Signs, read_entry
 from unisono.base.causes.signatures import find_signature
@@ -63,7 +64,6 @@ SYMPTOMS = (
 _LABEL = re.compile(r"^(- (?:\[.*?\]\(.*?\)|`[^`]+`|\*\*.*?\*\*)): ")
 """What a list item is about: Chinese has its own colon behind it."""
 
-Translate = Callable[[str], str]
 CHINESE = ROOT / "src" / "unisono" / "base" / "locale" / "zh" / "LC_MESSAGES" / "unisono.po"
 
 

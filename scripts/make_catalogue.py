@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cause_pages import cause_pages
+from translated_pages import translated_pages
 from unisono.base.causes import CATALOGUE as CATALOGUE_OF_CAUSES
 from unisono.base.causes import Cause
 from unisono.base.causes.variables import ADVICE, VALUES, VARIABLES
@@ -74,8 +75,8 @@ COMPLETE = {
     "runs": ("front/cli/board.py", "guard/rundir/records.py"),
     "doctor": ("front/checks/", "front/cli/doctor.py"),
 }  # fmt: skip
-"""What must be complete in Chinese: the files, or folders, of each. To it belong labels and the
-pages of causes, the help of each command, and in any file the arguments of COMPLETE_CALLS. Any
+"""What must be complete in Chinese: the files, or folders, of each. To it belong labels, the
+pages of causes and of the reference, the help of each command, and in any file the arguments of COMPLETE_CALLS. Any
 other text may stay English.
 """
 COMPLETE_CALLS = ("Verdict", "Evidence", "phase")
@@ -388,6 +389,8 @@ def catalogue_texts() -> dict[str, Text]:
         return str(text)
 
     cause_pages(collect, "zh")
+    of_causes = set(pages)
+    translated_pages(collect, "zh")
     texts = {text: Text("labels, and words of other programs") for text in (*LABELS, *WORDS)}
     by_shape: dict[str, Text] = {}
     for path, templates in texts_of_source().items():
@@ -398,7 +401,8 @@ def catalogue_texts() -> dict[str, Text]:
             else:
                 by_shape[shape] = texts.setdefault(text, Text(path, is_complete))
     for text in pages:
-        texts.setdefault(text, Text("pages of causes")).is_complete = True
+        origin = "pages of causes" if text in of_causes else "reference pages"
+        texts.setdefault(text, Text(origin)).is_complete = True
     return texts
 
 

@@ -3,8 +3,10 @@ devices, from the code that makes plans.
 """
 
 import inspect
+import re
 from typing import Any
 
+from page_parts import Translate, heading, table, word
 from unisono.trainer.model.directory import facts_of_shape
 from unisono.trainer.plan import MemoryEstimate, ModelFacts, estimate_memory
 from unisono.trainer.plan.memory import packed_bytes
@@ -28,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # fmt: on
 """Shapes of published models: Qwen3, and Llama 3.1 of 8 B and 70 B."""
 WAYS = ("full", "full, compact", "LoRA", "QLoRA")
+_WAYS_ZH = dict(zip(WAYS, ("全参数", "全参数，紧凑", "LoRA", "QLoRA"), strict=True))
 
 
 def estimate(shape: str, way: str, *, devices: int) -> MemoryEstimate:
@@ -55,43 +58,53 @@ def facts(shape: str, way: str) -> ModelFacts:
     return found.model_copy(update=quantized)
 
 
-def memory_page() -> list[str]:
+def memory_page(t: Translate, language: str) -> list[str]:
     """The page, line by line."""
     formula, _, _ = (inspect.getdoc(estimate_memory) or "").partition("\nArgs:")
-    packed = packed_bytes(facts("8 B", "QLoRA"))
+    packed = f"{packed_bytes(facts('8 B', 'QLoRA')):.4f}"
     return [
-        "# Memory", "",
-        "How `unisono train` and `--dry-run` estimate the memory of a rank before anything starts. The trial of the largest batch before step 1"
-        " measures it.", "",
-        "## The formula", "",
-        formula.strip(), "",
-        f"`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed:.4f} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
-        " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size.", "",
-        "## Which device for which model", "",
-        f"GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {SHARE:.0%}. One row of {TOKENS:,}"
-        f" tokens at once, gradient checkpointing, bfloat16; LoRA with rank {RANK} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."
-        " Eight devices: fsdp. With the fast layers.", "",
-        *_table(), "",
-        "No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"
-        " 1 B parameters (16 × 1,024 tokens at once), and 32.2 where 32.2 are at 8 B (4 × 1,024). The estimate of these activations was made afterwards, from what"
-        " the code keeps, and not from these two figures. Full fine-tuning was not measured on a GPU.", "",
-        "Below 1 B parameters a GPU's steps are CUDA graphs if their memory, that of a step once more, is free"
-        " ([decision 33](../decisions/0033-cuda-graphs.md)). The estimate does not count it: without that memory a run trains as well, only slower.", "",
-        "The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the weights are those of an MLP with"
-        " SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
-        " that it cannot use them after all (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices nevertheless;"
-        " if not, the run ends before step 1, and the message names the reason and the settings that save memory.", "",
-        "To see the estimate for a model without its weights: `unisono train CONFIG --dry-run model.weights=random`.",
+        f"# {t('Memory estimate')}", "",
+        t("How `unisono train` and `--dry-run` estimate the memory of a rank before anything starts. The trial of the largest batch before step 1"
+          " measures it."),
+        *heading("The formula", language),
+        *_formula(formula, t), "",
+        t("`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
+          " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size.").format(packed=packed),
+        *heading("Which device for which model", language),
+        t("GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {share}. One row of {tokens}"
+          " tokens at once, gradient checkpointing, bfloat16; LoRA with rank {rank} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."
+          " Eight devices: fsdp. With the fast layers.").format(share=f"{SHARE:.0%}", tokens=f"{TOKENS:,}", rank=RANK), "",
+        *_table(language), "",
+        t("No row of this table was measured on a GPU. On one H100, LoRA without gradient checkpointing took 18.6 GB where 19.8 are estimated at"
+          " 1 B parameters (16 × 1,024 tokens at once), and 32.2 where 32.2 are at 8 B (4 × 1,024). The estimate of these activations was made afterwards, from what"
+          " the code keeps, and not from these two figures. Full fine-tuning was not measured on a GPU."), "",
+        t("Below 1 B parameters a GPU's steps are CUDA graphs if their memory, that of a step once more, is free"
+          " ([decision 33]({decision})). The estimate does not count it: without that memory a run trains as well, only slower.").format(decision=f"{'../' if language == 'zh' else ''}../decisions/0033-cuda-graphs.md"), "",
+        t("The plan counts on the fast layers if every rank has an NVIDIA GPU, Triton, a C compiler and Python's headers, the weights are those of an MLP with"
+          " SwiGLU without bias, and the adapter is plain: no DoRA, no dropout, no `modules_to_save`. If nodes differ, it counts without them. Where a rank finds"
+          " that it cannot use them after all (the `ready` event has the reason), the trial of the largest batch shows whether memory suffices nevertheless;"
+          " if not, the run ends before step 1, and the message names the reason and the settings that save memory."), "",
+        t("To see the estimate for a model without its weights: `unisono train CONFIG --dry-run model.weights=random`."),
     ]  # fmt: skip
 
 
-def _table() -> list[str]:
-    head = ["model", *(f"{way}, {n}" for n in (1, 8) for way in WAYS)]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+def _formula(text: str, t: Translate) -> list[str]:
+    """The docstring of the estimate: a line and a list, each item as one text."""
+    first, *items = re.split(r"\n- ", text.strip())
+    return [t(first.strip()), "", *(f"- {t(' '.join(item.split()))}" for item in items)]
+
+
+def _table(language: str) -> list[str]:
+    """A line for each model."""
+    head = [
+        "model",
+        *(f"{_WAYS_ZH[way]}，{n} 卡" if language == "zh" else f"{way}, {n}" for n in (1, 8) for way in WAYS),
+    ]
+    rows = []
     for shape in SHAPES:
         cells = [_cell(estimate(shape, way, devices=n).total) for n in (1, 8) for way in WAYS]
-        lines.append(f"| {' | '.join([shape, *cells])} |")
-    return lines
+        rows.append([shape, *(cell.replace("none", word("none", language)) for cell in cells)])
+    return table(head, rows, language)
 
 
 def _cell(size: int) -> str:

@@ -44,9 +44,12 @@ def unknown_commands(text: str) -> Iterator[str]:
         if f"## {name}\n" not in reference:
             yield f"unisono {line}"
             continue
-        section = reference.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        section, common = (
+            reference.partition(f"## {title}\n")[2].partition("\n## ")[0]
+            for title in (name, "Options of all commands")
+        )
         for option in re.findall(r"(?<!\S)--[a-z-]+", line):
-            if option not in section and option not in ("--json", "--quiet", "--debug"):
+            if option not in section and option not in common:
                 yield f"{option} of {name}"
 
 

@@ -440,7 +440,7 @@ class DataSection(Section):
             " error"
         ),
     )
-    packing: bool = Field(default=True, description="rows share a sequence, never attention")
+    packing: bool = Field(default=True, description="pack rows into one sequence; none attends to another")
     loss_on: Literal["answers", "last-answer", "all"] = Field(
         default="answers", description="tokens that count in the loss; with `objective: pretrain` always all"
     )
