@@ -61,6 +61,65 @@ SYMPTOMS = (
     "training in docker, bus error or shared memory",
 )
 """Symptoms of the index, ranked as `unisono explain --symptom` ranks them."""
+KINDS = {
+    "Memory": ("cuda_oom", "host_oom_killed", "shm_too_small"),
+    "Hangs": (
+        "rank_stalled", "rank_stopped", "gil_held", "user_code_stuck", "io_blocked", "data_starved", "waits_for_input", "unequal_steps",
+        "collective_mismatch", "device_unbound_barrier", "straggler",
+    ),
+    "Crashes": (
+        "rank_killed", "rank_died_first", "preempted_sigterm", "user_code_error", "unused_parameters_ddp", "process_group_destroyed_twice",
+        "teardown_crash", "single_device_nccl", "ray_worker_died",
+    ),
+    "Network": (
+        "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure", "hostname_loopback",
+        "nccl_socket_iface", "ib_unreachable", "mtu_blackhole", "hub_unreachable",
+    ),
+    "Start of nodes": (
+        "node_missing", "node_refused", "node_duplicate", "token_rejected", "nproc_mismatch", "world_mismatch", "stale_process", "clock_skew",
+        "ray_resources_unsatisfiable",
+    ),
+    "GPUs and drivers": (
+        "gpu_fell_off", "ecc_error", "p2p_blocked", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build", "bnb_no_gpu",
+        "invalid_device_ordinal", "duplicate_gpu", "device_mismatch",
+    ),
+    "Packages and environment": (
+        "missing_dependency", "flash_attn_missing", "version_mismatch", "version_known_bad", "env_mismatch", "env_suspicious", "code_mismatch",
+        "ulimit",
+    ),
+    "Config, data and model": (
+        "config_mismatch", "plan_mismatch", "data_mismatch", "split_mismatch", "dataset_cache_race", "tokenizer_files_mismatch",
+        "tokenizer_mismatch", "weights_mismatch", "model_path_missing", "gated_model", "nan_loss", "replicas_diverged",
+    ),
+    "Storage and checkpoints": (
+        "disk_full", "storage_not_shared", "storage_unfit", "output_removed", "corrupt_checkpoint", "checkpoint_mismatch",
+        "checkpoint_not_shared", "resume_mismatch",
+    ),
+    "No cause": ("healthy", "undetermined"),
+}  # fmt: skip
+"""The causes by kind, for the navigation and the index."""
+_FOR_ANY_PROGRAM = {
+    "cuda_oom": (
+        "Lower the batch size per device and raise gradient accumulation by the same factor: the global batch stays the same.",
+        "Turn on gradient checkpointing: activations are recomputed instead of stored.",
+        "Train an adapter (LoRA or QLoRA) instead of all weights, or lower its rank.",
+        "Shorten the sequences, if the longest examples need not stay complete.",
+        "Distribute weights and optimizer state over several GPUs: FSDP or ZeRO-3.",
+    ),
+    "host_oom_killed": (
+        "Request more memory, or raise the container's limit.",
+        "Run fewer data workers and other processes on the node.",
+        "Stream large datasets instead of loading them into memory.",
+    ),
+    "disk_full": (
+        "Free space: `df -h PATH`, `df -i PATH`, `du -xh --max-depth=1 PATH | sort -h`.",
+        "Keep fewer checkpoints, or write them to a larger disk.",
+        "Move the hub's cache: HF_HOME=/larger/disk.",
+    ),
+}  # fmt: skip
+"""The fix for any program, most helpful first, where the first remedies in the catalogue name keys of
+unisono: a page is read by users of other programs, too.
+"""
 _LABEL = re.compile(r"^(- (?:\[.*?\]\(.*?\)|`[^`]+`|\*\*.*?\*\*)): ")
 """What a list item is about: Chinese has its own colon behind it."""
 
@@ -116,14 +175,15 @@ def _index(t: Translate, language: str) -> list[str]:
     lines += [
         "",
         f"## {t('All causes')}",
-        "",
-        f"| {t('cause')} | {t('in one line')} | {t('exit code')} |",
-        "|---|---|---|",
     ]
-    return lines + [
-        f"| {_link(cause.id, 'causes/')} | {t(cause.title)} | {cause.exit_code} |"
-        for cause in CATALOGUE.values()
-    ]
+    for kind, names in KINDS.items():
+        lines += ["", f"### {t(kind)}", "", f"| {t('cause')} | {t('in one line')} | {t('exit code')} |"]
+        lines += ["|---|---|---|"]
+        lines += [
+            f"| {_link(cause.id, 'causes/')} | {t(cause.title)} | {cause.exit_code} |"
+            for cause in (CATALOGUE[name] for name in names)
+        ]
+    return lines
 
 
 def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
@@ -133,36 +193,36 @@ def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
     yield from (f"- {t(sign)}" for sign in cause.telltales)
     entry = read_entry(cause.id)
     if own := entry.signatures:
-        yield from ("", t("Lines in logs that indicate it:"), "", *_examples(own))
-        if hints := _hints(own):
-            yield from ("", t("Also recognized:"), "", *(f"- `{hint}`" for hint in hints))
+        yield from ("", t("Typical log lines:"), "", *_examples(own))
     if seen := [one for name in entry.seen_with if (one := find_signature(name))]:
-        yield from ("", t("Lines that are seen with it, and with other causes, too:"), "", *_examples(seen))
+        yield from ("", t("Log lines that other causes produce, too:"), "", *_examples(seen))
     signs = entry.signs or Signs()
     if checks := [line.replace("{devices}", "0,1,2,3") for line in signs.check]:
         yield from ("", f"## {t('How to check')}", "", *(f"- {_check(t(line))}" for line in checks))
     yield from ("", f"## {t('Fix')}", "")
     general = [line for line in cause.remedy if not isinstance(line, OwnRunOnly)]
-    yield from (f"{number}. {t(line)}" for number, line in enumerate(general, 1))
+    first = _FOR_ANY_PROGRAM.get(cause.id, general)
+    yield from (f"{number}. {t(line)}" for number, line in enumerate(first, 1))
     yield from ("", f"### {t('With unisono')}", "")
     ours = [signs.here] if signs.here else []
-    ours += [line for line in cause.remedy if isinstance(line, OwnRunOnly)]
+    ours += [line for line in cause.remedy if line not in first]
     yield from (f"- {_sentence(t(line))}" for line in ours)
     if "after" in cause.when:
         yield f"- {t('`unisono diagnose LOGS` recognizes it in the logs of any program.')}"
     for fault in [drill.fault for drill in DRILLS if drill.want[:1] == (cause.id,)]:
-        text = t("{command} causes it in a tiny run, and shows what is reported.")
+        text = t("{command} reproduces it in a small run and shows the report.")
         yield f"- {text.format(command=f'`unisono drill {fault}`')}"
-    if programs := list(_in_programs(cause, general, t)):
+    if programs := list(_in_programs(cause, [*first, *cause.remedy], t)):
         yield from ("", f"### {t('In other programs')}", "", *programs)
     yield from _related(cause, t)
-    retry = t("A retry can help.") if cause.retry_helps else t("A retry does not help by itself.")
-    times = {"before": t("before a run"), "during": t("during a run"), "after": t("after a run")}
-    when = [times[one] for one in cause.when]
+    retry = t("Retrying can help.") if cause.retry_helps else t("Retrying alone does not help.")
     if language == "zh":
-        yield from ("", f"{t('Exit code')} {cause.exit_code}。{retry}{t('Found')}：{'、'.join(when)}。")
+        times = "、".join(t(f"{when} a run") for when in cause.when)
+        yield from ("", f"{t('Exit code')} {cause.exit_code}。{retry}{t('Detected {when}.').format(when=times)}")
     else:
-        yield from ("", f"{t('Exit code')} {cause.exit_code}. {retry} {t('Found')}: {', '.join(when)}.")
+        *others, last = cause.when
+        times = f"{', '.join(others)} and {last}" if others else last
+        yield from ("", f"{t('Exit code')} {cause.exit_code}. {retry} Detected {times} a run.")
 
 
 def _examples(signatures: Sequence[Signature]) -> Iterator[str]:
@@ -170,8 +230,13 @@ def _examples(signatures: Sequence[Signature]) -> Iterator[str]:
     yield from ("```text", *dict.fromkeys(" ".join(one.example.split()) for one in signatures), "```")
 
 
-def _hints(signatures: Sequence[Signature]) -> list[str]:
-    """Other strings that such lines contain; one word alone says too little."""
+def fragments(cause_id: str) -> list[str]:
+    """Other strings that lines of a cause contain, for the search alone: parts of patterns, which mean
+    little to a reader.
+
+    One word alone says too little.
+    """
+    signatures = read_entry(cause_id).signatures
     examples = " ".join(one.example for one in signatures)
     found = dict.fromkeys(
         hint.strip(" `") for one in signatures for hint in one.hints if hint not in examples
@@ -194,7 +259,7 @@ def _check(line: str) -> str:
     return f"`{command}`{rest}" if command.split()[0] in _COMMANDS or "=" in command.split()[0] else line
 
 
-def _in_programs(cause: Cause, general: list[str], t: Translate) -> Iterator[str]:
+def _in_programs(cause: Cause, general: Sequence[str], t: Translate) -> Iterator[str]:
     """What to set in other programs: the fixes of `diagnose` that are specific to them, without
     repeating one that holds for all.
     """

@@ -1,12 +1,16 @@
-"""What the site adds to MkDocs: places for generated pages, links that leave the pages, and errors
-for commands and keys that do not exist.
+"""What the site adds to MkDocs: places for generated pages, links that leave the pages, a switch of
+language that stays on the page, words for the search, and errors for commands, keys and pictures
+that do not exist.
 
 Used by mkdocs.yml and mkdocs.zh.yml (`make docs`).
 """
 
+import html
+import json
 import logging
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +18,28 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-from page_checks import BLOCK, DOCS, ROOT, unknown_commands, unknown_keys
+from cause_pages import KINDS, Chinese, fragments
+from page_checks import BLOCK, CHINESE, DOCS, ROOT, unknown_commands, unknown_keys
 
+WORDS = ROOT / "scripts" / "search_words.toml"
 QUERY = ROOT / "docs-theme" / "search-query.js"
 log = logging.getLogger("mkdocs.hooks.site")  # a warning fails the build, since it is strict
-_LINK = re.compile(r'\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
+_LINK = re.compile(r'!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?(?: "([^"]*)")?\)')
 _LIST = re.compile(r"^((?!(?:[-*]|\d+\.) |[|>#\s]).+)\n(?=(?:-|1\.) )", re.MULTILINE)
 """A paragraph that a list follows without an empty line."""
 _GENERATED = {"decisions/README.md": "decisions", "reference/causes.md": "reference/causes"}
 """Pages that are followed in the navigation by all others of a folder."""
-WEIGHTS = {"reference/causes/": 2, "decisions/": 0.3, "reference/variables": 0.6}
-"""How much pages count in the search: whoever pastes a line looks for its cause."""
+WEIGHTS = {
+    "decisions/": 0.3, "README": 0.5, "explanation/architecture": 0.5, "reference/tried": 0.5, "reference/variables": 0.6,
+    "reference/llamafactory": 0.6, "reference/sd-scripts": 0.6, "how-to/from-": 0.6, "how-to/run/": 0.7, "reference/glossary": 0.8,
+}  # fmt: skip
+"""How much pages count in the search, others 1: these name everything without being about it. What
+pages of causes count depends on the query: docs-theme/search-query.js.
+"""
 SECTIONS = {
-    "Learn": "入门", "Do": "操作指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Use the result": "使用结果", "Many machines": "多机多卡",
+    "Tutorials": "教程", "Guides": "指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Use the result": "使用结果", "Many machines": "多机多卡",
     "Check": "检查与诊断", "Watch an existing script": "监控现有脚本", "Come from another tool": "从其他工具迁移",
-    "Causes": "故障原因", "Look up": "参考", "Understand": "原理", "Decisions": "设计决策",
+    "Causes": "故障原因", "Reference": "参考", "Concepts": "原理", "Decisions": "设计决策",
 }  # fmt: skip
 """The navigation's sections in Chinese."""
 
@@ -54,10 +65,23 @@ def _places(entries: list[Any], folder: Path, *, chinese: bool) -> list[Any]:
         if (folder / entry).exists() or not chinese:
             places.append(entry)
         if entry in _GENERATED:
-            pages = sorted((folder / _GENERATED[entry]).glob("*.md"))
-            names = [name for page in pages if (name := page.relative_to(folder).as_posix()) != entry]
-            places += [{Path(name).stem: name} for name in names] if "causes" in entry else names
+            places += _causes(chinese=chinese) if "causes" in entry else _others(folder, entry)
     return places
+
+
+def _others(folder: Path, entry: str) -> list[Any]:
+    """All other pages of the folder of a generated page."""
+    pages = sorted((folder / _GENERATED[entry]).glob("*.md"))
+    return [name for page in pages if (name := page.relative_to(folder).as_posix()) != entry]
+
+
+def _causes(*, chinese: bool) -> list[Any]:
+    """The pages of causes, by kind."""
+    translate = Chinese() if chinese else str
+    return [
+        {translate(kind): [{cause: f"reference/causes/{cause}.md"} for cause in causes]}
+        for kind, causes in KINDS.items()
+    ]
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -65,6 +89,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     where = page.file.src_uri
     weights = [weight for folder, weight in WEIGHTS.items() if where.startswith(folder)]
     page.meta.setdefault("search", {}).setdefault("boost", weights[0] if weights else 1)
+    page.meta["twins"] = _twins(where, chinese=Path(config.docs_dir) != DOCS)
+    if where == "README.md":
+        page.meta["hide"] = ["navigation", "toc"]
     for name in unknown_commands(markdown):
         log.warning("%s shows a command that does not exist: %s", where, name)
     for name in unknown_keys(markdown):
@@ -77,6 +104,28 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         parts += [_relink(markdown[end : block.start()], source, Path(config.docs_dir)), shown]
         end = block.end()
     return "".join([*parts, _relink(markdown[end:], source, Path(config.docs_dir))])
+
+
+def _twins(where: str, *, chinese: bool) -> dict[str, str]:
+    """The addresses of a page in both languages, as seen from it; the home of the language that does
+    not have it.
+    """
+    here, folders = (CHINESE if chinese else DOCS) / where, {"en": DOCS, "zh": CHINESE}
+    pages = {
+        language: folder / (where if (folder / where).exists() else "README.md")
+        for language, folder in folders.items()
+    }
+    return {language: _address(page, here) for language, page in pages.items()}
+
+
+def _address(page: Path, source: Path) -> str:
+    """How a page of the site links to another, perhaps of the other language.
+
+    docs/zh/x.md becomes zh/x.html, docs/x.md becomes x.html: the paths between them are those between
+    the files.
+    """
+    address = Path(os.path.relpath(page, source.parent)).with_suffix(".html")
+    return (address.with_name("index.html") if page.stem in ("README", "index") else address).as_posix()
 
 
 def _relink(text: str, source: Path, folder: Path) -> str:
@@ -95,12 +144,9 @@ def _relink(text: str, source: Path, folder: Path) -> str:
         if not path.exists():
             log.warning("%s links to %s, which does not exist", source, target)
         if path.is_relative_to(DOCS) and path.suffix == ".md":
-            # docs/zh/x.md becomes zh/x.html, docs/x.md becomes x.html: the paths between them are
-            # those between the files.
-            address = Path(os.path.relpath(path, source.parent)).with_suffix(".html")
-            if address.name == "README.html":
-                address = address.with_name("index.html")
-            return f'<a href="{address.as_posix()}{anchor}">{words}</a>'
+            return f'<a href="{_address(path, source)}{anchor}">{words}</a>'
+        if link[0].startswith("!"):
+            return f'<img alt="{html.escape(words)}" src="{os.path.relpath(path, source.parent)}">'
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("tests/"):
             return f'<abbr title="{name}{"::" if title else ""}{title}">{words}</abbr>'
@@ -109,10 +155,38 @@ def _relink(text: str, source: Path, folder: Path) -> str:
     return _LIST.sub(r"\1\n\n", _LINK.sub(replace, text))
 
 
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Names the dialog of the search, as screen readers need; the theme does not."""
+    unnamed = 'data-md-component="search" role="dialog"'
+    if output.count(unnamed) != 1:
+        log.warning("%s has no dialog of the search: has the theme changed?", page.file.src_uri)
+    name = "搜索" if config.theme["language"] == "zh" else "Search"
+    return output.replace(unnamed, f'{unnamed} aria-label="{name}"')
+
+
 def on_post_build(*, config: MkDocsConfig) -> None:
-    """Puts the preparation of queries before the theme's search worker."""
+    """Puts the preparation of queries before the theme's search worker, and words that pages do not
+    show into the index.
+    """
+    place = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(place.read_text("utf-8"))
+    _add_words(index["docs"], chinese=Path(config.docs_dir) != DOCS)
+    place.write_text(json.dumps(index, ensure_ascii=False, separators=(",", ":")), "utf-8")
     (worker,) = (Path(config.site_dir) / "assets" / "javascripts" / "workers").glob("search.*.js")
     worker.write_text(QUERY.read_text("utf-8") + worker.read_text("utf-8"), encoding="utf-8")
+
+
+def _add_words(entries: list[dict[str, Any]], *, chinese: bool) -> None:
+    """Adds to the entries of pages what people search for (scripts/search_words.toml), and to those of
+    causes the other parts of their log lines.
+    """
+    words = tomllib.loads(WORDS.read_text("utf-8"))
+    for entry in entries:
+        page = entry["location"].removesuffix(".html") + ".md"
+        if page in words:
+            entry["tags"] = [text for language, text in words[page].items() if chinese or language == "en"]
+        if page.startswith("reference/causes/") and "#" not in page:
+            entry["text"] += f" <p>{html.escape(' '.join(fragments(Path(page).stem)))}</p>"
 
 
 def _draw(text: str) -> str:

@@ -318,11 +318,11 @@ def cause_lines(cause: "Cause") -> list[str]:
     lines += ["", "Fix:", *(f"  {number}. {item}" for number, item in enumerate(cause.remedy, 1))]
     from unisono.base.causes.verdict import EXIT_CODES
 
-    retry = "can help" if cause.retry_helps else "does not help by itself"
+    retry = "Retrying can help." if cause.retry_helps else "Retrying alone does not help."
     lines += [
         "",
         (
-            f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). A retry {retry}. Found"
+            f"Exit code {cause.exit_code} ({EXIT_CODES[cause.exit_code]}). {retry} Found"
             f" {' and '.join(cause.when)} a run."
         ),
     ]

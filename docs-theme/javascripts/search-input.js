@@ -1,0 +1,4 @@
+/* The theme searches after keys alone. Text that the mouse pastes or drops comes without a key: it is announced as if one had been released. */
+document.addEventListener("input", ({ target }) => {
+  if (target.matches('[data-md-component="search-query"]')) target.dispatchEvent(new Event("keyup"))
+})
