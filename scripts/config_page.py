@@ -89,7 +89,7 @@ def config_page(t: Translate, language: str) -> list[str]:
     lines += ["", *_without_key(t, language), "", f"## {t('All defaults')}", ""]
     lines += [
         t(
-            "Copy what you change; what is left out has these values. `model.path`, `data.train` and `output_dir` are examples."
+            "Copy the keys that you change; the others keep these values. `model.path`, `data.train` and `output_dir` are examples."
         ),
         "",
     ]
