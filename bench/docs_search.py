@@ -68,13 +68,16 @@ def case_lines(name: str) -> Iterator[dict[str, Any]]:
             yield {"causes": [case["class"], *case["also_accept"]], "line": lines[0].strip()}
 
 
-def ask(site: Path, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """For each line, the names of the first pages that the site's search finds."""
+def ask(site: Path, rows: list[dict[str, Any]], *, whole: bool = False) -> list[list[str]]:
+    """For each line, the names of the first pages that the site's search finds; `whole` with their
+    folders.
+    """
     done = subprocess.run(
         ["node", str(ROOT / "tests" / "docs" / "search.js"), str(site)],
         input=json.dumps([row["line"] for row in rows]), stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    return [[Path(page).stem for page in pages[:FIRST]] for pages in json.loads(done.stdout)]
+    found = [[page.removesuffix(".html") for page in pages[:FIRST]] for pages in json.loads(done.stdout)]
+    return found if whole else [[Path(page).name for page in pages] for pages in found]
 
 
 if __name__ == "__main__":

@@ -218,7 +218,10 @@ def _page(cause: Cause, t: Translate, language: str) -> Iterator[str]:
     retry = t("Retrying can help.") if cause.retry_helps else t("Retrying alone does not help.")
     if language == "zh":
         times = "、".join(t(f"{when} a run") for when in cause.when)
-        yield from ("", f"{t('Exit code')} {cause.exit_code}。{retry}{t('Detected {when}.').format(when=times)}")
+        yield from (
+            "",
+            f"{t('Exit code')} {cause.exit_code}。{retry}{t('Detected {when}.').format(when=times)}",
+        )
     else:
         *others, last = cause.when
         times = f"{', '.join(others)} and {last}" if others else last

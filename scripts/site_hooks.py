@@ -19,7 +19,16 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 from cause_pages import KINDS, Chinese, fragments
-from page_checks import BLOCK, CHINESE, DOCS, ROOT, unknown_commands, unknown_keys
+from page_checks import (
+    BLOCK,
+    CHINESE,
+    DOCS,
+    ROOT,
+    missing_pictures,
+    unknown_commands,
+    unknown_keys,
+    without_twin,
+)
 
 WORDS = ROOT / "scripts" / "search_words.toml"
 QUERY = ROOT / "docs-theme" / "search-query.js"
@@ -37,7 +46,7 @@ WEIGHTS = {
 pages of causes count depends on the query: docs-theme/search-query.js.
 """
 SECTIONS = {
-    "Tutorials": "教程", "Guides": "指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Use the result": "使用结果", "Many machines": "多机多卡",
+    "Home": "首页", "Tutorials": "教程", "Guides": "指南", "Train": "训练", "Resume and keep": "断点续训与检查点", "Use the result": "使用结果", "Many machines": "多机多卡",
     "Check": "检查与诊断", "Watch an existing script": "监控现有脚本", "Come from another tool": "从其他工具迁移",
     "Causes": "故障原因", "Reference": "参考", "Concepts": "原理", "Decisions": "设计决策",
 }  # fmt: skip
@@ -49,6 +58,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     are.
     """
     folder = Path(config.docs_dir)
+    if folder == DOCS:
+        for name in without_twin():
+            log.warning("%s has no Chinese page: docs/zh/%s", name, name)
     config.nav = _places(config.nav or [], folder, chinese=folder != DOCS)
     return config
 
@@ -59,7 +71,9 @@ def _places(entries: list[Any], folder: Path, *, chinese: bool) -> list[Any]:
     for entry in entries:
         if isinstance(entry, dict):
             ((title, inner),) = entry.items()
-            if found := _places(inner, folder, chinese=chinese):
+            if isinstance(inner, str):
+                places.append({SECTIONS[title] if chinese else title: inner})
+            elif found := _places(inner, folder, chinese=chinese):
                 places.append({SECTIONS[title] if chinese else title: found})
             continue
         if (folder / entry).exists() or not chinese:
@@ -96,8 +110,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         log.warning("%s shows a command that does not exist: %s", where, name)
     for name in unknown_keys(markdown):
         log.warning("%s shows a config key that does not exist: %s", where, name)
-    markdown = re.sub(r"\A<!--.*?-->\s*", "", markdown)  # MkDocs would not see the title behind it
     source = Path(page.file.abs_src_path or "")
+    for name in missing_pictures(markdown, source):
+        log.warning("%s shows a picture that does not exist: %s", where, name)
+    markdown = re.sub(r"\A<!--.*?-->\s*", "", markdown)  # MkDocs would not see the title behind it
     parts, end = [], 0
     for block in BLOCK.finditer(markdown):
         shown = _draw(block[2]) if block[1] == "mermaid" else block[0]

@@ -13,6 +13,8 @@ from xdist.workermanage import WorkerController
 _FIRST, _PATIENCE_S = "gw0", 120.0
 
 _TOGETHER = {
+    "tests/docs/test_search.py": "tests/docs/test_site.py",
+    "tests/docs/test_site_in_browser.py": "tests/docs/test_site.py",
     "tests/jobs/damage/test_user_path.py": "tests/jobs/damage/test_damages.py",
     "tests/jobs/runs/test_trust.py": "tests/jobs/runs/test_changed_settings.py",
     "tests/trainer/ranks/test_resume.py": "tests/trainer/ranks/test_equality.py",
