@@ -17,8 +17,8 @@ from key_names import About, about_keys, names_without_key, other_names
 from key_types import type_of
 from page_parts import Translate
 from unisono.jobs.runs.config_changes import RULES, rule_of
-from unisono.trainer.config.schema import DIFFUSION, RunConfig
-from unisono.trainer.config.sections import USED, Section
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import DIFFUSION, USED, Section
 from unisono.trainer.config.yaml_file import Takes, section_in
 
 LABELS = {
@@ -89,7 +89,7 @@ def config_page(t: Translate, language: str) -> list[str]:
     lines += ["", *_without_key(t, language), "", f"## {t('All defaults')}", ""]
     lines += [
         t(
-            "Copy the keys that you change; the others keep these values. `model.path`, `data.train` and `output_dir` are examples."
+            "Copy the keys that you change; a key that a file does not have takes the value below. `model.path`, `data.train` and `output_dir` are examples."
         ),
         "",
     ]
@@ -281,7 +281,7 @@ def defaults_file(t: Translate) -> list[str]:
     """A config with every key at its default; what the default objective does not take is a
     comment.
     """
-    lines = []
+    lines: list[str] = []
     for name, field in RunConfig.model_fields.items():
         lines += _default_lines(field.alias or name, field, "")
     lines += [

@@ -87,9 +87,10 @@ def _of_readers() -> Iterator[tuple[str, str, str]]:
                     if key.group == _TRANSFORMERS:
                         yield "transformers", key.name, ours
                     yield tool, key.name, ours
-    for name, ours in V1_KEYS.items():
-        if (key := ours.partition(":")[0]) in known and name not in KEYS:
-            yield "LLaMA-Factory", name, key
+    for name, target in V1_KEYS.items():
+        ours = target.partition(":")[0]
+        if ours in known and name not in KEYS:
+            yield "LLaMA-Factory", name, ours
 
 
 def _of_guides() -> Iterator[tuple[str, str, str]]:

@@ -24,8 +24,8 @@ from unisono.front.cli.app import command_names
 from unisono.front.cli.output import GLOBAL_OPTIONS
 from unisono.guard.supervise.child_process import child_environment
 from unisono.jobs.runs.config_file import load_config
-from unisono.trainer.config.schema import DIFFUSION, RunConfig
-from unisono.trainer.config.sections import USED, DiffusionSection
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import DIFFUSION, USED, DiffusionSection
 from unisono.trainer.config.yaml_file import all_keys, parse_yaml
 
 ROOT = Path(__file__).parents[2]
