@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests import front_server
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("tutorial/*.md"), *DOCS.glob("how-to/**/*.md")])
+PAGES = sorted([*DOCS.glob("tutorial/*.md"), *DOCS.glob("how-to/**/*.md"), DOCS / "reference" / "faq.md"])
 EXAMPLES = ROOT / "examples" / "data"
 
 STEPS: list[tuple[str, set[int]]] = [
@@ -56,6 +57,26 @@ STEPS: list[tuple[str, set[int]]] = [
     ("diagnose logs/ --timeline --all", {0}),
     ("diagnose hang.md", {0}),
     ("diagnose hang_zh.md", {0}),
+    ("init --data hours.csv --out hours.yaml", {0}),
+    ("data preview hours.yaml --rows 2", {0}),
+    ("train hours.yaml --dry-run", {0}),
+    ("train hours.yaml", {0}),
+    ('generate runs/hours "When does the pool open on Friday?"', {0}),
+    ("chat runs/hours", {0}),
+    ("eval runs/hours --data hours-test.csv --out answers.jsonl", {0}),
+    ("export runs/hours hours-model --merge", {0}),
+    ("init --from-llamafactory lora_sft.yaml", {0}),
+    ("data preview lora_sft.yaml --rows 1 model_name_or_path=builtin:tiny template=default", {0}),
+    ("train lora_sft.yaml model_name_or_path=builtin:tiny template=default bf16=false learning_rate=4.0e-3 num_train_epochs=10", {0}),
+    ("train lora_sft.yaml", {0}),
+    ('generate saves/hours "When does the pool open on Friday?"', {0}),
+    ("export saves/hours lf-model --merge", {0}),
+    ("train qlora-8b.yaml --dry-run", {0}),
+    ("train qlora-8b.yaml --rehearse", {0}),
+    ("train qlora-8b.yaml", {0}),
+    ("train train.yaml --nproc 4", {2}),  # the run is finished
+    ("train train.yaml batch.micro=1 memory.gradient_checkpointing=true", {2}),
+    ("data preview train.yaml --rows 3", {0}),
     ("drill --list", {0}),
     ("train examples/demo.yaml output_dir=runs/small adapter.rank=2 duration='4 epochs'", {0}),
     ("chat runs/demo", {0}),
@@ -70,6 +91,7 @@ ELSEWHERE = {
     r"--nodes |NNODES=": "tests/jobs/nodes/test_lost_nodes.py",
     r"^run -- (torchrun|accelerate|python|llamafactory-cli)": "tests/guard/integrations/test_trainers.py",
     r"^run -- deepspeed": "docs/how-to/run/deepspeed.md",  # was not tried, and says so
+    r"--devices |CUDA_VISIBLE_DEVICES=": "tests/jobs/runs/test_topology.py",
     r"^drill": "tests/front/drill/test_drills.py",
     r"^diagnose nccl_trace_rank": "tests/guard/diagnosis/test_cases.py",
     r"^serve ": "tests/front/serve/test_serve.py",
@@ -143,6 +165,31 @@ def prepare(folder: Path) -> None:
         "单机四卡训练，数据处理完之后就卡住了，一直没有反应，GPU 利用率 100 %。\n"
     )
     (folder / "examples").symlink_to(ROOT / "examples")
+    prepare_new_pages(folder)
+
+
+def block(page: str, language: str, start: str = "") -> str:
+    """The first block of a page in this language that begins so."""
+    bodies = BLOCK.findall((DOCS / page).read_text("utf-8"))
+    return next(body for found, body in bodies if found == language and body.startswith(start))
+
+
+def prepare_new_pages(folder: Path) -> None:
+    """The files that pages show whole: a script that writes rows, configs; with small models."""
+    script = folder / "make_rows.py"
+    script.write_text(block("tutorial/csv-to-chat.md", "python", "# make_rows.py"))
+    subprocess.run([sys.executable, script], cwd=folder, check=True)
+    page = "tutorial/llamafactory-in-five-minutes.md"
+    text = block(page, "yaml", "# lora_sft.yaml")  # the small model lacks the tokens of Qwen's template
+    (folder / "lora_sft.yaml").write_text(text.replace("qwen3_nothink", "default"))
+    (folder / "data" / "dataset_info.json").write_text(block(page, "json", '{"hours"'))
+    (folder / "data" / "hours.json").write_text(json.dumps(json.loads(block(page, "json", "["))[:2] * 9))
+    shutil.copytree(ROOT / "src" / "unisono" / "builtin" / "tiny", folder / "Qwen" / "Qwen3-4B-Instruct-2507")
+    config = yaml.safe_load(block("how-to/7b-on-24gb.md", "yaml", "# qlora-8b.yaml"))
+    config["model"]["path"] = "builtin:tiny"
+    config |= {"duration": "2 steps", "batch": {"global": 2}}
+    (folder / "qlora-8b.yaml").write_text(yaml.safe_dump(config))
+    (folder / "rows.jsonl").write_text((folder / "data" / "train.jsonl").read_text())
 
 
 @pytest.mark.long
@@ -162,10 +209,15 @@ def test_the_commands_of_tutorials_and_how_tos_run(tmp_path: Path) -> None:
             [sys.executable, "-m", "unisono", *words], cwd=tmp_path, env=env, input="", timeout=300
         )
         assert done.returncode in codes, f"unisono {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        if command.startswith("init --data"):
+        if command.startswith("init --data data/"):
             config = yaml.safe_load((tmp_path / "train.yaml").read_text())
             config |= {"model": "builtin:tiny", "duration": "2 steps", "batch": {"global": 4}}
             config["data"]["eval"] = 0.1
             (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+        if command.startswith("init --data hours.csv"):
+            config = yaml.safe_load((tmp_path / "hours.yaml").read_text())
+            for key, value in yaml.safe_load(block("tutorial/csv-to-chat.md", "yaml")).items():
+                config[key] = config[key] | value if isinstance(value, dict) else value
+            (tmp_path / "hours.yaml").write_text(yaml.safe_dump(config | {"duration": "2 steps"}))
         if command == "train train.yaml":
             shutil.copytree(tmp_path / "runs" / "lora", tmp_path / "runs" / "first")

@@ -69,7 +69,9 @@ def gigabytes(
 
 def rows(page: Path, *, columns: int) -> list[list[str]]:
     """The rows of the tables with so many columns, without their heads."""
-    lines = [line[2:-2].split(" | ") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
+    lines = [
+        line[2:-2].split(" | ") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")
+    ]
     return [line for line in lines if len(line) == columns and "GB" not in line[0]]
 
 
@@ -79,7 +81,7 @@ def test_the_table_of_what_fits_is_that_of_the_estimate(page: Path) -> None:
     assert len(found) == 6
     for name, *shown in found:
         model = re.split("[,，]", name)[0]
-        settings = {
+        settings: dict[str, Any] = {
             "quantize": next((kind for kind in ("nf4", "int8") if kind in name), None),
             "checkpointing": "gradient checkpointing" in name or "梯度检查点" in name,
         }
