@@ -43,7 +43,7 @@ class _Page:
     def text(self, english: str) -> str:
         """A paragraph of a help."""
         plain = " ".join(english.split())
-        return self._translator.beginning(plain) if self._translator else plain
+        return _marked(self._translator.beginning(plain) if self._translator else plain)
 
     def help(self, english: str) -> str:
         """The help of an option, with its default and bounds as sentences."""
@@ -135,6 +135,13 @@ def _name(spelling: str, kind: str) -> str:
         name = re.sub(r" <.*>$", "", spelling)
         return name.upper() if name.islower() else name
     return re.sub(r"<[a-z ]+>", lambda one: _KINDS[one[0]], spelling)
+
+
+def _marked(text: str) -> str:
+    """Names of options as code, so that no line breaks behind their hyphens."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"(?<![\w-])--[a-z][a-z-]+", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def _escaped(text: str) -> str:
