@@ -116,7 +116,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     markdown = re.sub(r"\A<!--.*?-->\s*", "", markdown)  # MkDocs would not see the title behind it
     parts, end = [], 0
     for block in BLOCK.finditer(markdown):
-        shown = _draw(block[2]) if block[1] == "mermaid" else block[0]
+        shown = drawn_rooms(block[2]) if block[1] == "mermaid" else block[0]
         parts += [_relink(markdown[end : block.start()], source, Path(config.docs_dir)), shown]
         end = block.end()
     return "".join([*parts, _relink(markdown[end:], source, Path(config.docs_dir))])
@@ -205,19 +205,24 @@ def _add_words(entries: list[dict[str, Any]], *, chinese: bool) -> None:
             entry["text"] += f" <p>{html.escape(' '.join(fragments(Path(page).stem)))}</p>"
 
 
-def _draw(text: str) -> str:
-    """A flowchart of mermaid as a picture: a row of boxes for each subgraph, and an arrow for each
+_ROW = 6
+
+
+def drawn_rooms(text: str) -> str:
+    """A flowchart of mermaid as a picture: rows of boxes for each subgraph, and an arrow for each
     line with `-->`.
 
     The theme would load mermaid's library from the network.
     """
-    rows = [re.findall(r"^ {4}(?!direction)(\w+)$", body, re.MULTILINE) for body in re.findall(r"subgraph.*?\n(.*?)\n  end", text, re.DOTALL)]  # fmt: skip
-    arrows = re.findall(r"^ *(\w+) --> (\w+)$", text, re.MULTILINE)
+    wings = re.findall(r"subgraph (\w+)\n(.*?)\n  end", text, re.DOTALL)
+    rooms = [(wing, re.findall(r'^ {4}([\w.]+)\["', body, re.MULTILINE)) for wing, body in wings]
+    rows = [(wing, row[start : start + _ROW]) for wing, row in rooms for start in range(0, len(row), _ROW)]
+    arrows = re.findall(r"^ *([\w.]+) --> ([\w.]+)$", text, re.MULTILINE)
     width, height, gap = 118, 26, 46
     places = {}
-    for number, row in enumerate(rows):
+    for number, (_, row) in enumerate(rows):
         for index, name in enumerate(row):
-            places[name] = (480 + (index - (len(row) - 1) / 2) * (width + 30), 20 + number * (height + gap))
+            places[name] = (520 + (index - (len(row) - 1) / 2) * (width + 30), 20 + number * (height + gap))
     lines = [
         f'<path d="M{x0:.0f} {y0 + height} C{x0:.0f} {y0 + height + gap / 2:.0f} {x1:.0f} {y1 - gap / 2:.0f}'
         f' {x1:.0f} {y1 - 4}" marker-end="url(#tip)"/>'
@@ -225,9 +230,11 @@ def _draw(text: str) -> str:
     ]
     boxes = [
         f'<rect x="{x - width / 2:.0f}" y="{y}" width="{width}" height="{height}" rx="4"/><text x="{x:.0f}"'
-        f' y="{y + 17}">{name}</text>'
+        f' y="{y + 17}">{name.rpartition(".")[2]}</text>'
         for name, (x, y) in places.items()
     ]
+    first = {wing: 20 + number * (height + gap) for number, (wing, _) in reversed([*enumerate(rows)])}
+    labels = [f'<text x="36" y="{y + 17}" font-weight="bold">{wing}</text>' for wing, y in first.items()]
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"'
         ' orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
@@ -236,5 +243,5 @@ def _draw(text: str) -> str:
     size = f"0 0 960 {20 + len(rows) * (height + gap)}"
     return (
         f'<svg class="rooms" viewBox="{size}" role="img"'
-        f' aria-label="{words}"><defs>{tip}</defs>{"".join(lines)}{"".join(boxes)}</svg>'
+        f' aria-label="{words}"><defs>{tip}</defs>{"".join(lines)}{"".join(boxes)}{"".join(labels)}</svg>'
     )

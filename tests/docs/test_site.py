@@ -24,6 +24,7 @@ from page_checks import (
     why_behind,
     without_twin,
 )
+from site_hooks import drawn_rooms
 from tests import front_server
 from tests.docs.conftest import build
 from unisono.base.causes import CATALOGUE
@@ -191,3 +192,11 @@ def test_the_script_of_the_fifth_story_is_named_with_its_rank(tmp_path: Path) ->
     assert done.returncode == 4, done.stderr
     assert "[unequal_steps]" in done.stderr + done.stdout
     assert re.search(r"^WHO +rank 0, host ", done.stderr + done.stdout, re.MULTILINE)
+
+
+def test_every_room_of_the_architecture_is_drawn_with_its_imports() -> None:
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8")
+    (chart,) = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
+    svg = drawn_rooms(chart)
+    assert svg.count("<rect") == chart.count('["') > 40
+    assert svg.count('marker-end="') == chart.count("-->") > 40
