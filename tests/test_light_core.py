@@ -70,7 +70,7 @@ def test_the_wheel_guards_in_an_environment_of_another_trainer(wheel: Path, tmp_
 
     words = ("unisono", "run", "--output-dir")
     program = ("python", PROGRAMS / "hf_trainer.py", "--out", tmp_path / "losses")
-    assert "finished" in run(folder, *words, "healthy", "--", *program)
+    assert "completed: exit code 0" in run(folder, *words, "healthy", "--", *program)
     missing = run(folder, *words, "failed", "--", "python", "-c", "import nothing_here", code=2)
     assert "[missing_dependency]" in missing
     (folder / "failed" / "verdict.json").unlink()
