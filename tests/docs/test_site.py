@@ -65,7 +65,7 @@ def test_parts_of_patterns_are_searched_and_not_shown(site: Path) -> None:
         page = f"reference/causes/{cause}.html"
         assert part not in (site / page).read_text("utf-8")
         index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
-        assert [entry["location"] for entry in index if part in entry["text"]] == [page]
+        assert page in [entry["location"] for entry in index if part in entry["text"]]
 
 
 @pytest.mark.slow
