@@ -187,9 +187,9 @@ def panels() -> list[Panel]:
                 for label, arm in (
                     ("unisono", "unisono"),
                     ("LLaMA-Factory, tuned", "llamafactory best"),
-                    ("LLaMA-Factory", "llamafactory default"),
+                    ("LLaMA-Factory, defaults", "llamafactory default"),
                     ("TRL, packing", "trl packing"),
-                    ("TRL", "trl default"),
+                    ("TRL, defaults", "trl default"),
                 )
             },
         ),
@@ -203,7 +203,7 @@ def panels() -> list[Panel]:
                 for label, arm in (
                     ("unisono", "1b unisono"),
                     ("TRL, packing, flash attention, Liger", "1b trl-tuned"),
-                    ("TRL", "1b trl-default"),
+                    ("TRL, defaults", "1b trl-default"),
                 )
             },
         ),
