@@ -1,11 +1,13 @@
 """Draws the pictures of README.md and README.zh.md.
 
-    python scripts/readme_pictures.py [--record]    writes docs/pictures/*.svg
+    python scripts/readme_pictures.py [--record stall] [--record board]    writes docs/pictures
 
-stall.svg is the README's config on two ranks, one of which is stopped; `--record` runs it and
-writes what its terminal showed to docs/pictures/stall.json. speed.svg is made from bench/results.
+stall.svg is the README's config on two ranks, one of which is stopped; `--record stall` runs it and
+writes what its terminal showed to stall.json. speed.svg is made from bench/results. board.png has
+three runs of the same config with other learning rates; `--record board` makes them.
 """
 
+import argparse
 import io
 import itertools
 import json
@@ -22,10 +24,15 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS  # noqa: E402
+
 PICTURES = ROOT / "docs" / "pictures"
 RECORD = PICTURES / "stall.json"
 RESULTS = ROOT / "bench" / "results"
@@ -60,8 +67,7 @@ def stalled_run(language: str, folder: Path) -> list[str]:
     Raises:
         TimeoutError: if the run does not come to its restart.
     """
-    (folder / "first.yaml").write_text(first_config())
-    (folder / "examples").symlink_to(ROOT / "examples")
+    _write_inputs(folder)
     settings = [f"UNISONO_LANG={language}", "PYTHONUNBUFFERED=1", "OMP_NUM_THREADS=1"]
     log = folder / "log.txt"
     with (
@@ -84,6 +90,12 @@ def stalled_run(language: str, folder: Path) -> list[str]:
     return [
         "$ unisono train first.yaml --nproc 2", *shown, steps[-1], "", _COMMENTS[language].format(pid=pid), *verdict
     ]  # fmt: skip
+
+
+def _write_inputs(folder: Path) -> None:
+    """The config and the rows of the README."""
+    (folder / "first.yaml").write_text(first_config())
+    (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def _stop_rank(run: Path) -> int:
@@ -155,6 +167,36 @@ def _style(line: str) -> str:
     if "[rank_stopped]" in line:
         return "what"
     return {"$": "command", "#": "comment"}.get(line[:1], "")
+
+
+# ---- the board
+
+_RATES = ("1.0e-3", "4.0e-3", "1.6e-2")
+
+
+def board_picture(folder: Path) -> bytes:
+    """Trains three times; gives a PNG of the runs in the browser."""
+    _write_inputs(folder)
+    unisono = [sys.executable, "-m", "unisono"]
+    for rate in _RATES:
+        overrides = [
+            f"optim.lr={rate}",
+            f"output_dir=runs/lr-{rate}",
+            "duration=4 epochs",
+            "eval.every=12 steps",
+        ]
+        subprocess.run([*unisono, "train", "first.yaml", *overrides], cwd=folder, check=True)
+    subprocess.run([*unisono, "board", "runs", "--out", "page.html"], cwd=folder, check=True)
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        page = browser.new_page(
+            color_scheme="light", viewport={"width": 1280, "height": 1100}, timezone_id="UTC"
+        )
+        page.goto((folder / "page.html").as_uri() + "?lang=en")
+        page.wait_for_selector("[data-painted]")
+        picture = page.screenshot()
+        browser.close()
+    return picture
 
 
 # ---- speed
@@ -254,16 +296,27 @@ def drawn() -> dict[str, str]:
     return pictures | {name_of("speed", language): drawn_bars(language) for language in LANGUAGES}
 
 
-def _recorded(language: str) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        return stalled_run(language, Path(folder))
+def record(name: str) -> None:
+    """Runs what a picture shows."""
+    with tempfile.TemporaryDirectory() as parent:
+        folders = [Path(parent, language) for language in LANGUAGES]
+        for folder in folders:
+            folder.mkdir()
+        if name == "board":
+            (PICTURES / "board.png").write_bytes(board_picture(folders[0]))
+        else:
+            lines = {folder.name: stalled_run(folder.name, folder) for folder in folders}
+            RECORD.write_text(json.dumps(lines, ensure_ascii=False, indent=1) + "\n")
 
 
 def main() -> None:
-    """Records the run if the command line says so, and draws."""
-    if "--record" in sys.argv[1:]:
-        lines = {language: _recorded(language) for language in LANGUAGES}
-        RECORD.write_text(json.dumps(lines, ensure_ascii=False, indent=1) + "\n")
+    """Records what the command line names, and draws."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--record", choices=["stall", "board"], action="append", default=[])
+    for name in parser.parse_args().record:
+        record(name)
     for name, svg in drawn().items():
         (PICTURES / name).write_text(svg)
 

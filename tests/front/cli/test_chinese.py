@@ -282,3 +282,15 @@ def test_english_is_unchanged_and_does_not_read_the_catalogue() -> None:
         name: value for name, value in os.environ.items() if not re.match(r"UNISONO_LANG|LC_|LANG", name)
     }
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=variables)
+
+
+@pytest.mark.parametrize(
+    ("english", "translated"),
+    [
+        ("device                       command line", "device                       命令行"),
+        ("model.path                   command line", "model.path                   命令行"),
+        ("device    1 CPU", "设备      1 CPU"),
+    ],
+)
+def test_keys_of_a_table_stay_and_labels_are_translated(english: str, translated: str) -> None:
+    assert chinese()(english) == translated

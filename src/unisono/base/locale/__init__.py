@@ -41,7 +41,8 @@ _NAMES = frozenset({"model", "data", "batch", "memory", "start", "steps", "resul
 # The fewer letters a template has, the less English may be in its values.
 _LEAST, _WEAK, _STRONG = 3, 9, 12
 _INDENTED = re.compile(r"(\s*(?:[-•] |\d+\. |\d+ {2,})?)(.*)", re.DOTALL)
-_COLUMN = re.compile(r"(\S[\w-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
+_COLUMN = re.compile(r"(\S[\w.-]*(?: [A-Z]+)?)( {2,})(\S.*)", re.DOTALL)
+_WIDEST_LABEL = 20  # columns; a wider column has keys
 _STATUS = re.compile(r"((?:pass|WARN|FAIL|\?) +[a-z_.0-9]+ +)(\S.*)", re.DOTALL)
 _LABELLED = re.compile(
     r"(error|warning|where|why|fix|next|result|checkpoint|checkpoints|evaluation|cause|check|against|with"
@@ -135,7 +136,8 @@ class Chinese:
             return indent + self._after_label(match[1], match[2])
         if (match := _COLUMN.fullmatch(body)) and "  " not in match[3].partition("  [")[0]:
             width = len(match[1]) + len(match[2])
-            return indent + _padded(self._entries.get(match[1], match[1]), width) + self._or_english(match[3])
+            label = match[1] if width > _WIDEST_LABEL else self._entries.get(match[1], match[1])
+            return indent + _padded(label, width) + self._or_english(match[3])
         if "  " in body.partition("  [")[0]:  # a row of a table
             return text
         return indent + self._or_english(body)
