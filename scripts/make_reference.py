@@ -16,7 +16,6 @@ from typing import Any
 from cause_pages import Chinese, cause_pages
 from commands_page import commands_page
 from page_parts import Translate, table
-from python_page import python_page
 from translated_pages import translated_pages
 from unisono.base.causes.verdict import EXIT_CODES
 from unisono.guard.rundir import RunDir
@@ -62,7 +61,6 @@ def make_pages() -> dict[str, str]:
     bodies = {
         "exit-codes.md": exit_codes_page(),
         "files.md": files_page(),
-        "python.md": python_page(),
         **pages_in("en", str),
         **{f"{CHINESE}/{name}": lines for name, lines in pages_in("zh", Chinese()).items()},
     }

@@ -15,10 +15,14 @@ _CHINESE = {
     "check": "检查项", "what": "比较内容", "requirement": "要求", "otherwise": "否则", "cause": "原因", "package": "软件包", "must be equal in its": "必须相同的部分", "why": "理由",
     "variable": "变量", "may differ, because": "可以不同的理由", "problem": "问题", "instead": "改为", "from": "起始版本", "up to (exclusive)": "截止版本（不含）", "fix": "解决办法",
     "source": "来源", "meaning": "含义", "suspicious": "可疑的值", "related causes": "相关原因", "key": "键", "default": "默认值", "handling": "处理方式", "note": "说明", "model": "模型",
+    "name": "名称", "type": "类型", ": ": "：",
     # headings
     "Nodes": "节点", "The network": "网络", "Prepared data": "预处理后的数据", "Ranks": "各 rank", "Versions": "版本", "Environment variables": "环境变量",
     "Suspicious settings": "可疑的设置", "Versions with known bugs": "有已知缺陷的版本", "Memory": "内存", "The formula": "估计公式",
     "Which device for which model": "什么模型用什么设备", "Files of the generation v1": "v1 一代的文件",
+    "Python interface": "Python 接口", "Functions": "函数", "Config and results": "配置与结果", "Events": "事件", "Errors": "异常",
+    "The keys of `Config`": "`Config` 的配置项", "The options of `train` and `stream`": "`train` 与 `stream` 的选项", "The options of `doctor`": "`doctor` 的选项",
+    "Args": "参数", "Attributes": "属性", "Raises": "抛出的异常",
     # what is compared, and titles of checks
     "versions": "版本", "addresses": "地址", "cores": "核数", "clocks": "时钟", "tokenizer": "分词器", "clock": "时钟", "processors": "处理器", "MIG slices": "MIG 切片",
     "exact": "完整版本号", "minor": "次版本号", "release": "发布版本号", "major": "主版本号",

@@ -1,5 +1,7 @@
-"""The page of the Python interface, from the names of `unisono.__all__`, their signatures and
-docstrings.
+"""The page docs/reference/python.md in English and Chinese, from the names of `unisono.__all__`,
+their signatures and docstrings.
+
+Used by scripts/make_reference.py.
 """
 
 import dataclasses
@@ -9,17 +11,19 @@ from collections.abc import Iterator
 from typing import Any, is_typeddict
 
 import unisono
+from page_parts import Translate, heading, table, word
 from unisono.front.api.calls import DoctorOptions, Keys, TrainOptions
 
 _PARTS = re.compile(r"^(Args|Attributes|Raises):$", re.MULTILINE)
-_ENTRY = re.compile(r"^(\w+): (.*)$")
+_ENTRY = re.compile(r"^(?=\w+: )", re.MULTILINE)
+"""Where a member of a list begins; the lines that continue it are indented."""
 
 
-def python_page() -> list[str]:
+def python_page(t: Translate, language: str) -> list[str]:
     """Every public name, in the order of use."""
     lines = [
-        "# Python interface", "",
-        "`import unisono` takes 20 ms and imports no torch; names are imported on first use. [How to use it](../how-to/python.md).",
+        f"# {word('Python interface', language)}", "",
+        t("`import unisono` takes 20 ms and imports no torch; names are imported on first use. [How to use it](../how-to/python.md)."),
     ]  # fmt: skip
     names = [name for name in unisono.__all__ if name not in ("__version__", "guarded")]
     calls = [name for name in names if not isinstance(_value(name), type)]
@@ -29,16 +33,19 @@ def python_page() -> list[str]:
         ("Events", [name for name in names if _kind(name) == "event"]),
         ("Errors", [name for name in names if _kind(name) == "error"]),
     ):
-        lines += ["", f"## {title}"]
+        lines += ["", f"## {word(title, language)}"]
         for name in chosen:
-            lines += ["", f"### `unisono.{name}`", "", *_entry(_value(name))]
+            lines += ["", f"### `unisono.{name}`", "", *_entry(_value(name), t, language)]
     for title, options in (
         ("The keys of `Config`", Keys),
         ("The options of `train` and `stream`", TrainOptions),
         ("The options of `doctor`", DoctorOptions),
     ):
-        lines += ["", f"## {title}", "", *_typed_dict(options)]
-    lines += ["", "`unisono.guarded` is for loops of other trainers: [your own loop](../how-to/run/loop.md)."]
+        lines += [*heading(title, language), *_typed_dict(options, t, language)]
+    lines += [
+        "",
+        t("`unisono.guarded` is for the loops of other trainers: [your own loop](../how-to/run/loop.md)."),
+    ]
     return lines
 
 
@@ -56,88 +63,95 @@ def _kind(name: str) -> str:
     return "event" if issubclass(value, unisono.Event) else "value"
 
 
-def _entry(value: Any) -> Iterator[str]:
+def _entry(value: Any, t: Translate, language: str) -> Iterator[str]:
     """The signature, the text and the members."""
     if not isinstance(value, type):
         yield from ("```python", f"{value.__name__}{_signature(value)}", "```", "")
-    yield from _text(inspect.getdoc(value) or "")
-    if isinstance(value, type) and issubclass(value, BaseException) and "exit_code" in vars(value):
-        yield from ("", f"Exit code {vars(value)['exit_code']}.")
+    yield from _text(inspect.getdoc(value) or "", t, language)
+    if isinstance(value, type) and issubclass(value, unisono.UnisonoError):
+        yield from ("", t("Exit code {code}.").format(code=value.exit_code))
     if isinstance(value, type):
-        yield from _members(value)
+        rows = [*_fields(value), *_methods(value, t, language)]
+        yield from ("", *rows) if rows else ()
 
 
-def _members(value: type) -> Iterator[str]:
-    """Fields without a word in the docstring, properties and methods of the class itself."""
+def _fields(value: type) -> Iterator[str]:
+    """The fields without a word in the docstring."""
     told = set(re.findall(r"^\s+(\w+): ", value.__doc__ or "", re.MULTILINE))
-    rows = []
     if dataclasses.is_dataclass(value):
-        rows += [
-            f"- `{field.name}`: {_type(field.type)}"
-            for field in dataclasses.fields(value)
-            if field.name not in told and field.name != "time"
-        ]
+        for field in dataclasses.fields(value):
+            if field.name not in told and field.name != "time":
+                yield f"- `{field.name}`: {_type(field.type)}"
     if issubclass(value, unisono.Verdict):
         own = value.__annotations__ if value is not unisono.Verdict else value.model_fields
-        rows += [
-            f"- `{name.rstrip('_')}`: {_type(value.model_fields[name].annotation)}"
-            for name in own
-            if name not in told
-        ]
+        for name in own:
+            if name not in told:
+                yield f"- `{name.rstrip('_')}`: {_type(value.model_fields[name].annotation)}"
+
+
+def _methods(value: type, t: Translate, language: str) -> Iterator[str]:
+    """Properties and methods of the class itself."""
     for name, member in vars(value).items():
         function = member.__func__ if isinstance(member, classmethod) else member
-        if name.startswith("_") and name != "__init__":
+        if name.startswith("_") and not (name == "__init__" and value is unisono.Config):
             continue
         if isinstance(member, property):
-            rows.append(f"- `{name}`: {_first(member)}")
+            yield _row(name, _first(member), t, language)
         elif (
             inspect.isfunction(function)
             and inspect.getdoc(function)
             and function.__module__.startswith("unisono")
         ):
-            shown = value.__name__ if name == "__init__" else f"{name}"
-            if value.__name__ != "Config" and name == "__init__":
-                continue
-            rows.append(f"- `{shown}{_signature(function, is_method=True)}`: {_first(function)}")
-    if rows:
-        yield from ("", *rows)
+            shown = value.__name__ if name == "__init__" else name
+            yield _row(f"{shown}{_signature(function, is_method=True)}", _first(function), t, language)
 
 
-def _typed_dict(options: type) -> Iterator[str]:
+def _row(name: str, text: str, t: Translate, language: str) -> str:
+    return f"- `{name}`{word(': ', language)}{t(text)}"
+
+
+def _typed_dict(options: type, t: Translate, language: str) -> Iterator[str]:
     assert is_typeddict(options)
-    meanings = dict(_attributes(inspect.getdoc(options) or ""))
+    meanings = dict(_attributes(options))
     if options is DoctorOptions:
-        meanings = {**dict(_attributes(inspect.getdoc(TrainOptions) or "")), **meanings}
-    has_meanings = bool(meanings)
-    yield from (
-        ("| name | type | meaning |", "|---|---|---|") if has_meanings else ("| name | type |", "|---|---|")
-    )
-    for name, kind in options.__annotations__.items():
-        shown = _type(kind).replace("|", "\\|")
-        yield f"| `{name}` | `{shown}` |" + (f" {meanings.get(name, '')} |" if has_meanings else "")
+        meanings = {**dict(_attributes(TrainOptions)), **meanings}
+    rows = [[f"`{name}`", f"`{_type(kind)}`"] for name, kind in options.__annotations__.items()]
+    if meanings:
+        rows = [[*row, t(meanings[name])] for row, name in zip(rows, options.__annotations__, strict=True)]
+    yield from table(["name", "type", "meaning"][: len(rows[0])], rows, language)
     if options is Keys:
-        yield from ("", "Their meaning, and the keys of sections: [the config](config.md).")
+        yield from ("", t("For their meaning, and for the keys of sections, see [the config](config.md)."))
 
 
-def _text(doc: str) -> Iterator[str]:
+def _text(doc: str, t: Translate, language: str) -> Iterator[str]:
     """The docstring: paragraphs, and its lists."""
     pieces = _PARTS.split(doc)
-    yield from pieces[0].strip().splitlines()
+    for number, paragraph in enumerate(pieces[0].strip().split("\n\n")):
+        yield from ("", t(_joined(paragraph))) if number else (t(_joined(paragraph)),)
     for title, body in zip(pieces[1::2], pieces[2::2], strict=True):
-        yield from ("", f"{title}:", "")
-        for line in inspect.cleandoc(body).splitlines():
-            entry = _ENTRY.match(line)
-            yield f"- `{entry[1]}`: {entry[2]}" if entry else f"  {line.strip()}"
+        yield from ("", f"{word(title, language)}{word(': ', language).strip()}", "")
+        for name, text in _list(body):
+            yield _row(name, text, t, language)
 
 
-def _attributes(doc: str) -> Iterator[tuple[str, str]]:
-    for line in doc.partition("Attributes:")[2].splitlines():
-        if entry := _ENTRY.match(line.strip()):
-            yield entry[1], entry[2]
+def _list(body: str) -> Iterator[tuple[str, str]]:
+    """The names of a list in a docstring, with their texts."""
+    for entry in _ENTRY.split(inspect.cleandoc(body))[1:]:
+        name, _, text = entry.partition(": ")
+        yield name, _joined(text)
+
+
+def _attributes(options: type) -> Iterator[tuple[str, str]]:
+    yield from _list((inspect.getdoc(options) or "").partition("Attributes:")[2])
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _first(value: Any) -> str:
-    return (inspect.getdoc(value) or "").partition("\n")[0]
+    """The first paragraph of a docstring."""
+    return _joined((inspect.getdoc(value) or "").partition("\n\n")[0])
 
 
 def _signature(function: Any, *, is_method: bool = False) -> str:

@@ -45,7 +45,7 @@ _IN_TEXT = re.compile(r"\bos error (\d+)\b")
 class Problem:
     """One problem: what it is, where it is, why it is an error, and how to fix it.
 
-    One line each.
+    Each field is one line.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Problem:
     fix: str = ""
 
     def lines(self) -> list[str]:
-        """Up to four plain lines for a terminal."""
+        """Returns up to four plain lines for a terminal."""
         lines = [f"error: {one_line(self.what)}"]
         for label, text in (("where", self.where), ("why", self.why), ("fix", self.fix)):
             if text:
@@ -63,12 +63,12 @@ class Problem:
 
 
 class UnisonoError(Exception):
-    """An error for the user: one or more problems, without a traceback.
+    """The base class of errors for users: one or more problems, shown without a traceback.
 
     Attributes:
-        exit_code: the exit code of a program that ends with it.
-        problems: all that was found, not only the first.
-        verdict: the same as a Verdict, where there is a cause in the catalogue.
+        exit_code: exit code of a program that ends with this error.
+        problems: all problems that were found, not only the first.
+        verdict: the error as a Verdict, if its cause is in the catalogue.
     """
 
     exit_code: ClassVar[int] = 1
@@ -83,15 +83,15 @@ class UnisonoError(Exception):
     def of(
         cls, what: str, *, where: str = "", why: str = "", fix: str = "", verdict: Verdict | None = None
     ) -> Self:
-        """An error with one problem."""
+        """Makes an error with one problem."""
         return cls(Problem(what, where, why, fix), verdict=verdict)
 
     def lines(self) -> list[str]:
-        """Everything as plain lines."""
+        """Returns all problems as plain lines."""
         return [plain(line) for problem in self.problems for line in problem.lines()]
 
     def to_json(self) -> dict[str, object]:
-        """For a message to the front: the exit code and the problems."""
+        """Returns the exit code, the problems and the verdict as a JSON object."""
         verdict = self.verdict.to_json() if self.verdict else None
         return {
             "exit_code": self.exit_code,
@@ -101,30 +101,29 @@ class UnisonoError(Exception):
 
 
 class UsageError(UnisonoError):
-    """The command line is off, or the moment is: nothing was started."""
+    """The command or call is invalid, or not possible now. Nothing was started."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """The config is refused."""
+    """The config was refused."""
 
 
 class DataError(UsageError):
-    """The data are refused: a file, a row, a template."""
+    """The data were refused: a file, a row or a template."""
 
 
 class ModelError(UsageError):
-    """The model or its tokenizer is refused: files missing, shapes off, unknown type."""
+    """The model or its tokenizer was refused: missing files, wrong shapes, unknown type."""
 
 
 class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
-    """Ranks or nodes disagree, one is missing, or one refused after the call: nothing was
-    trained.
+    """Ranks or nodes disagree, or one is missing or refused to start. Nothing was trained.
 
     Attributes:
-        already_shown: whether its verdict has been shown already, by a front that shows it before
-            it waits for the other nodes.
+        already_shown: whether the verdict has already been shown, before waiting for the other
+            nodes.
     """
 
     exit_code = 3
@@ -132,13 +131,13 @@ class Disagreed(UnisonoError):  # noqa: N818 - named for what happened
 
 
 class UnfitError(UnisonoError):
-    """The machine is not fit, or storage failed."""
+    """The machine is not fit for the run, or storage failed."""
 
     exit_code = 6
 
 
 class IntegrityError(UnisonoError):
-    """Damage was found, or there is no intact checkpoint where one is needed."""
+    """A file is damaged, or an intact checkpoint is needed and there is none."""
 
     exit_code = 7
 
@@ -150,7 +149,7 @@ class EndedByVerdict(UnisonoError):  # noqa: N818 - named for what happened
 
 
 class RankDied(UnisonoError):  # noqa: N818 - named for what happened
-    """A rank failed: an exception, a signal, out of memory."""
+    """A rank failed: exception, signal or out of memory."""
 
     exit_code = 5
 

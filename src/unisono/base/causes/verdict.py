@@ -73,7 +73,7 @@ class Evidence(BaseModel):
 
 
 class Verdict(BaseModel):
-    """A finding in the form of verdict.json. `ranks` and `hosts` are culprits, never victims."""
+    """A finding, as in verdict.json. `ranks` and `hosts` are the culprits, never the victims."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -97,14 +97,14 @@ class Verdict(BaseModel):
         return one_line(text)
 
     def to_json(self) -> dict[str, object]:
-        """The JSON object of verdict.json."""
+        """Returns the JSON object of verdict.json."""
         body = self.model_dump(mode="json")
         body.pop("schema_")
         return {"schema": 1, **body}
 
     @classmethod
     def from_json(cls, value: dict[str, object]) -> Self:
-        """Reads what `to_json` wrote.
+        """Reads an object that `to_json` returned.
 
         Raises:
             pydantic.ValidationError: if it is not a verdict.
@@ -112,7 +112,7 @@ class Verdict(BaseModel):
         return cls.model_validate({k: v for k, v in value.items() if k != "schema"})
 
     def lines(self) -> list[str]:
-        """The verdict in plain lines: WHAT, WHO, DETECTED, EVIDENCE, FIX.
+        """Returns the verdict as plain lines: WHAT, WHO, DETECTED, EVIDENCE, FIX.
 
         No colour, no wrapping.
         """

@@ -21,14 +21,14 @@ class Result:
     """How a run ended.
 
     Attributes:
-        record: the object of result.json.
+        record: the contents of result.json.
     """
 
     record: RunResult
 
     @classmethod
     def from_run(cls, run: str | Path) -> Self:
-        """The result of a run that has ended.
+        """Returns the result of a run that has ended.
 
         Raises:
             UsageError: if the directory has none.
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """That of the same command."""
+        """The exit code of the same command."""
         return self.record.exit_code
 
     @property
@@ -77,12 +77,12 @@ class Result:
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """The figures of the last evaluation, with those before training."""
+        """The metrics of the last evaluation, and of the one before training."""
         return self.record.eval
 
     @property
     def verdict(self) -> Verdict | None:
-        """Why it failed; None if it did not."""
+        """Why the run failed; None if it did not fail."""
         return Verdict.from_json(self.record.verdict) if self.record.verdict else None
 
     @property
@@ -94,21 +94,21 @@ class Result:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint."""
+        """The directory of the newest checkpoint; None without one."""
         return Path(self.record.checkpoint) if self.record.checkpoint else None
 
     @property
     def adapter(self) -> Path | None:
-        """The trained adapter in peft's layout; None without one."""
+        """The directory of the trained adapter in peft's layout; None without one."""
         return _directory(RunDir(self.output_dir).adapter) if self.record.output_dir else None
 
     @property
     def model(self) -> Path | None:
-        """The trained model in the Hugging Face layout, after full fine-tuning; None otherwise."""
+        """The directory of the model in the Hugging Face layout; None without full fine-tuning."""
         return _directory(RunDir(self.output_dir).model) if self.record.output_dir else None
 
     def raise_for_outcome(self) -> Self:
-        """This result, if the run is completed.
+        """Returns this result if the run is completed, and raises its error otherwise.
 
         Raises:
             UnisonoError: in the class of the exit code, with the verdict.

@@ -28,7 +28,7 @@ Section = Mapping[str, Any]
 
 
 class Keys(TypedDict, total=False):
-    """The keys of a config at its top; see the reference of the config for all of them."""
+    """The top-level keys of a config; the reference of the config describes all keys."""
 
     model: str | Section
     adapter: Section | None
@@ -57,16 +57,16 @@ class Keys(TypedDict, total=False):
 
 
 class Config(RunConfig):
-    """A complete, valid config: frozen, with the keys of a YAML file as attributes, e.g.
+    """A complete, valid, immutable config. The keys of a YAML file are its attributes, e.g.
     `config.optim.lr`.
 
-    Paths are relative to the working directory at the time of a call.
+    Relative paths are resolved against the working directory at the time of each call.
     """
 
     _source: tuple[Path, tuple[str, ...]] | None = PrivateAttr(default=None)
 
     def __init__(self, **keys: Unpack[Keys]) -> None:
-        """A config of the keys that a file would have; sections are mappings:
+        """Builds a config from the keys that a file would have; sections are mappings:
         `Config(model="builtin:tiny", data={"train": …}, …)`.
 
         Raises:
@@ -83,7 +83,7 @@ class Config(RunConfig):
     def from_file(
         cls, path: str | PathLike[str], overrides: Mapping[str, Any] | Sequence[str] = ()
     ) -> "Config":
-        """A config of a YAML file, or of a file of LLaMA-Factory or sd-scripts.
+        """Loads a config from a YAML file, or from a file of LLaMA-Factory or sd-scripts.
 
         Args:
             path: the file.
@@ -104,13 +104,13 @@ class Config(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig) -> "Config":
-        """A config with the values of one that is already valid."""
+        """Builds a config with the values of a config that is already valid."""
         values = {name: getattr(config, name) for name in config.model_fields_set}
         return Config.model_construct(config.model_fields_set, **values)
 
     @property
     def source(self) -> tuple[Path, tuple[str, ...]] | None:
-        """The file that still has these values, and the overrides; None if there is none."""
+        """The file that still has these values, and its overrides; None if no file has them."""
         if self._source is None:
             return None
         path, words = self._source
@@ -121,7 +121,7 @@ class Config(RunConfig):
         return self._source if same else None
 
     def to_yaml(self) -> str:
-        """The text of a config file with all keys."""
+        """Returns the text of a config file with all keys."""
         return config_yaml(self, command="unisono train THIS_FILE")
 
 
@@ -148,22 +148,22 @@ class TrainOptions(JobOptions, total=False):
     """The options of `unisono train`, by the names of the command line.
 
     Attributes:
-        nproc: ranks on this node; default: one per device.
-        devices: one per rank: `0,1`, or UUIDs.
-        resume: resume the run in output_dir, extend a finished one, or start a new one.
-        fresh: rename an existing output_dir to `OUT.old-N`, and start from scratch.
-        allow: resume although these keys have changed, e.g. `["optim.lr"]`.
+        nproc: number of ranks on this node; default: one per device.
+        devices: devices of this node, one per rank: `0,1`, or UUIDs.
+        resume: resume the run in output_dir, extend a finished run, or start a new run.
+        fresh: rename an existing output_dir to `OUT.old-N` and start from scratch.
+        allow: resume even if these keys have changed, e.g. `["optim.lr"]`.
         trust: resume from a checkpoint that is not signed with your key.
         trust_code: execute your own `FILE.py:CLASS` of `objective` and `optim.kind` in each rank.
         restarts: number of automatic restarts after a failure.
-        nodes: number of nodes, or `MIN:MAX`; the same program runs on each.
-        node_rank: number of this node, from 0.
+        nodes: number of nodes, or `MIN:MAX`; run the same program on each node.
+        node_rank: rank of this node, from 0.
         head: address of node 0, `HOST[:PORT]`.
-        hosts: nodes to start over SSH, `a,b`; the config must be a file that they have, too.
-        token_file: file with the job's token; default: UNISONO_TOKEN.
+        hosts: nodes to start over SSH, e.g. `a,b`; each of them must have the config file.
+        token_file: file with the job's token; default: the variable UNISONO_TOKEN.
         join_timeout_s: how long nodes wait for each other, in seconds.
-        launcher: local, nodes, ray or slurm; or that of another package.
-        ray_address: Ray cluster.
+        launcher: local, nodes, ray, slurm, or a launcher of another package.
+        ray_address: address of the Ray cluster.
         partition: Slurm partition.
         time: time limit of a Slurm job, e.g. `8:00:00`.
         launcher_options: options of a launcher of another package.
@@ -179,19 +179,19 @@ class TrainOptions(JobOptions, total=False):
 
 
 def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Result:
-    """Fine-tunes a model like `unisono train`, and gives how the run ended: also after a failure,
-    with its verdict.
+    """Fine-tunes a model like `unisono train`, and returns how the run ended. If it failed, the
+    result has a verdict.
 
-    Ranks are processes of their own: the program needs no `if __name__ == "__main__"`, may be a
-    notebook, and may call this in a thread. Warnings and verdicts go to the logger `unisono`. After
-    Ctrl-C (KeyboardInterrupt) a checkpoint has been saved.
+    Each rank runs in a separate process. The program needs no `if __name__ == "__main__"`, can be a
+    notebook, and can call this function in a thread. Warnings and verdicts go to the logger
+    `unisono`. Ctrl-C (KeyboardInterrupt) saves a checkpoint first.
 
     Args:
         config: a Config, or the path of a config file.
-        options: as on the command line.
+        options: the options of the command line.
 
     Raises:
-        UnisonoError: if nothing was started: config, data, model or machine are refused.
+        UnisonoError: if the config, data, model or machine is refused before the start.
     """
     with stream(config, **options) as events:
         for event in events:
@@ -203,16 +203,16 @@ def train(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOption
 
 
 def stream(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptions]) -> Stream:
-    """Starts a run, and gives its events; see `train`.
+    """Starts a run, and returns an iterator over its events; see `train`.
 
-    The run proceeds whether or not they are read.
+    The run proceeds whether or not the events are read.
 
     Args:
         config: a Config, or the path of a config file.
-        options: as on the command line.
+        options: the options of the command line.
 
     Raises:
-        ConfigError: if the config is refused. Whatever is refused later is raised by the iterator.
+        ConfigError: if the config is refused. Errors found later are raised while iterating.
     """
     path, words, text = _named(config)
     _refuse_hosts_without_file(options, text)
@@ -221,11 +221,11 @@ def stream(config: RunConfig | str | PathLike[str], **options: Unpack[TrainOptio
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What doctor found.
+    """The findings of `doctor`.
 
     Attributes:
-        checks: the findings, area by area.
-        exit_code: 0; 6 if a check fails; 3 if the nodes do not agree.
+        checks: all findings, grouped by area.
+        exit_code: 0, or 6 if a check fails, or 3 if the nodes disagree.
     """
 
     checks: tuple[Finding, ...]
@@ -233,11 +233,11 @@ class Report:
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """The findings that have to be fixed before a run."""
+        """The findings that must be fixed before a run."""
         return tuple(check for check in self.checks if check.status == "fail")
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `unisono doctor --json`."""
+        """Returns the object that `unisono doctor --json` prints."""
         return {"schema": 1, "checks": [check.to_json() for check in self.checks]}
 
 
@@ -245,9 +245,9 @@ class DoctorOptions(JobOptions, total=False):
     """The options of `unisono doctor`; those of TrainOptions with the same names mean the same.
 
     Attributes:
-        ladder: try a real collective; if it fails, find a setting that works.
-        strict: exit_code is 6 also if a check warns or is unknown.
-        end_orphans: end your ranks left over from earlier runs.
+        ladder: try a real collective; if it fails, look for a setting that works.
+        strict: return exit_code 6 also if a check warns or is unknown.
+        end_orphans: end your ranks that are left over from earlier runs.
     """
 
     ladder: bool
@@ -259,11 +259,11 @@ def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unp
     """Checks this machine, or all nodes of a job, before a run, like `unisono doctor`.
 
     Args:
-        config: also check the needs of this run.
-        options: as on the command line.
+        config: a config whose requirements are checked, too.
+        options: the options of the command line.
 
     Raises:
-        UnisonoError: if config or options are refused.
+        UnisonoError: if the config or an option is refused.
     """
     path, words, text = (None, (), None) if config is None else _named(config)
     _refuse_hosts_without_file(options, text)
@@ -282,15 +282,15 @@ def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unp
 
 
 class Diagnosis(Verdict):
-    """The verdict on a dead run, and what else its logs show.
+    """The verdict on a failed run, and other findings from its logs.
 
     Attributes:
         chain: the first cause and its consequences.
-        missing: what would be needed to say more.
-        hypotheses: possible causes if no line proves one, the most likely first.
-        questions: questions whose answers tell them apart.
-        ruled_out: causes that leave a line in a complete log, which is not there.
-        earlier_runs: runs in the same logs.
+        missing: the information that a more precise answer needs.
+        hypotheses: possible causes if no line proves one, most likely first.
+        questions: questions whose answers distinguish the hypotheses.
+        ruled_out: causes that would leave a line in a complete log, but did not.
+        earlier_runs: earlier runs in the same logs.
     """
 
     chain: tuple[Evidence, ...] = ()
@@ -302,15 +302,15 @@ class Diagnosis(Verdict):
 
 
 def diagnose(*paths: str | PathLike[str]) -> Diagnosis:
-    """The cause of a failed run of any tool, from its logs, like `unisono diagnose`.
+    """Finds the cause of a failed run of any tool in its logs, like `unisono diagnose`.
 
     Secrets are redacted.
 
     Args:
-        paths: logs, directories of logs, or one directory of a run.
+        paths: logs, directories of logs, or one run directory.
 
     Raises:
-        UsageError: if there is no log that can be read.
+        UsageError: if no log can be read.
     """
     if not paths:
         raise TypeError("diagnose() needs a path")

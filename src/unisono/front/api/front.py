@@ -170,10 +170,10 @@ class Front:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened in a run.
+    """The base class of all events of a run.
 
     Attributes:
-        time: when, in seconds since 1970 (UTC).
+        time: time of the event, in seconds since 1970 (UTC).
     """
 
     time: float
@@ -181,12 +181,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(Event):
-    """What was decided before a start of the ranks; again after each restart.
+    """The plan of the run, before each start of the ranks.
 
     Attributes:
-        plan: the object of plan.json: nodes, ranks, devices, batch, steps, resume point, and where
-            each value came from.
-        total_steps: optimizer steps of the whole run.
+        plan: the contents of plan.json: nodes, ranks, devices, batch, steps, resume point, and the
+            origin of each value.
+        total_steps: number of optimizer steps of the whole run.
         world_size: number of ranks.
         output_dir: the run's directory.
     """
@@ -202,8 +202,8 @@ class Started(Event):
     """The ranks are ready for their first step.
 
     Attributes:
-        facts: what they have found: parameters, trained parameters, attention, memory, the step to
-            resume from.
+        facts: what the ranks found: parameters, trained parameters, attention, memory, and the step
+            to resume from.
     """
 
     facts: dict[str, Any]
@@ -211,13 +211,13 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase(Event):
-    """A phase before, between or after steps.
+    """The progress of a phase before, between or after steps.
 
     Attributes:
         name: e.g. `load_model`.
-        text: for people.
-        done: finished units of work inside the phase; None if it has none.
-        total: number of units.
+        text: description for people.
+        done: number of finished units of work; None if the phase has no units.
+        total: number of units; None if the phase has no units.
     """
 
     name: str
@@ -231,9 +231,9 @@ class Step(Event):
     """An optimizer step, as in a line of metrics.jsonl.
 
     Attributes:
-        step: from 1.
-        loss: of the global batch, per loss token; before the update.
-        metrics: all figures of the line: epoch, lr, grad_norm, tokens, tokens_per_second,
+        step: number of the step, from 1.
+        loss: loss of the global batch per loss token, before the update.
+        metrics: all values of the line: epoch, lr, grad_norm, tokens, tokens_per_second,
             step_time_s …
     """
 
@@ -244,11 +244,11 @@ class Step(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Event):
-    """An evaluation.
+    """The result of an evaluation.
 
     Attributes:
-        step: after which it was made; 0: before the first.
-        metrics: eval_loss and others.
+        step: the step after which the evaluation ran; 0 means before training.
+        metrics: eval_loss and other metrics.
     """
 
     step: int
@@ -257,7 +257,7 @@ class Evaluation(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Event):
-    """An answer of the model as it is after `step`."""
+    """An answer that the model generated after `step`."""
 
     step: int
     prompt: str
@@ -269,10 +269,10 @@ class Checkpoint(Event):
     """A complete checkpoint.
 
     Attributes:
-        step: after which it was made.
-        path: its directory.
-        bytes: its size.
-        seconds: from the step to its end on the disk.
+        step: the step after which it was saved.
+        path: directory of the checkpoint.
+        bytes: size in bytes.
+        seconds: time from the step until the checkpoint was on the disk.
     """
 
     step: int
@@ -283,13 +283,13 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Event):
-    """A line for people.
+    """A message for people.
 
     Attributes:
-        is_warning: whether something should be changed.
-        code: of the warning; empty for others.
-        text: the line.
-        fix: how to change it.
+        is_warning: whether the message is a warning.
+        code: code of the warning; empty for other messages.
+        text: the message.
+        fix: what to do about it; may be empty.
     """
 
     is_warning: bool
@@ -300,14 +300,14 @@ class Notice(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """The run failed, and may restart; the last verdict is also in the result."""
+    """The run failed and may restart. The last verdict is also in the result."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Event):
-    """The last event."""
+    """The last event of a run."""
 
     result: Result
 
@@ -407,12 +407,12 @@ _MAKERS = {
 
 
 class Stream(Iterator[Event]):
-    """The events of a run, which trains in processes of its own whether or not they are read.
+    """An iterator over the events of a run. The run proceeds whether or not they are read.
 
-    Also an asynchronous iterator.
+    A stream is an asynchronous iterator, too.
 
-    The run ends with this object: after `close`, at the end of a `with` block, or if the last
-    reference is gone, it has saved a checkpoint. The same call resumes it.
+    The run ends with this object: it saves a checkpoint on `close`, at the end of a `with` block,
+    or when the last reference is gone. The same call resumes the run.
     """
 
     _CLOSED: ClassVar[None] = None
@@ -425,7 +425,7 @@ class Stream(Iterator[Event]):
         """The next event.
 
         Raises:
-            UnisonoError: if nothing was started: config, data, model or machine are refused.
+            UnisonoError: if the config, data, model or machine is refused before the start.
             StopIteration: after Ended.
         """
         while not self._is_over:
@@ -460,10 +460,10 @@ class Stream(Iterator[Event]):
             self.close()
 
     def cancel(self) -> Result:
-        """Finishes the step, saves a checkpoint, ends the ranks, and gives the result: interrupted,
-        exit code 130.
+        """Finishes the step, saves a checkpoint, ends the ranks, and returns the result, whose
+        outcome is interrupted with exit code 130.
 
-        It may be called from a different thread than the one that reads events; these end with
+        It can be called from another thread than the one that reads the events. The events end with
         Ended.
 
         Raises:
@@ -473,7 +473,7 @@ class Stream(Iterator[Event]):
         return self.result()
 
     def close(self) -> None:
-        """Like `cancel`, for whoever does not need the result.
+        """Ends the run like `cancel`, without returning the result.
 
         A run that has ended is left as it is.
         """
@@ -481,7 +481,7 @@ class Stream(Iterator[Event]):
         self._is_over = True
 
     def result(self) -> Result:
-        """How the run has ended, after waiting for its end.
+        """Waits for the end of the run, and returns its result.
 
         Raises:
             UnisonoError: if nothing was started.

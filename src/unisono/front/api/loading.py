@@ -31,24 +31,24 @@ _log = logging.getLogger("unisono")
 def load(
     result: Result | str | PathLike[str], *, step: int | None = None, device: str | None = None
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
-    """The trained model and its tokenizer: objects of transformers, with an adapter the model of
-    peft; in evaluation mode.
+    """Loads the trained model in evaluation mode, and its tokenizer. Both are objects of
+    transformers; a model with an adapter is an object of peft.
 
-    The chat template is that of the training, and `generation_config` has its stop tokens: with
-    `do_sample=False` its method `generate` gives the answers of `unisono generate`. Files are
-    checked against the digests of their training, as there.
+    The tokenizer has the chat template of the training, `generation_config` its stop tokens. With
+    `do_sample=False`, the model's method `generate` gives the same answers as `unisono generate`.
+    Files are checked against the digests that were recorded in the training.
 
     Args:
-        result: of `train`, or the path of a run, a model or an adapter, or a hub id. Of an
-            unfinished run the newest checkpoint is loaded.
-        step: a checkpoint of the run instead.
-        device: e.g. `cuda:1`; None: the first visible accelerator, else the CPU.
+        result: a Result, the path of a run, a model or an adapter, or a hub id. For an unfinished
+            run, the newest checkpoint is loaded.
+        step: load the checkpoint of this step instead.
+        device: e.g. `cuda:1`; default: the first visible accelerator, else the CPU.
 
     Raises:
-        UsageError: if it does not exist, or has no weights yet; or if the extra `train` is not
-            installed.
+        UsageError: if the model does not exist or has no weights yet, or if the extra `train` is
+            not installed.
         ModelError: if files are missing or do not match each other.
-        IntegrityError: if a file differs from its digest.
+        IntegrityError: if a file does not match its digest.
     """
     register_templates()
     name = str(result.output_dir) if isinstance(result, Result) else str(result)

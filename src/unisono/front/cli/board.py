@@ -49,9 +49,7 @@ def board(
         typer.Option(
             "--host",
             metavar="ADDRESS",
-            help=(
-                "Address to listen on; others than this machine's own can be reached by others, unencrypted."
-            ),
+            help="Address to listen on; others can reach an external address, without encryption.",
         ),
     ] = "127.0.0.1",
     is_opened: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
@@ -75,8 +73,8 @@ def list_(
         ),
     ] = None,
 ) -> None:
-    """List the runs in a directory, the last written first: state, step, loss, age and the newest
-    verdict.
+    """List the runs in a directory, most recently updated first: state, step, loss, age and the
+    newest verdict.
     """
     from unisono.front.board.follow import find_runs
     from unisono.front.board.regions import summarize_run

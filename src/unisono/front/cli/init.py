@@ -393,8 +393,9 @@ def preview(
         typer.Option("--ids", help="With --json: add the token ids, and which of them count in the loss."),
     ] = False,
 ) -> None:
-    """Show the first rows as the model sees them, the loss tokens, the lengths, and the ledger of
-    rows.
+    """Show the first rows as the model sees them.
+
+    Loss tokens are marked; the lengths and the data report follow the rows.
     """
     from unisono.base.errors import UsageError
     from unisono.front.cli.output import output

@@ -94,15 +94,16 @@ class JobOptionGroup(OptionGroup):
         str | None, typer.Option(metavar="A,B,…", help="Start these nodes over SSH.", show_default=False)
     ] = None
     nnodes: Annotated[
-        str | None, typer.Option(metavar="N", help="torchrun's name of --nodes N.", show_default=False)
+        str | None,
+        typer.Option(metavar="N", help="Same as --nodes N (torchrun's spelling).", show_default=False),
     ] = None
     nproc_per_node: Annotated[
         str | None,
-        typer.Option(metavar="N|auto|gpu", help="torchrun's name of --nproc.", show_default=False),
+        typer.Option(metavar="N|auto|gpu", help="Same as --nproc (torchrun's spelling).", show_default=False),
     ] = None
     master_addr: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="torchrun's name of the host in --head.", show_default=False),
+        typer.Option(metavar="HOST", help="The host in --head (torchrun's spelling).", show_default=False),
     ] = None
     master_port: Annotated[
         int | None,
@@ -110,12 +111,13 @@ class JobOptionGroup(OptionGroup):
             min=1,
             max=65_535,
             metavar="PORT",
-            help="torchrun's name of the port in --head.",
+            help="The port in --head (torchrun's spelling).",
             show_default=False,
         ),
     ] = None
     rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="torchrun's name of --head.", show_default=False)
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Same as --head (torchrun's spelling).", show_default=False),
     ] = None
     token_file: Annotated[
         str | None,

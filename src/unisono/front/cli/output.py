@@ -23,7 +23,7 @@ from unisono.base.text import escape_controls, escape_json, plain, wrapped
 GLOBAL_FLAGS = {
     "--json": "Write JSON, and nothing else, to stdout.",
     "--quiet": "Show only results, warnings and errors.",
-    "--debug": "Show tracebacks, also of your own mistakes.",
+    "--debug": "Show the full traceback of every error.",
     "--version": "Show the version and exit.",
 }
 """The flags of every command, with their help; they may stand anywhere on the command line."""

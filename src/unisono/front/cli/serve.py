@@ -36,7 +36,7 @@ def serve(
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(min=0.0, metavar="SECONDS", help="Time of running answers after SIGTERM or Ctrl-C."),
+        typer.Option(min=0.0, metavar="SECONDS", help="Seconds for running answers after SIGTERM or Ctrl-C."),
     ] = 25.0,
     step: Step = None,
 ) -> None:

@@ -23,13 +23,13 @@ class Micro:
     """The units of one micro batch.
 
     Attributes:
-        rows: the rows of tokens, in the order of the units, those of a unit one after the other;
-            only the sides that were requested.
+        rows: rows of tokens in the order of the units. The requested sides of a unit follow each
+            other.
         units: number of units, U.
         row_ids: the origin of each row of tokens, for messages.
-        columns: named values of the units, (U, …) each: `label` (U,) bool, whether a rated answer
-            is desirable; `reference` (U, 2) float32, the reference's log-probability of the answer
-            of each side; and those of a source of your own.
+        columns: named values of the units, each (U, …): `label` (U,) bool, whether a rated answer
+            is desirable; `reference` (U, 2) float32, the reference model's log-probability of the
+            answer of each side; and the columns of your own source.
     """
 
     rows: Rows
@@ -39,18 +39,18 @@ class Micro:
 
     @property
     def tokens(self) -> int:
-        """Input tokens of the rows."""
+        """The number of input tokens in the rows."""
         return sum(self.rows.lengths)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a global batch, or of all rows of an evaluation.
+    """The totals of a global batch, or of all rows of an evaluation.
 
     Attributes:
-        units: rows, pairs, or rated answers.
-        loss_tokens: tokens that count in the loss, over all sides.
-        first_tokens: all tokens of the first side of each unit.
+        units: number of rows, pairs, or rated answers.
+        loss_tokens: number of tokens that count in the loss, over all sides.
+        first_tokens: number of all tokens on the first side of the units.
     """
 
     units: int

@@ -96,7 +96,7 @@ class Rows:
 
 @dataclass
 class Forward:
-    """A loaded model with the implementation of its forward."""
+    """A loaded model and the implementation of its forward pass."""
 
     loaded: LoadedModel
     layout: Layout
@@ -129,7 +129,7 @@ class Forward:
     """
 
     def within(self, use: Callable[[], T]) -> T:
-        """The result of `use`, called where all weights are unsharded.
+        """Returns the result of `use`, called while all weights are unsharded.
 
         With sharded weights all ranks must call it alike.
         """
@@ -139,8 +139,8 @@ class Forward:
         return result
 
     def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
-        """Σ of the cross entropy at the loss tokens of these rows / count: a float32 scalar with a
-        gradient.
+        """Returns the sum of the cross entropy over the loss tokens of these rows, divided by
+        `count`: a float32 scalar with a gradient.
 
         Args:
             rows: the micro batch.
@@ -155,8 +155,8 @@ class Forward:
         return self.within(lambda: self._loss(rows, count, smoothing))
 
     def use_graphs(self, *, most_tokens: int, longest: int) -> None:
-        """Computes losses by CUDA graphs from now on, if the model is small enough and nothing in
-        its forward waits for the device.
+        """Computes losses with CUDA graphs from now on, if the model is small enough and nothing in
+        its forward pass waits for the device.
 
         Args:
             most_tokens: of a micro batch.
@@ -184,7 +184,7 @@ class Forward:
             return logits_loss(self._logits(rows), rows.labels, **how)
 
     def log_probs(self, rows: Rows) -> torch.Tensor:
-        """(N,) float32, with a gradient: the log-probability of each loss token of these rows."""
+        """Returns the log-probability of each loss token: (N,) float32 with a gradient."""
         return self.within(lambda: self._log_probs(rows))
 
     def _log_probs(self, rows: Rows) -> torch.Tensor:
@@ -195,8 +195,8 @@ class Forward:
             return logits_log_probs(self._logits(rows), rows.labels)
 
     def scores(self, rows: Rows) -> torch.Tensor:
-        """(R,) float32, with a gradient: a reward model's value of each row, at its last token that
-        is not the padding token.
+        """Returns a reward model's score of each row, at its last token that is not padding: (R,)
+        float32 with a gradient.
 
         The rule for the token is that of transformers' sequence classification, so that the saved
         model gives the same values.
@@ -215,7 +215,7 @@ class Forward:
 
     @contextlib.contextmanager
     def without_adapter(self) -> Any:
-        """A context in which the adapter is switched off: the model gives what its base gives."""
+        """A context in which the adapter is off: the model gives the outputs of its base model."""
         with self.loaded.model.disable_adapter():
             yield
 
@@ -273,7 +273,7 @@ class Forward:
 
     @contextlib.contextmanager
     def ready_to_generate(self) -> Any:
-        """A context in which the model has its own attention, for prompts in padded batches with a
+        """A context in which the model uses its own attention, for padded batches of prompts with a
         cache.
         """
         base = self.loaded.base

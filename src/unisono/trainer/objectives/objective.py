@@ -52,8 +52,8 @@ class Part:
 
     Attributes:
         loss: a float32 scalar with a gradient.
-        sums: (2 · metrics,) float32 without a gradient: for each metric its sum over units, and
-            over how many units.
+        sums: (2 · metrics,) float32 without a gradient: for each metric, the sum over units and the
+            number of these units.
     """
 
     loss: torch.Tensor
@@ -61,14 +61,14 @@ class Part:
 
 
 class Objective(ABC):
-    """What a run minimizes. Instances hold settings only, and are immutable.
+    """What a run minimizes. Instances hold only settings and are immutable.
 
     Attributes:
-        metrics: names of the metrics that `loss` gives sums of.
+        metrics: names of the metrics whose sums `loss` returns.
         sides: the sides of a unit that `loss` needs.
-        first_sides: the sides of a unit that `first` needs; empty if the loss needs no figure of
-            the global batch.
-        uses_reference: whether it compares with a reference model.
+        first_sides: the sides of a unit that `first` needs; empty if `loss` needs no value of the
+            global batch in advance.
+        uses_reference: whether the loss compares with a reference model.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -78,12 +78,12 @@ class Objective(ABC):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """The objective of a run. A class in a file of your own that has settings overrides it."""
+        """Returns the objective of a run. Override it in your own class to read settings."""
         del config
         return cls()
 
     def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
-        """What the steps are made of. All ranks must call it, before the first step.
+        """Returns the source of the steps. All ranks must call it before the first step.
 
         Args:
             rows: the rows of the data.
@@ -95,8 +95,8 @@ class Objective(ABC):
         return rows
 
     def first(self, forward: Forward, micro: Micro) -> torch.Tensor:
-        """A float32 scalar; its sum over the units of the global batch, divided by their number, is
-        `known` in `loss`.
+        """Returns a float32 scalar. Its sum over the units of the global batch, divided by their
+        number, is `known` in `loss`.
 
         Called only with `first_sides`, without gradient and dropout.
         """
@@ -105,18 +105,19 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
-        """The micro batch's part of the loss.
+        """Returns the micro batch's part of the loss. Divide by `counts`, the totals of the global
+        batch, so that the parts add up to its loss.
 
         Args:
             forward: the model.
             micro: the units.
-            counts: of the global batch.
-            known: the mean over the units of the global batch of what `first` gives.
+            counts: the totals of the global batch.
+            known: the mean of what `first` returns, over the units of the global batch.
         """
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
-        """The metrics of a batch, from the sums over all ranks: means over units; one that no unit
-        has a value for is absent.
+        """Returns the metrics of a batch from the sums over all ranks: means over units. A metric
+        without a value is absent.
         """
         del known
         each = zip(self.metrics, sums[::2], sums[1::2], strict=True)
