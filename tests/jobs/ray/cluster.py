@@ -159,6 +159,7 @@ class RayCluster:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_STRANGERS)}
         own = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "HF_HUB_OFFLINE": "1",
+            "RAY_worker_niceness": "0",  # Ray's 15 would starve ranks beside the other tests of a suite
             "XDG_CACHE_HOME": str(self.disk / "cache"), "XDG_CONFIG_HOME": str(self.disk / "settings"), "HOME": str(self.disk),
             "OMP_NUM_THREADS": "1", "TEST_RAY": self.mark, "RAY_JOB_STOP_WAIT_TIME_S": "60",
         }  # fmt: skip
