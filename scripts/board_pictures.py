@@ -13,9 +13,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from playwright.sync_api import Browser, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser  # noqa: E402
 
-from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS  # noqa: E402
+from tests.front.board.boards import chromium  # noqa: E402
 from tests.front.board.made_runs import make_run  # noqa: E402
 from unisono.front.board.page import runs_file  # noqa: E402
 from unisono.front.board.regions import REGIONS  # noqa: E402
@@ -70,11 +70,9 @@ def _picture(browser: Browser, runs: list[Path], *, language: str, scheme: Any, 
 def main() -> None:
     """Writes the files."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as play, tempfile.TemporaryDirectory() as folder:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+    with chromium() as browser, tempfile.TemporaryDirectory() as folder:
         for name, data in take_pictures(browser, Path(folder)).items():
             (FOLDER / name).write_bytes(data)
-        browser.close()
 
 
 if __name__ == "__main__":

@@ -62,40 +62,45 @@ SYMPTOMS = (
 )
 """Symptoms of the index, ranked as `unisono explain --symptom` ranks them."""
 KINDS = {
-    "Memory": ("cuda_oom", "host_oom_killed", "shm_too_small"),
+    "Memory": (
+        "cuda_oom", "host_oom_killed", "shm_too_small",
+    ),
     "Hangs": (
-        "rank_stalled", "rank_stopped", "gil_held", "user_code_stuck", "io_blocked", "data_starved", "waits_for_input", "unequal_steps",
-        "collective_mismatch", "device_unbound_barrier", "straggler",
+        "rank_stalled", "rank_stopped", "gil_held", "user_code_stuck", "io_blocked", "data_starved",
+        "waits_for_input", "unequal_steps", "collective_mismatch", "device_unbound_barrier", "straggler",
     ),
     "Crashes": (
-        "rank_killed", "rank_died_first", "preempted_sigterm", "user_code_error", "unused_parameters_ddp", "process_group_destroyed_twice",
-        "teardown_crash", "single_device_nccl", "ray_worker_died",
+        "rank_killed", "rank_died_first", "preempted_sigterm", "user_code_error", "unused_parameters_ddp",
+        "process_group_destroyed_twice", "teardown_crash", "single_device_nccl", "ray_worker_died",
     ),
     "Network": (
-        "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure", "hostname_loopback",
-        "nccl_socket_iface", "ib_unreachable", "mtu_blackhole", "hub_unreachable",
+        "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure",
+        "hostname_loopback", "nccl_socket_iface", "ib_unreachable", "mtu_blackhole", "hub_unreachable",
     ),
     "Start of nodes": (
-        "node_missing", "node_refused", "node_duplicate", "token_rejected", "nproc_mismatch", "world_mismatch", "stale_process", "clock_skew",
-        "ray_resources_unsatisfiable",
+        "node_missing", "node_refused", "node_duplicate", "token_rejected", "nproc_mismatch", "world_mismatch",
+        "stale_process", "clock_skew", "ray_resources_unsatisfiable",
     ),
     "GPUs and drivers": (
-        "gpu_fell_off", "ecc_error", "p2p_blocked", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build", "bnb_no_gpu",
-        "invalid_device_ordinal", "duplicate_gpu", "device_mismatch",
+        "gpu_fell_off", "ecc_error", "p2p_blocked", "driver_too_old", "cuda_arch_unsupported", "no_cuda_build",
+        "bnb_no_gpu", "invalid_device_ordinal", "duplicate_gpu", "device_mismatch",
     ),
     "Packages and environment": (
-        "missing_dependency", "flash_attn_missing", "version_mismatch", "version_known_bad", "env_mismatch", "env_suspicious", "code_mismatch",
-        "ulimit",
+        "missing_dependency", "flash_attn_missing", "version_mismatch", "version_known_bad", "env_mismatch",
+        "env_suspicious", "code_mismatch", "ulimit",
     ),
     "Config, data and model": (
-        "config_mismatch", "plan_mismatch", "data_mismatch", "split_mismatch", "dataset_cache_race", "tokenizer_files_mismatch",
-        "tokenizer_mismatch", "weights_mismatch", "model_path_missing", "gated_model", "nan_loss", "replicas_diverged",
+        "config_mismatch", "plan_mismatch", "data_mismatch", "split_mismatch", "dataset_cache_race",
+        "tokenizer_files_mismatch", "tokenizer_mismatch", "weights_mismatch", "model_path_missing", "gated_model",
+        "nan_loss", "replicas_diverged",
     ),
     "Storage and checkpoints": (
-        "disk_full", "storage_not_shared", "storage_unfit", "output_removed", "corrupt_checkpoint", "checkpoint_mismatch",
-        "checkpoint_not_shared", "resume_mismatch",
+        "disk_full", "storage_not_shared", "storage_unfit", "output_removed", "corrupt_checkpoint",
+        "checkpoint_mismatch", "checkpoint_not_shared", "resume_mismatch",
     ),
-    "No cause": ("healthy", "undetermined"),
+    "No cause": (
+        "healthy", "undetermined",
+    ),
 }  # fmt: skip
 """The causes by kind, for the navigation and the index."""
 _FOR_ANY_PROGRAM = {

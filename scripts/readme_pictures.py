@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
 from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS  # noqa: E402
+from tests.front.board.boards import chromium  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 RECORD = PICTURES / "stall.json"
@@ -187,16 +186,13 @@ def board_picture(folder: Path) -> bytes:
         ]
         subprocess.run([*unisono, "train", "first.yaml", *overrides], cwd=folder, check=True)
     subprocess.run([*unisono, "board", "runs", "--out", "page.html"], cwd=folder, check=True)
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+    with chromium() as browser:
         page = browser.new_page(
             color_scheme="light", viewport={"width": 1280, "height": 1100}, timezone_id="UTC"
         )
         page.goto((folder / "page.html").as_uri() + "?lang=en")
         page.wait_for_selector("[data-painted]")
-        picture = page.screenshot()
-        browser.close()
-    return picture
+        return page.screenshot()
 
 
 # ---- speed

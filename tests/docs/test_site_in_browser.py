@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
-from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS
+from tests.front.board.boards import chromium
 from tests.needs import lacking
 
 pytestmark = [
@@ -25,10 +25,8 @@ LINE = "Watchdog caught collective operation timeout"
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium."""
-    with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+    with chromium() as made:
         yield made
-        made.close()
 
 
 def opened(browser: Browser, page: Path, **options: object) -> Page:

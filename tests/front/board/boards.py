@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests import front_server
 from tests.needs import program
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 CHROMIUM_FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
@@ -21,6 +24,17 @@ CHROMIUM_FLAGS = (
     "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup",
 )  # fmt: skip
 CHROMIUM = program("chromium") or "chromium"
+
+
+@contextlib.contextmanager
+def chromium() -> "Iterator[Browser]":
+    """Debian's Chromium, without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+        yield browser
+        browser.close()
 
 
 @dataclass

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from board_pictures import take_pictures
 from tests import front_server
-from tests.front.board.boards import CHROMIUM, CHROMIUM_FLAGS, board_of
+from tests.front.board.boards import board_of, chromium
 from tests.front.board.made_runs import append, make_hostile, make_run, write
 from tests.jobs.nodes.harness import ENTRY, PACED
 from tests.needs import lacking
@@ -41,10 +41,8 @@ AXE = Path(__file__).parent / "axe" / "axe.min.js"
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium."""
-    with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
+    with chromium() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture(autouse=True)

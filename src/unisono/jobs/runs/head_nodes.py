@@ -3,7 +3,7 @@ and the ranks.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from unisono.base.errors import Disagreed
 from unisono.base.events import Show
 from unisono.base.text import validation_words
 from unisono.guard.agree.agreement import Agreement
-from unisono.guard.agree.training import compare_prepared
+from unisono.guard.agree.training import PreparedFacts, compare_prepared
 from unisono.guard.facts.storage import RunsDisk, leave_nonce, remove_nonce
 from unisono.guard.rendezvous.meeting_rules import end_message
 from unisono.guard.rendezvous.party import NONCE_FILE, Party
@@ -76,11 +76,7 @@ class HeadNodes:
         prepared = self.meeting.run_in_background(work)
         answers = self.meeting.gather(NodePrepared.kind, timeout_s=_PREPARED_S, what="the prepared data")
         try:
-            facts = {
-                rank: news.facts
-                for rank, answer in answers.items()
-                if isinstance(news := decode_news(answer), NodePrepared)
-            }
+            facts = {rank: _facts_of(answer) for rank, answer in answers.items()}
         except ValidationError as error:
             raise Disagreed.of(
                 "a node's account of its data cannot be read", why=validation_words(error)
@@ -263,3 +259,9 @@ def remote_train(request: TrainRequest) -> RemoteCommand:
         },
         ssh=request.ssh,
     )
+
+
+def _facts_of(answer: Mapping[str, object]) -> PreparedFacts:
+    news = decode_news(answer)
+    assert isinstance(news, NodePrepared)  # no node may be left out of the comparison
+    return news.facts
