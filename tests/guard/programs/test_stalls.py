@@ -30,6 +30,8 @@ GRPO = Program("TRL GRPOTrainer of two, torchrun", "trl_grpo.py", TORCHRUN)
 GRPO_ALONE = Program("TRL GRPOTrainer, torchrun", "trl_grpo.py", (*TORCHRUN[:-1], "1"), ranks=1)
 WARNINGS = 3  # of a rank for which others wait: after about 5, 10 and 20 s
 _WARNING = re.compile(r"warning: (rank 0, .* for (\d+) s, .*)")
+# The first warning may come before the stack of the rank has arrived; it is an investigation then.
+_WARNING_WITH_LINE = re.compile(r"warning: rank 0, .*stalls\.py:\d+ in sleep")
 _IDLE = re.compile(r"warning: no rank computes, .* for (\d+) s: (.*?); the run is ended if nothing moves for")
 _FIXES = {"prompt": "Answer by a setting"} | dict.fromkeys(
     ("fork", "spawn", "forkserver"), "Prepare the data once"
@@ -109,7 +111,8 @@ def test_a_stall_is_reported_with_its_line_each_time_that_its_age_doubles(
     ages = [int(one[2]) for one in found]
     assert ages[0] <= 10
     assert all(1.7 <= later / earlier <= 3 for earlier, later in pairwise(ages)), ages
-    assert all(re.search(rf"stalls\.py:\d+ in {fault}", one[1]) for one in found), text
+    with_line = [bool(re.search(rf"stalls\.py:\d+ in {fault}", one[1])) for one in found]
+    assert all(with_line[1:]), text  # the first may come before the stack of the rank, on a busy machine
     assert ("waits for input" in text) == (fault == "prompt")
     assert text.count("investigating: ") == 1
     assert "move again" not in text
@@ -158,7 +161,7 @@ def test_what_a_killed_front_leaves_is_diagnosed_by_its_last_warning(tmp_path: P
     guarded = Guarded(STALLS, tmp_path, "--fault", "sleep")
     try:
         limit = time.monotonic() + LIMIT_S
-        while not _WARNING.search(guarded.front.text()):
+        while not _WARNING_WITH_LINE.search(guarded.front.text()):
             assert time.monotonic() < limit, guarded.front.text()
             time.sleep(0.2)
         os.kill(guarded.front.pid, signal.SIGKILL)
