@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from unisono.base.errors import ModelError
 from unisono.trainer.model import forward as forwards
 from unisono.trainer.model.decoder import speed_up_layers
 from unisono.trainer.model.forward import Forward, Rows, choose_forward
@@ -64,8 +65,12 @@ _EXPECTED = {
 
 
 def _loaded(kind: str) -> LoadedModel:
+    return _loaded_from(_config(kind))
+
+
+def _loaded_from(config: Any) -> LoadedModel:
     torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_config(_config(kind))
+    base = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # first weights are small, and would hide a row that sees another
         for parameter in base.parameters():
             parameter.mul_(3.0)
@@ -301,3 +306,13 @@ def test_reference_model_without_trainable_weights_keeps_fast_layers(
     bare = dataclasses.replace(loaded, trainable={})
     forward = choose_forward(bare, dtype="bfloat16", quick_adapter=False, gradient_checkpointing=False)
     assert forward.fast_layers
+
+
+def test_an_encoder_whose_tokens_see_later_ones_is_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    with pytest.raises(ModelError) as refused:
+        _choose(_loaded_from(config))
+    assert "its tokens see those that they are to predict" in str(refused.value)
+    assert "set is_decoder: true" in str(refused.value.problems[0].fix)

@@ -331,6 +331,7 @@ def choose_forward(
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
+            forward.within(lambda: _refuse_sight_of_later_tokens(forward, reference))
             forward.within(lambda: _try_head(forward, reference))
         if not loaded.is_reward or forward.head == "chunked":
             forward.within(lambda: _try_flat(forward, reference))
@@ -384,6 +385,27 @@ def _alone(forward: Forward) -> torch.Tensor:
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
+
+
+def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> None:
+    """Refuses an encoder: a token that sees the next one learns to copy it.
+
+    Raises:
+        ModelError: if the last token of a row changes the logits of those before it.
+    """
+    base = forward.loaded.base
+    ids = _probe_rows(base, first=11).input_ids[6:].clone()
+    ids[-1] = ids[0]
+    with forward._precision():  # noqa: SLF001 - same module
+        logits = base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    if not _alike(logits, reference[5:], forward.dtype):
+        is_encoder = getattr(base.config, "is_decoder", None) is False
+        raise ModelError.of(
+            "the model is an encoder: its tokens see those that they are to predict",
+            where="model.path",
+            why="its logits change when a later token changes",
+            fix="set is_decoder: true in its config.json" if is_encoder else "use a decoder",
+        )
 
 
 def _try_score(forward: Forward) -> None:
