@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.conftest import Listening, Trained, training_in
 from tests.peft_by_hand import sum_of_rows
 from tests.trainer.architectures.tiny_models import WORDS, write_tiny_model
-from unisono.base.errors import UnisonoError
+from tests.trainer.ranks.conftest import Workshop
+from unisono.base.errors import ModelError, UnisonoError
 from unisono.trainer.batches.table import TableRows
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.plan import SequenceStream
@@ -67,6 +69,12 @@ class Architecture:
         self.model = folder / "model"
         self._model_type = model_type
         self._rows = rows_file(folder)
+
+    @property
+    def class_name(self) -> str:
+        """The class of transformers that it is loaded as."""
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self._model_type]
+        return name if isinstance(name, str) else name[0]
 
     @cached_property
     def config(self) -> transformers.PretrainedConfig:
@@ -174,6 +182,21 @@ def plain_losses(run: Trained, directory: Path) -> list[float]:
     return losses
 
 
+def _two_ranks(architecture: Architecture) -> dict[str, float]:
+    """Two processes of gloo, each with half of the batch, have the losses of one."""
+    one = architecture.full
+    folder = architecture.folder / "ranks"
+    folder.mkdir()
+    workshop = Workshop(architecture.model, {"sft": architecture.folder / "rows.jsonl"}, folder)
+    workshop.kinds = {"full": _COMMON | {"adapter": None, "data": _COMMON["data"] | {"packing": True}}}
+    two = workshop.one(workshop.plan("full", world=2, strategy="ddp"))
+    if two.result["kind"] != "result":
+        raise ModelError.of(f"two ranks: {two.result}")
+    off = max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=True))
+    assert off <= TOLERANCE, f"losses of one {one.losses}, of two {two.losses}"
+    return {"differs_by": off}
+
+
 def _generate(architecture: Architecture) -> dict[str, float]:
     """Greedy answers are those of transformers."""
     adapter = architecture.lora.directory / "adapter"
@@ -230,6 +253,7 @@ _ATTEMPTS: dict[str, Callable[[Architecture], dict[str, float]]] = {
     "lora": _lora,
     "full": _full,
     "packed": _packed,
+    "two_ranks": _two_ranks,
     "generate": _generate,
     "merge": _merge,
     "gguf": _gguf,
