@@ -6,6 +6,7 @@ Used by scripts/make_reference.py, and by scripts/make_catalogue.py, which colle
 from check_pages import agreement_page, doctor_page, variables_page
 from config_page import config_page
 from memory_page import memory_page
+from models_page import models_page
 from page_parts import Translate
 from python_page import python_page
 from tool_pages import llamafactory_page, sd_scripts_page
@@ -14,6 +15,7 @@ _PAGES = {
     "config.md": config_page,
     "python.md": python_page,
     "memory.md": memory_page,
+    "models.md": models_page,
     "llamafactory.md": llamafactory_page,
     "sd-scripts.md": sd_scripts_page,
     "doctor.md": doctor_page,

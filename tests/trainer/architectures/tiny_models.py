@@ -145,6 +145,8 @@ def _small(
     }
     if "kv_lora_rank" in fields:  # latent attention has no groups of heads
         settings["num_key_value_heads"] = settings["num_attention_heads"]
+    if "is_decoder" in fields:  # those of encoders, too, can be decoders
+        settings["is_decoder"] = True
     for name, field in fields.items():
         if ("drop" in name) and isinstance(field.default, float):
             settings[name] = 0.0

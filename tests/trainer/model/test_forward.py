@@ -316,3 +316,12 @@ def test_an_encoder_whose_tokens_see_later_ones_is_refused() -> None:
         _choose(_loaded_from(config))
     assert "its tokens see those that they are to predict" in str(refused.value)
     assert "set is_decoder: true" in str(refused.value.problems[0].fix)
+
+
+def test_rows_are_padded_for_a_model_that_makes_its_mask_itself() -> None:
+    config = transformers.DogeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, hidden_dropout=0.0,
+    )  # fmt: skip
+    forward = _choose(_loaded_from(config))
+    assert (forward.layout, forward.why) == ("padded", "its attention needs a mask that it makes itself")

@@ -210,7 +210,8 @@ def flat_attention(
         raise UnsupportedAttentionError("bfloat16 or float16 on a GPU")
     if query.is_cuda and not (has_flash(query.shape[3]) and value.shape[3] == query.shape[3]):
         raise UnsupportedAttentionError(f"heads of {query.shape[3]} values, which flash attention lacks")
-    del attention_mask  # transformers creates none for a custom attention
+    if attention_mask is not None:  # transformers makes none for a custom attention
+        raise UnsupportedAttentionError("a mask that it makes itself")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     module._flat_settings = (scale, sliding_window, query.shape[-1])  # noqa: SLF001 - for model.decoder
     # Under autocast rotary embeddings give float32 queries and keys beside bfloat16 values; one

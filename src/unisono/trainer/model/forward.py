@@ -22,7 +22,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 
 from unisono.base.errors import ModelError
-from unisono.base.text import one_line
+from unisono.base.text import library_words, one_line
 from unisono.trainer.model.attention import (
     FLAT_ATTENTION,
     Ends,
@@ -327,7 +327,7 @@ def choose_forward(
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        reference = forward.within(lambda: _alone(forward))
+        reference = forward.within(lambda: _alone_or_refused(forward))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
@@ -335,6 +335,8 @@ def choose_forward(
             forward.within(lambda: _try_head(forward, reference))
         if not loaded.is_reward or forward.head == "chunked":
             forward.within(lambda: _try_flat(forward, reference))
+        if not loaded.is_reward and forward.layout == "padded":
+            forward.within(lambda: _refuse_influence_of_padding(forward, reference))
         if forward.layout == "flat" and not forward.rows_apart:
             forward.within(lambda: _try_merging(forward))
         if forward.layout == "flat" and forward.head == "chunked":
@@ -385,6 +387,44 @@ def _alone(forward: Forward) -> torch.Tensor:
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
+
+
+def _alone_or_refused(forward: Forward) -> torch.Tensor:
+    """The logits or hidden states of `_alone`.
+
+    Raises:
+        ModelError: if the model, as it is or with its adapter, cannot compute them.
+    """
+    try:
+        return _alone(forward)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        has_adapter = forward.loaded.model is not forward.loaded.base
+        raise ModelError.of(
+            "the model cannot compute a row of text" + " with this adapter" * has_adapter,
+            where="adapter.targets" if has_adapter else "model.path",
+            why=library_words(error),
+            fix="adapt other layers, or set adapter: null" if has_adapter else "use a model for text alone",
+        ) from error
+
+
+def _refuse_influence_of_padding(forward: Forward, reference: torch.Tensor) -> None:
+    """Refuses a model whose rows are not the same in a padded batch.
+
+    Raises:
+        ModelError: if padding after a row changes its logits.
+    """
+    rows = _probe_rows(forward.loaded.base, first=11)
+    with forward._precision():  # noqa: SLF001 - same module
+        logits = forward._logits(rows).float()  # noqa: SLF001
+    if not _alike(logits, reference, forward.dtype):
+        raise ModelError.of(
+            "the rows of a batch would influence each other in this model",
+            where="model.path",
+            why="its logits change when a row is padded to the length of another",
+            fix="use a different model",
+        )
 
 
 def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> None:
