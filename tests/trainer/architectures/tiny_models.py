@@ -49,11 +49,11 @@ _SIZES: dict[int, str] = {
     " shared_expert_intermediate_size shared_intermediate_size ffn_intermediate_size",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads num_kv_heads"
     " n_kv_heads linear_num_key_heads num_experts_per_tok moe_k moe_topk num_experts_per_token top_k_experts"
-    " experts_per_token mamba_expand",
+    " experts_per_token mamba_expand zero_expert_num",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts"
-    " linear_num_value_heads num_local_experts n_routed_experts moe_num_experts time_step_rank mamba_dt_rank",
+    " linear_num_value_heads num_local_experts n_routed_experts moe_num_experts time_step_rank mamba_dt_rank linear_num_heads",
     8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_channels d_kv attention_head_size rotary_dim d_head"
-    " linear_key_head_dim linear_value_head_dim index_head_dim swa_head_dim global_head_dim state_size mamba_d_state"
+    " linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim swa_head_dim global_head_dim state_size mamba_d_state"
     " ssm_state_size mamba_n_heads mamba_num_heads mamba_d_head mamba_head_dim",
     16: "q_lora_rank kv_lora_rank o_lora_rank index_topk sliding_window attention_window local_attention_window"
     " window_size attention_chunk_size attention_window_size chunk_size block_size mamba_chunk_size",
