@@ -531,19 +531,3 @@ def _next_number(directory: Path) -> Path:
     """The next free path: 0001.json, or one above the highest number."""
     numbers = [int(path.stem) for path in directory.glob("*.json") if path.stem.isdecimal()]
     return directory / f"{max(numbers, default=0) + 1:04d}.json"
-
-
-def is_image_model(path: Path) -> bool:
-    """Whether RUN|MODEL is a run on pictures, a pipeline of diffusers, or a LoRA file of an image
-    model.
-    """
-    if path.suffix == ".safetensors":
-        return True
-    if any((path / name).is_file() for name in ("model_index.json", "pytorch_lora_weights.safetensors")):
-        return True
-    try:
-        plan = read_json(RunDir(path).plan)
-    except (OSError, ValueError):
-        return False
-    config = plan.get("config") if isinstance(plan, dict) else None
-    return isinstance(config, dict) and config.get("objective") == "diffusion"
