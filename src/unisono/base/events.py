@@ -47,7 +47,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
 
 from unisono.base.files import BackgroundThread, parse_json
 from unisono.base.text import one_line
@@ -191,8 +191,17 @@ def notify(show: Show, text: str) -> None:
 # ---- what the message `crashed` says
 
 
-def describe_crash(error: BaseException) -> dict[str, Any]:
-    """The fields of the message `crashed`: `error`, `where`, `traceback`, `peer_lost`."""
+class Crash(TypedDict):
+    """The fields of the message `crashed`."""
+
+    error: str
+    where: str
+    traceback: str
+    peer_lost: bool
+
+
+def describe_crash(error: BaseException) -> Crash:
+    """What the message `crashed` says of an exception."""
     return {
         "error": one_line(f"{type(error).__name__}: {error}"),
         "where": _place_of(error),

@@ -341,10 +341,10 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The JSON object in the file; empty if it is missing, truncated, or holds another value."""
     try:
-        value = read_json(path)
+        value = parse_json(read_text(path, most_bytes=most_bytes))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

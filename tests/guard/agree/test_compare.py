@@ -253,7 +253,7 @@ def test_no_report_at_all_is_unknown_not_agreed_upon() -> None:
 
 def test_agreement_json_counts_and_lists_what_is_unknown() -> None:
     reports = changed(nodes(), 1, clock_offset_s=None, code={}, files_note="no hub", data_files=[])
-    value = compare_nodes(reports).to_json()
+    value: dict[str, Any] = compare_nodes(reports).to_json()
     assert value["agreed"] is True
     unknown = {check["id"]: check["text"] for check in value["checks"] if check["status"] == "unknown"}
     assert set(unknown) == {"clock", "code", "files.data"}

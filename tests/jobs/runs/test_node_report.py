@@ -32,6 +32,7 @@ from unisono.jobs.runs.node_report import (
 from unisono.jobs.runs.planning import LocalNode, look_around
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig, RunConfig
+from unisono.trainer.plan.task_requests import InputDigests
 
 GIB = 1 << 30
 LIMITS = SystemLimits(8, 100 * GIB, 20 * GIB, 10 * GIB, 1024, None, None, None)
@@ -217,7 +218,7 @@ def test_something_is_always_left_to_the_system(memory: int, cores: int, nproc: 
 
 def test_disk_must_hold_kept_checkpoints_one_written_and_one_read_back() -> None:
     config = config_with()
-    files = {"parameters": 1_000_000, "linear_in_out": 10_000}
+    files = InputDigests(parameters=1_000_000, linear_in_out=10_000)
     assert checkpoints_bytes(config, files) == 16 * 10_000 * 12 * 5
     assert checkpoints_bytes(config.model_copy(update={"adapter": None}), files) == 1_000_000 * 12 * 5
     assert checkpoints_bytes(config, {"parameters": None}) is None

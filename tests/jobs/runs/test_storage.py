@@ -23,12 +23,13 @@ from tests.jobs.runs.conftest import tasks_of
 from unisono.base.user_key import user_key
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
-from unisono.guard.supervise.task_process import TaskProcess, run_task
+from unisono.guard.supervise.task_process import TaskProcess, run_request, run_task
 from unisono.jobs.remote_checkpoint.storage import storage_tried
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.plan.task_requests import FindCopy
 
 Until = Callable[[Callable[[], bool]], None]
 
@@ -393,11 +394,10 @@ def test_an_upload_that_is_killed_leaves_nothing_that_counts(front: Any, copies:
         task.close(patience_s=0)
     assert not (half.parent / MANIFEST).exists()
     pipe.unlink()
-    found = run_task(
-        "storage", {"action": "look", "url": url, "run_id": None, "before": None}, programs=Programs()
-    )
+    found = run_request(FindCopy(url=url, run_id=None, before=None), programs=Programs())
     assert found["step"] == 3
-    assert run_task("storage", request)["bytes"] > 192 << 20  # the next try is whole
+    uploaded: Any = run_task("storage", request)
+    assert uploaded["bytes"] > 192 << 20  # the next try is whole
     assert [path.name for path in stored(copies, front)] == ["step-00000003", "step-00000006"]
     Manifest.from_bytes((half.parent / MANIFEST).read_bytes())
 

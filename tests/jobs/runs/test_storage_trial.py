@@ -21,6 +21,7 @@ from unisono.trainer.checkpoint.manifest import MANIFEST
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import CopyRead
 
 Until = Callable[[Callable[[], bool]], None]
 OURS = Programs()
@@ -181,7 +182,7 @@ def test_a_child_that_dies_reports_nothing_of_the_storage(beside: Callable[[Prog
 def test_where_the_room_is_not_known_nothing_is_reported_of_it(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, total=2400)
     copied = CopyResult(tmp_path / "step-00000001", 3 * 10**9, 20.0)
-    found = {"bytes": 3 * 10**9, "seconds": 15.0, "steps": [1], "free_bytes": None}
+    found = CopyRead(bytes=3 * 10**9, seconds=15.0, steps=[1], free_bytes=None)
     line = summary(plan, copied, found, location="s3://bucket/runs/out/r/step-00000001")
     assert line.startswith(
         "rehearsal: copy of 3 GB in 20 s (150 MB/s), read back completely from"

@@ -17,7 +17,7 @@ import pytest
 
 from unisono.base.events import Reporter
 from unisono.base.files import read_json
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
 from unisono.trainer.config import RunConfig
 from unisono.trainer.model.directory import inspect_model, locate_model
 from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
@@ -76,7 +76,7 @@ def test_as_a_process_it_is_quick_and_imports_nothing_heavy(tmp_path: Path, rows
 
 
 def test_started_by_a_front_it_gives_what_agreement_compares(tmp_path: Path, rows: Path) -> None:
-    found = run_task("contents", {"config": config(rows), "cache_dir": str(tmp_path / "cache")})
+    found = run_request(ContentsRequest(RunConfig.model_validate(config(rows)), tmp_path / "cache"))
     assert found["note"] == ""
     assert [entry["label"] for entry in found["data_files"]] == ["train[0]: rows.jsonl"]
     assert "tokenizer.json" in digests(found, "tokenizer")

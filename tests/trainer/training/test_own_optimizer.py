@@ -150,7 +150,7 @@ def test_a_changed_file_is_a_change_that_can_be_allowed() -> None:
 
 
 def test_sharded_weights_and_unknown_names_are_refused_by_the_schema() -> None:
-    raw = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
+    raw: dict[str, object] = {"model": "m", "data": {"train": "d"}, "output_dir": "o"}
     sharded = {**raw, "optim": {"kind": "/a/lion.py:Lion"}, "parallel": {"strategy": "fsdp"}}
     with pytest.raises(ValueError, match="this optimizer needs full tensors, but fsdp shards them"):
         RunConfig.model_validate(sharded)

@@ -186,8 +186,7 @@ def read_table(path: Path) -> dict[str, Any]:
     """The contents of a TOML file: lists as tuples, texts of several lines as one line."""
     import tomllib  # most processes read no entry
 
-    table: dict[str, Any] = _value(tomllib.loads(path.read_text(encoding="utf-8")))
-    return table
+    return _value(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 def _value(value: Any, joint: str = " ") -> Any:

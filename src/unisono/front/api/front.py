@@ -324,8 +324,8 @@ def _planned(message: Message) -> Event:
     return Planned(
         time=message["time"],
         plan=plan,
-        total_steps=plan["total_steps"],
-        world_size=plan["world_size"],
+        total_steps=message["total_steps"],
+        world_size=message["world_size"],
         output_dir=output_dir,
     )
 
@@ -388,7 +388,7 @@ def _failed(message: Message) -> Event:
     return Failed(time=message["time"], verdict=Verdict.from_json(_fields(message)))
 
 
-def _fields(message: Message) -> dict[str, Any]:
+def _fields(message: Message) -> dict[str, object]:
     return {name: value for name, value in message.items() if name not in ("kind", "time")}
 
 

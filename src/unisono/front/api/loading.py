@@ -15,7 +15,7 @@ from unisono.base.events import Reporter
 from unisono.base.requirements import refuse_without_trainer
 from unisono.front.api import Result
 from unisono.front.api.front import shown
-from unisono.guard.rundir.records import is_image_model
+from unisono.trainer.plan.families import family_at
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers import register_templates
 from unisono.trainer.task.inference import dtype_of, load_target, stops_of, template_of
@@ -63,7 +63,7 @@ def load(
 def _load(
     name: str, step: int | None, device: torch.device
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
-    if is_image_model(Path(name).expanduser()):
+    if not family_at(Path(name).expanduser()).decodes_tokens:
         raise UsageError.of(
             f"{name} draws pictures",
             where="load()",

@@ -108,7 +108,7 @@ class Curves:
         self.lines = 0
         self.series: dict[str, Series] = {}
         self.last: dict[str, Point] = {}
-        self._recent: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_RECENT_LINES)
+        self._recent: deque[tuple[float, dict[str, object]]] = deque(maxlen=_RECENT_LINES)
         self._seconds = 0.0
 
     @property

@@ -425,7 +425,7 @@ def trainer_state_of(root: Path) -> Path | None:
     return state if state.is_file() else max(steps)[1] if steps else None
 
 
-def _read_trainer_log(line: bytes) -> dict[str, Any] | None:
+def _read_trainer_log(line: bytes) -> dict[str, object] | None:
     """A line of LLaMA-Factory's log in our keys."""
     try:
         value = json.loads(line)
@@ -434,8 +434,8 @@ def _read_trainer_log(line: bytes) -> dict[str, Any] | None:
     if not isinstance(value, dict) or type(value.get("current_steps")) is not int:
         return None
     names = {"current_steps": "step", "learning_rate": "lr"}
-    numbers: dict[str, Any] = {names.get(str(key), str(key)): number for key, number in value.items()}
-    return numbers if numbers["step"] >= 0 else None
+    numbers: dict[str, object] = {names.get(str(key), str(key)): number for key, number in value.items()}
+    return numbers if value["current_steps"] >= 0 else None
 
 
 def is_run(path: Path) -> bool:

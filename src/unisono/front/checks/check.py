@@ -21,6 +21,7 @@ from unisono.jobs.runs.node_report import make_node_report
 from unisono.jobs.runs.planning import LocalNode, look_around
 from unisono.jobs.runs.train_request import TrainRequest, load_requested
 from unisono.trainer.config import LoadedConfig, build_config
+from unisono.trainer.plan.task_requests import InputDigests
 
 Show = Callable[[Message], None]
 
@@ -219,7 +220,7 @@ def found(
 STORAGE_S = 10.0
 """Time limit of a disk; shorter than that of a start, to keep doctor fast."""
 
-NO_FILES = {"note": "not checked: no CONFIG was given"}
+NO_FILES: InputDigests = {"note": "not checked: no CONFIG was given"}
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def read_surroundings(request: DoctorRequest, local_run: LocalRun | None = None)
 
 
 def _default_config() -> LoadedConfig:
-    raw = {
+    raw: dict[str, object] = {
         "model": {"path": "builtin:tiny"},
         "data": {"train": "-"},
         "output_dir": str(Path.cwd() / "runs"),

@@ -430,7 +430,7 @@ def _as_head(
             *between,
             *_agreement_results(meeting.agreement, len(by_node), given=local_run.given),
         ]
-        result = {"checks": [finding.to_json() for finding in findings]}
+        result: dict[str, object] = {"checks": [finding.to_json() for finding in findings]}
         meeting.end(JobEnded(exit_code=0, result=result))
     return findings
 

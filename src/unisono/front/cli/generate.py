@@ -158,10 +158,10 @@ def generate(
     """
     from unisono.base.errors import UsageError
     from unisono.front.cli.llamafactory_file import read_inference_request, split_prompt
-    from unisono.guard.rundir.records import is_image_model
+    from unisono.trainer.plan.families import family_at
     from unisono.trainer.plan.task_requests import DrawRequest, GenerateRequest, SamplingParams
 
-    if is_image_model(Path(target).expanduser()):
+    if not family_at(Path(target).expanduser()).decodes_tokens:
         width, height = _size(size)
         given = _of_single_file(target, overrides)
         pictures = _require_directory(out)

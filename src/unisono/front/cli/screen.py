@@ -15,9 +15,9 @@ from unisono.base.events import Message
 from unisono.base.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 from unisono.front.cli.output import Output, terminal_width
 from unisono.front.cli.terminal import first_screen
-from unisono.guard.rundir.records import is_image_model, shown_outcome
+from unisono.guard.rundir.records import shown_outcome
 from unisono.trainer.plan import RunPlan
-from unisono.trainer.plan.families import family_of
+from unisono.trainer.plan.families import family_at, family_of
 
 _PLAIN_EVERY_S = 15.0
 _PLAIN_PARTS = 10
@@ -340,7 +340,7 @@ def _read_back(about: Mapping[str, Any] | None) -> list[str]:
 
 def _following(run: str, directory: Path, *, reward: bool) -> str:
     """The command to use a finished run with."""
-    if is_image_model(directory):
+    if not family_at(directory).decodes_tokens:
         return f'unisono generate {run} "a prompt" --out pictures'
     return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 

@@ -28,11 +28,12 @@ from unisono.guard.facts import read_environment
 from unisono.guard.facts.environment import hub_silence, read_hub
 from unisono.guard.rundir import RunDir, or_nearest_run
 from unisono.guard.rundir.lock import watched_holder
-from unisono.guard.rundir.records import is_image_model, iterate_metrics, shown_outcome
+from unisono.guard.rundir.records import iterate_metrics, shown_outcome
 from unisono.guard.supervise.task_process import run_request
 from unisono.trainer.checkpoint.verify import check_model, read_model_manifest, write_model_manifest
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import family_at
 from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 
 CARD = "README.md"
@@ -84,7 +85,7 @@ def refuse_unready(root: Path, step: int | None) -> None:
                 root, "name the output_dir of a run, as in `unisono push runs/demo OWNER/NAME`"
             ),
         )
-    if is_image_model(root):
+    if not family_at(root).decodes_tokens:
         raise UsageError.of(
             f"{root} is a LoRA of an image model",
             where=str(root),

@@ -5,7 +5,7 @@ values.
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.text import one_line
@@ -166,7 +166,7 @@ class Agreement:
             + [verdict for one in all_of_them for verdict in one.warnings],
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For agreement.json: the number of checks by status, all checks, and the verdicts."""
         counts = {status: len(self.with_status(status)) for status in ("pass", "warn", "fail", "unknown")}
         return {

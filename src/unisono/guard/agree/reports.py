@@ -224,7 +224,7 @@ class ReportPart(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object."""
         return self.model_dump(mode="json")
 
@@ -335,7 +335,7 @@ class NodeReport(ReportPart):
     """Digest of each source file of unisono, by module path, and of remote code that the run loads
     (trust_remote_code).
     """
-    config: dict[str, Any]
+    config: dict[str, object]
     """The resolved config without paths, flat: `optim.lr` → 0.0002."""
     data_files: list[FileDigest]
     tokenizer_files: list[FileDigest]

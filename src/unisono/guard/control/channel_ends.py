@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from unisono.base.causes import Evidence, Verdict
@@ -115,7 +115,7 @@ class NodeLink:
         """A descriptor that is readable while something waits."""
         return self._inbox.fileno()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message to the head.
 
         If the connection has ended, nothing happens; a Left reports that.
@@ -279,7 +279,7 @@ class HeadServer:
         port: int,
         token: bytes,
         nodes: int,
-        welcome: dict[str, Any],
+        welcome: Mapping[str, object],
         run_nonce: str,
         epoch: int = 0,
     ) -> None:
@@ -307,7 +307,7 @@ class HeadServer:
         """A descriptor that is readable while events wait."""
         return self._inbox.fileno()
 
-    def send(self, node_rank: int, message: dict[str, Any]) -> None:
+    def send(self, node_rank: int, message: Mapping[str, object]) -> None:
         """Sends a message to one node.
 
         If it is not connected, nothing happens; a Left is in the events.
@@ -317,7 +317,7 @@ class HeadServer:
         """
         CHANNEL_THREAD.post(self._head.send, node_rank, encode({"t": "say", "m": message}))
 
-    def broadcast(self, message: dict[str, Any]) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         """Sends a message to all connected nodes.
 
         Raises:
@@ -333,7 +333,7 @@ class HeadServer:
         """
         CHANNEL_THREAD.post(self._head.leave_out, node_rank, why)
 
-    def send_last(self, message: dict[str, Any]) -> None:
+    def send_last(self, message: Mapping[str, object]) -> None:
         """Sends the last message to all connected nodes, and until `close` to every node that
         connects.
 
@@ -350,7 +350,7 @@ class HeadServer:
         """
         CHANNEL_THREAD.run(self._take_files(file_sink))
 
-    def reply(self, caller: IncomingConnection, body: dict[str, Any]) -> None:
+    def reply(self, caller: IncomingConnection, body: Mapping[str, object]) -> None:
         """Replies to the sender of a file, from any thread."""
         CHANNEL_THREAD.post(caller.write, encode(body))
 

@@ -37,7 +37,7 @@ class NodeMessage:
     """
 
     node_rank: int
-    message: dict[str, Any]
+    message: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class FileReceived:
     """
 
     node_rank: int
-    label: dict[str, Any]
+    label: dict[str, object]
     path: Path | None
     bytes: int
     xxh3_128: str

@@ -63,7 +63,7 @@ class DialedConnection:
     sock: socket.socket
     parser: FrameParser
     seal: Seal
-    welcome: dict[str, Any]
+    welcome: dict[str, object]
     clock_offset_s: float | None = None
     early: list[Body] = field(default_factory=list)
 
@@ -242,7 +242,7 @@ def _answer(caller: DialRequest, sock: socket.socket, parser: FrameParser, seal:
         raise _NoAnswer(str(error), believed_after=_STRANGE_ANSWERS) from error
 
 
-def _welcome(caller: DialRequest, body: Body) -> dict[str, Any]:
+def _welcome(caller: DialRequest, body: Body) -> dict[str, object]:
     match body:
         case {
             "t": "welcome",
@@ -273,8 +273,8 @@ def _compare_clocks(called: DialedConnection) -> None:
             while (body := called.seal.open(_frame(called.sock, called.parser, until)))["t"] != "clock":
                 called.early.append(body)
             took_s = time.monotonic() - sent
-            if took_s < quickest_s and isinstance(body.get("wall"), float):
-                quickest_s, called.clock_offset_s = took_s, sent_wall + took_s / 2 - body["wall"]
+            if took_s < quickest_s and isinstance(wall := body.get("wall"), float):
+                quickest_s, called.clock_offset_s = took_s, sent_wall + took_s / 2 - wall
 
 
 def _frame(sock: socket.socket, parser: FrameParser, until: float | None = None) -> tuple[bytes, bytes]:

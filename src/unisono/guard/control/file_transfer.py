@@ -49,7 +49,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import xxhash
 
@@ -113,7 +113,7 @@ class Offer:
     host: str
     transfer: int
     content: Content
-    label: dict[str, Any]
+    label: dict[str, object]
 
     def to_body(self) -> Body:
         """A frame's body; the sender is known from the connection."""
@@ -133,8 +133,13 @@ class Offer:
                 "id": int() as number,
                 "bytes": int() as size,
                 "xxh3_128": str() as digest,
-                "label": {"kind": str(), **_rest} as label,
-            } if 0 <= number <= _MAX_ID and 0 <= size < 1 << 63 and _DIGEST.fullmatch(digest):
+                "label": dict() as label,
+            } if (
+                isinstance(label.get("kind"), str)
+                and 0 <= number <= _MAX_ID
+                and 0 <= size < 1 << 63
+                and _DIGEST.fullmatch(digest)
+            ):
                 return cls(node_rank, host, number, Content(size, digest), label)
         raise Malformed("sent an invalid offer of a file")
 
@@ -153,7 +158,7 @@ class TransferOutcome:
     """
 
     transfer: int
-    label: dict[str, Any]
+    label: dict[str, object]
     bytes: int
     seconds: float
     error: str = ""
@@ -163,7 +168,7 @@ class TransferOutcome:
 class _Job:
     number: int
     source: Source
-    label: dict[str, Any]
+    label: dict[str, object]
     content: Content | None
 
 
@@ -190,7 +195,7 @@ class FileSender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def send(self, source: Source, label: dict[str, Any], content: Content | None = None) -> int:
+    def send(self, source: Source, label: dict[str, object], content: Content | None = None) -> int:
         """Queues a transfer and returns its number. Its end is one TransferOutcome.
 
         Args:
@@ -228,9 +233,9 @@ class FileSender:
             match body:
                 case {"t": "gone", "why": why}:
                     self._lost = self._lost or f"the head is gone: {why}"
-                case {"t": "more", "id": self._sending, "pieces": pieces}:
+                case {"t": "more", "id": self._sending, "pieces": int() as pieces}:
                     self._may_send += pieces
-                case {"t": "done", "id": self._sending, "why": why}:
+                case {"t": "done", "id": self._sending, "why": str() as why}:
                     self._done = why
                 case _:
                     pass  # of a transfer that has ended here
@@ -440,7 +445,8 @@ class FileReceiver:
         if item["t"] == "offer":
             self._offered(caller, item)
             return
-        incoming = self._known.get((caller, item["id"]))
+        number = item["id"]
+        incoming = self._known.get((caller, number)) if isinstance(number, int) else None
         if incoming is not None:
             why = one_line(str(item.get("why", "")), limit=500)
             incoming.items.put(None if item["t"] == "sent" else _StopReason(why))
@@ -505,7 +511,7 @@ class FileReceiver:
     def _keep(self, incoming: _Incoming) -> Path:
         """Writes the pieces; returns the path of the complete file."""
         offer = incoming.offer
-        destination = self._places.get(offer.label["kind"])
+        destination = self._places.get(str(offer.label["kind"]))
         if destination is None:
             raise OfferRefused(f"the head does not accept files of kind {offer.label['kind']!r:.40}")
         try:

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from unisono.guard.control.connection import (
     BYE,
@@ -73,7 +74,7 @@ class Head:
         token: bytes,
         nodes: int,
         host: str,
-        welcome: dict[str, Any],
+        welcome: Mapping[str, object],
         run: str,
         epoch: int,
         inbox: Inbox[ChannelEvent],
@@ -202,7 +203,7 @@ class Head:
         self._rejections = {**recent, key: now} if is_new else recent
         return is_new
 
-    def on_message(self, node_rank: int, message: dict[str, Any]) -> None:
+    def on_message(self, node_rank: int, message: Body) -> None:
         """A message of a node."""
         self.inbox.put(NodeMessage(node_rank, message))
 
@@ -229,7 +230,7 @@ class Head:
         for member in list(self.members.values()):
             member.write(body)
 
-    def send_last(self, message: dict[str, Any]) -> None:
+    def send_last(self, message: Mapping[str, object]) -> None:
         """Sends the last message to all connected nodes; nodes that connect later receive it in
         `admit`.
         """

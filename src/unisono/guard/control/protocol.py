@@ -24,6 +24,7 @@ import hmac
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
@@ -57,7 +58,7 @@ _PIECE_HEADER_BYTES = 13
 TO_HEAD = b">"
 TO_NODE = b"<"
 
-Body = dict[str, Any]
+Body = dict[str, object]
 
 
 class Malformed(Exception):  # noqa: N818 - named for what the bytes are
@@ -87,7 +88,7 @@ def preamble(side: bytes) -> bytes:
     return side + bytes([PROTOCOL])
 
 
-def encode(body: Body) -> bytes:
+def encode(body: Mapping[str, object]) -> bytes:
     """The body's bytes.
 
     Raises:
@@ -365,13 +366,13 @@ class Hello:
         if not _matches(_RUN, body.get("run")):
             raise Malformed("gives an invalid run")
         return cls(
-            nonce=body["nonce"],
-            call=body["call"],
+            nonce=str(body["nonce"]),
+            call=str(body["call"]),
             node_rank=_integer(body.get("node_rank"), -(1 << 31), 1 << 31, "a node rank"),
             nodes=_integer(body.get("nodes"), 0, _MAX_NODES, "a number of nodes"),
-            host=body["host"],
+            host=str(body["host"]),
             pid=_integer(body.get("pid"), 0, 1 << 31, "a process id"),
-            run=body["run"],
+            run=str(body["run"]),
             epoch=_integer(body.get("epoch"), 0, 1 << 31, "an epoch"),
         )
 

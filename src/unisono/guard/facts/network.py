@@ -598,7 +598,7 @@ def _refuses(rule: dict[str, Any], chains: set[tuple[str, str, str]]) -> bool:
     return is_reached and any("drop" in part or "reject" in part for part in rule.get("expr", []))
 
 
-def _rule_text(rule: dict[str, Any]) -> str:
+def _rule_text(rule: dict[str, object]) -> str:
     return (
         f"nft {rule['family']} {rule['table']} {rule['chain']} handle {rule.get('handle', '?')}:"
         f" {json.dumps(rule.get('expr'))[:120]}"

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from unisono.base.files import parse_json, read_text
+from unisono.base.files import read_object
 from unisono.guard.facts.limits import CGROUP_ROOT, cgroup_folders
 from unisono.guard.facts.machine import DeviceHolder
 
@@ -446,7 +446,7 @@ def _orphan(proc: Path, pid: int) -> Orphan | None:
     if began_of_front is not None and began_of_front <= began:
         return None
     age_s = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / _TICKS)
-    run_id = str(_json_object(file).get("run_id") or "")
+    run_id = str(read_object(file, most_bytes=_MOST_BYTES).get("run_id") or "")
     return Orphan(pid, run_id, str(file), age_s, stat.state, owner == os.geteuid(), began)
 
 
@@ -482,17 +482,8 @@ def _front_of_guarded_program(folder: Path) -> tuple[int, Path] | None:
     if named is None:
         return None
     file = Path(os.fsdecode(named))
-    front = _json_object(file).get("front_pid")
+    front = read_object(file, most_bytes=_MOST_BYTES).get("front_pid")
     return (front, file) if isinstance(front, int) else None
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if unreadable."""
-    try:
-        value = parse_json(read_text(file, most_bytes=_MOST_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _start_ticks(proc: Path, pid: int) -> int | None:

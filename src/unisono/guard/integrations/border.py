@@ -90,7 +90,7 @@ class Guard:
     host: str = ""
     store: str = ""
     uneven: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_watched(self) -> bool:
@@ -185,8 +185,8 @@ class ReportedFacts:
     name: str
     rank: int
     world_size: int
-    facts: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object]
+    own: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Answer:
     agreed: bool
     text: str = ""
     exit_code: int = 3
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
 
 
 class Presence:
@@ -412,7 +412,7 @@ class EventsOf:
         self._path = folder / f"events-{pid}.jsonl"
         self._at = 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[dict[str, object]]:
         """The complete lines since the last call, without invalid ones."""
         try:
             with self._path.open("rb") as file:
@@ -429,7 +429,7 @@ class EventsOf:
         return [value for value in values if value is not None and isinstance(value.get("kind"), str)]
 
 
-def read_whole(path: Path) -> dict[str, Any] | None:
+def read_whole(path: Path) -> dict[str, object] | None:
     """The JSON object in a file of the border; None if there is none."""
     try:
         with path.open("rb") as file:
@@ -438,7 +438,7 @@ def read_whole(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _object(data: bytes) -> dict[str, Any] | None:
+def _object(data: bytes) -> dict[str, object] | None:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -446,7 +446,7 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: dict[str, object]) -> None:
     """Writes a file atomically. It is in memory, so it is not synced."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -61,7 +61,7 @@ class LightningCallback(Callback):
         self._reporter.phase("data")
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """A checkpoint is being saved; the next batch marks its end."""
         self._reporter.phase("save")

@@ -177,7 +177,7 @@ class UnisonoRendezvous(RendezvousHandler):
         store.set(key, json.dumps(self._address))
 
     def _report_facts(self, guard: Guard) -> Answer | None:
-        own: dict[str, Any] = {"max_restarts": self._max_restarts}
+        own: dict[str, object] = {"max_restarts": self._max_restarts}
         if self._node_rank == 0:
             host = parse_rendezvous_endpoint(guard.store or self._parameters.endpoint, _DEFAULT_PORT)[0]
             self._listening = self._bind(host)

@@ -117,7 +117,7 @@ class TrainerFacts:
     batches: int | None = None
     steps: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object."""
         return asdict(self)
 

@@ -6,7 +6,7 @@ and ranks send, collected until all have sent theirs, then compared.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.guard.agree.agreement import Agreement
@@ -447,8 +447,8 @@ class LauncherFacts:
 
     def _compare(self, name: str, group: _Group) -> Agreement:
         if name == LAUNCHER:
-            nproc = {node: int(news.reported.facts.get("nproc") or 0) for node, (_, news, _) in group.items()}
-            started = {node: count for node, count in nproc.items() if count}
+            nproc = {node: news.reported.facts.get("nproc") for node, (_, news, _) in group.items()}
+            started = {node: count for node, count in nproc.items() if isinstance(count, int) and count}
             return (
                 compare_launchers(self.reports, started, uneven=self.uneven) if self.reports else Agreement()
             )
@@ -463,7 +463,7 @@ class LauncherFacts:
             answer = Answer(agreement.agreed, text, 3, {**facts, "node_rank": node} if facts else {})
             yield node, FactsAnswered(news.key, answer)
 
-    def _store(self, group: _Group) -> dict[str, Any]:
+    def _store(self, group: _Group) -> dict[str, object]:
         """The address of torch's store.
 
         Node 0's launcher has already bound its port, so no other program can take it.

@@ -208,12 +208,12 @@ def runs_in_our_environment(words: tuple[str, ...]) -> bool:
     return program is None or Path(program).parent == Path(sys.executable).parent
 
 
-def _words(request: RunRequest, shape: RunShape) -> dict[str, str]:
+def _words(request: RunRequest, shape: RunShape) -> dict[str, object]:
     """The command without node-specific options, secrets, and directories that may differ between
     nodes.
     """
     words = keyed_arguments(comparable(shape.command))
-    given = {
+    given: dict[str, object] = {
         key: redact(f"{key}={value}").removeprefix(f"{key}=") for key, value in words.items()
     }  # some secrets are recognized only by their name
     if request.uneven:

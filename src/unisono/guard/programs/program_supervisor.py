@@ -305,8 +305,9 @@ class ProgramSupervisor(HeadSupervision):
 
     def _take_facts(self, node_rank: int, news: FactsReported) -> None:
         # A launcher that the program starts has its own --max-restarts.
-        if news.reported.name == LAUNCHER:
-            self.restarts = max(self.restarts, int(news.reported.own.get("max_restarts", 0)))
+        restarts = news.reported.own.get("max_restarts")
+        if news.reported.name == LAUNCHER and isinstance(restarts, int):
+            self.restarts = max(self.restarts, restarts)
         compared = self._facts.take(node_rank, news, now=time.monotonic())
         if compared is None:
             return

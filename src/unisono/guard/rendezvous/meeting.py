@@ -73,7 +73,7 @@ class Meeting:
         self,
         party: Party,
         *,
-        welcome: dict[str, Any] | None = None,
+        welcome: dict[str, object] | None = None,
         record: RecordAgreement | None = None,
     ) -> None:
         """Opens the port.

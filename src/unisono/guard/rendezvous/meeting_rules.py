@@ -174,10 +174,10 @@ def end_message(
     verdicts: Sequence[Verdict],
     *,
     exit_code: int = Disagreed.exit_code,
-    result: dict[str, Any] | None = None,
+    result: Mapping[str, object] | None = None,
 ) -> JobEnded:
     """The last message of a job, with a result only if something was run."""
-    return JobEnded(exit_code, tuple(verdicts), result=result)
+    return JobEnded(exit_code, tuple(verdicts), result=dict(result) if result is not None else None)
 
 
 def stop_message(stopped: Stopped) -> JobEnded:
@@ -239,7 +239,7 @@ def head_lost(me: str, head: str, why: str) -> Verdict:
     )
 
 
-def refusal_of(error: BaseException) -> dict[str, Any]:
+def refusal_of(error: BaseException) -> dict[str, object]:
     """The message to other nodes about an error of this node."""
     if isinstance(error, UnisonoError):
         return error.to_json()

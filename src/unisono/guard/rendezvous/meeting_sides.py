@@ -68,7 +68,7 @@ def hold_meeting(
     party: Party,
     make_report: MakeReport,
     *,
-    welcome: dict[str, Any] | None = None,
+    welcome: dict[str, object] | None = None,
     record: RecordAgreement | None = None,
     start_others: Callable[[tuple[str, int]], SshFronts] | None = None,
     compare: Callable[[Sequence[NodeReport]], Agreement] = compare_nodes,

@@ -208,7 +208,7 @@ def _environment(report: NodeReport) -> dict[str, str]:
     return environment
 
 
-def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
+def _until_ready(messages: Iterator[Message]) -> dict[str, object]:
     """`ok`, and rank 0's `port`, once torch is imported and the process waits for the store;
     otherwise `text` with the reason.
     """
@@ -224,7 +224,7 @@ def _until_ready(messages: Iterator[Message]) -> dict[str, Any]:
     return {"ok": False, "text": "it exited before it could take part"}
 
 
-def _outcome(messages: Iterator[Message]) -> dict[str, Any]:
+def _outcome(messages: Iterator[Message]) -> dict[str, object]:
     try:
         for message in messages:
             if message["kind"] == "result":
@@ -238,10 +238,11 @@ def _error_text(error: UnisonoError) -> str:
     return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
 
 
-def _judge(results: dict[int, dict[str, Any]], reports: list[NodeReport]) -> Agreement:
+def _judge(results: dict[int, dict[str, object]], reports: list[NodeReport]) -> Agreement:
     bad = {rank: message for rank, message in results.items() if message.get("ok") is not True}
     if not bad:
-        slowest = max(float(message.get("seconds") or 0.0) for message in results.values())
+        seconds = (message.get("seconds") for message in results.values())
+        slowest = max(one if isinstance(one, float) else 0.0 for one in seconds)
         return Agreement.noted(
             "network.collective",
             "pass",

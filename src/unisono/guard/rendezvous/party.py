@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import BinaryIO, Generic, Protocol, TypeVar
 
 from unisono.base.errors import UsageError
 from unisono.base.events import Message, Show
@@ -76,7 +76,7 @@ class ChannelFacts:
     """
 
     address: str
-    welcome: dict[str, Any]
+    welcome: dict[str, object]
     clock_offset_s: float | None
     probe_ports: list[int]
 
@@ -128,7 +128,7 @@ class NodeSide(Protocol):
     """The part of a member's connection that a network trial uses."""
 
     party: Party
-    welcome: dict[str, Any]
+    welcome: dict[str, object]
 
     def send(self, message: Message) -> None:
         """Sends a message to the head."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 from unisono.base.causes.signatures import match_line
 from unisono.base.errors import UsageError
@@ -329,7 +329,7 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
     return sizes
 
 
-def _as_text(message: dict[str, Any]) -> str:
+def _as_text(message: dict[str, object]) -> str:
     """`phase load_model: loading builtin:tiny`; of other events the kind, and each field with its
     value.
     """
@@ -342,7 +342,7 @@ def _as_text(message: dict[str, Any]) -> str:
     return one_line(f"{head}: " + ", ".join([*text, *_pairs(fields)]))
 
 
-def _pairs(fields: dict[str, Any]) -> Iterator[str]:
+def _pairs(fields: dict[str, object]) -> Iterator[str]:
     """`step 12`, and sizes with their unit; the fields of an object stand without its name."""
     for name, value in fields.items():
         if isinstance(value, dict):

@@ -69,7 +69,7 @@ class MetricsWriter:
         """Continues at another path, with all lines, from the next `sync` on."""
         self._path = path
 
-    def append(self, line: dict[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Writes one object; floats round-trip exactly, and NaN becomes null."""
         data = (json.dumps(without_nan(line), allow_nan=False) + "\n").encode()
         with self._lock:
@@ -407,7 +407,7 @@ class Restart(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    verdict: dict[str, Any]
+    verdict: dict[str, object]
     from_step: int
     seconds: float
     cost_s: float | None = None
@@ -462,14 +462,14 @@ class RunResult(BaseModel):
     tokens: int = 0
     """Input tokens since step 1, without padding."""
     loss: float | None = None
-    eval: dict[str, Any] = {}
+    eval: dict[str, object] = {}
     tokens_per_second: float | None = None
     checkpoint: str | None = None
     weights: str | None = None
     """adapter/ or model/, once the run is completed."""
     read_back: ReadBackResult | None = None
     """None where the written files were not loaded again."""
-    verdict: dict[str, Any] | None = None
+    verdict: dict[str, object] | None = None
     problems: list[dict[str, str]] = []
     """The problems of a refused start."""
     restarts: list[Restart] = []
@@ -484,10 +484,10 @@ class RunResult(BaseModel):
         """Whether the run reached its planned end."""
         return self.outcome == "completed"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The object of result.json; NaN is null."""
         exclude = {name for name in ("problems", "dry_run", "held_by") if not getattr(self, name)}
-        body: dict[str, Any] = without_nan(self.model_dump(mode="python", exclude=exclude))
+        body: dict[str, object] = without_nan(self.model_dump(mode="python", exclude=exclude))
         return body
 
     @classmethod
@@ -531,19 +531,3 @@ def _next_number(directory: Path) -> Path:
     """The next free path: 0001.json, or one above the highest number."""
     numbers = [int(path.stem) for path in directory.glob("*.json") if path.stem.isdecimal()]
     return directory / f"{max(numbers, default=0) + 1:04d}.json"
-
-
-def is_image_model(path: Path) -> bool:
-    """Whether RUN|MODEL is a run on pictures, a pipeline of diffusers, or a LoRA file of an image
-    model.
-    """
-    if path.suffix == ".safetensors":
-        return True
-    if any((path / name).is_file() for name in ("model_index.json", "pytorch_lora_weights.safetensors")):
-        return True
-    try:
-        plan = read_json(RunDir(path).plan)
-    except (OSError, ValueError):
-        return False
-    config = plan.get("config") if isinstance(plan, dict) else None
-    return isinstance(config, dict) and config.get("objective") == "diffusion"

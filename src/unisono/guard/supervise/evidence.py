@@ -15,8 +15,7 @@ from unisono.base.files import make_private_dir, open_plain, write_json, write_t
 from unisono.base.text import plain, redact
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
-from unisono.guard.supervise.codec import encode
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
 from unisono.guard.supervise.task_requests import RowsRequest
 from unisono.guard.watch import PHASES, phase_named
 from unisono.guard.watch.rank_dumps import shortened
@@ -135,10 +134,7 @@ def row_ids(table: Path, sequences: Sequence[int], *, programs: Programs | None 
     request = RowsRequest(str(table), tuple(sequences))
     # The sequences' numbers are written in any case.
     with contextlib.suppress(UnisonoError, OSError):
-        return [
-            str(row)
-            for row in run_task("rows", encode(request), programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
-        ]
+        return run_request(request, programs=programs, silence_s=_ROWS_LIMIT_S)["rows"]
     return []
 
 
@@ -165,7 +161,7 @@ class _Files:
                 write_text(path, text if text.endswith("\n") else text + "\n", mode=0o600)
                 self._written.append((path, _CAPTIONS[kind].format(rank=rank)))
 
-    def json(self, kind: str, rank: int, value: dict[str, Any]) -> None:
+    def json(self, kind: str, rank: int, value: Mapping[str, object]) -> None:
         path = self._path(kind, rank, "json")
         with contextlib.suppress(OSError):
             write_json(path, value, mode=0o600)

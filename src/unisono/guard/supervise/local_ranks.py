@@ -211,7 +211,7 @@ class RankEnd:
     oom_killed: bool = False
     end_reason: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A message for the head."""
         return dict(vars(self))
 

@@ -383,7 +383,7 @@ class JobEnded:
         BeforeValidator(lambda value: tuple(readable_verdicts(value))),
     ] = ()
     problems: tuple[dict[str, object], ...] = ()
-    result: dict[str, Any] | None = None
+    result: dict[str, object] | None = None
     stopped: StoppedBy | None = None
 
 

@@ -6,7 +6,7 @@ verdict.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.causes.entries import all_entries
@@ -574,7 +574,7 @@ class StallMonitor:
             self._reported_silent.discard(node_rank)
 
     def _notify(self, text: str) -> None:
-        message: dict[str, Any] = {"kind": "note", "time": time.time(), "text": text}
+        message: dict[str, object] = {"kind": "note", "time": time.time(), "text": text}
         self._show(message)
         if self._server is not None:
             self._server.broadcast(encode(Note(text)))

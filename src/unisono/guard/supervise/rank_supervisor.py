@@ -128,7 +128,7 @@ class Attempt:
     decided_at: float | None = None
     stop_signal: signal.Signals | None = None
     seconds: float = 0.0
-    evals: dict[str, Any] = field(default_factory=dict)
+    evals: dict[str, object] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
     lost: list[NodeLoss] = field(default_factory=list)
     run_view: RunView | None = None

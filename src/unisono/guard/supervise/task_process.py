@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Self, cast
 
 from unisono.base.causes import Verdict
 from unisono.base.child import TEMPLATE_HAS_NO_END, TOKENIZER_HAS_NO_END
@@ -53,7 +53,7 @@ def run_task(
     on_message: Callable[[Message], None] | None = None,
     programs: Programs | None = None,
     silence_s: float | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The fields of a task's `result` message, after running it to its end.
 
     Args:
@@ -82,11 +82,12 @@ def run_request(
     *,
     on_message: Callable[[Message], None] | None = None,
     programs: Programs | None = None,
+    silence_s: float | None = None,
 ) -> Result_co:
     """The result of a task, as `run_task`, of the type that its request names."""
-    return cast(
-        "Result_co", run_task(request.task, encode(request), on_message=on_message, programs=programs)
-    )
+    body, name = encode(request), request.task
+    result = run_task(name, body, on_message=on_message, programs=programs, silence_s=silence_s)
+    return cast("Result_co", result)
 
 
 class TaskProcess:

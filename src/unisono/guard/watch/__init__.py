@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 RECORD_BYTES = 4096
 # All are of 8 bytes, aligned, in the machine's order: so each is read and written at once.
@@ -386,7 +386,7 @@ class Pulse:
         self._answered = requested
 
 
-def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]:
+def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, int]], None]:
     """A callback for gc.callbacks: a full collection, which may take seconds with many objects,
     counts as a heartbeat at its start and end.
 
@@ -396,7 +396,7 @@ def beat_while_collecting(beats: Beats) -> Callable[[str, dict[str, Any]], None]
     main_thread = threading.main_thread().ident
     count = 0
 
-    def on_collection(moment: str, facts: dict[str, Any]) -> None:
+    def on_collection(moment: str, facts: dict[str, int]) -> None:
         nonlocal count
         if facts.get("generation") == 2 and threading.get_ident() == main_thread:
             count += 1

@@ -352,7 +352,7 @@ class RankView:
             return False
         return PHASES[phase_named(self.beat.phase)].waits or (self.beat.is_foreign and self.beat.pending > 0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object for the head."""
         return asdict(self)
 
@@ -454,7 +454,7 @@ class Look:
     may_step: bool | None = None
     workers: tuple[WorkerStack, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object for the head."""
         begun = self.begun
         return {

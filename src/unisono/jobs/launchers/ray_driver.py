@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.base.child import parse_child_arguments, run_child
 from unisono.base.errors import UnfitError, UsageError
@@ -21,6 +21,7 @@ from unisono.guard.facts import read_environment
 from unisono.guard.facts.storage import leave_nonce, remove_nonce
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import Restart
+from unisono.guard.supervise.codec import decode
 from unisono.jobs.launchers.ray_cluster import (
     connected,
     find_ray_head,
@@ -30,7 +31,7 @@ from unisono.jobs.launchers.ray_cluster import (
     reserved,
     resources_for,
 )
-from unisono.jobs.launchers.ray_job_attempt import JobAttempt, JobAttemptEnd, RayJobRequest
+from unisono.jobs.launchers.ray_job_attempt import JobAttempt, JobAttemptEnd
 from unisono.jobs.launchers.ray_node_fronts import (
     ActorLost,
     JobNode,
@@ -39,6 +40,7 @@ from unisono.jobs.launchers.ray_node_fronts import (
     lost_node_verdict,
     refuse_different_install,
 )
+from unisono.jobs.launchers.ray_requests import Inspection, InspectionRequest, RayJobRequest
 
 if TYPE_CHECKING:
     from unisono.base.causes import Verdict
@@ -46,14 +48,14 @@ if TYPE_CHECKING:
 _TOKEN_SIGN = b"InvalidAuthToken"
 
 
-def drive(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
+def drive(reporter: Reporter, body: dict[str, object]) -> dict[str, object]:
     """The outcome of a job, run to its end: `last`, the head's last message (or None), and `lost`,
     the verdict on a lost head node.
 
     Raises:
         UnisonoError: if the job is refused before anything starts, or files cannot be copied here.
     """
-    request = RayJobRequest.from_json(body)
+    request = decode(RayJobRequest, body)
     front = _FrontInput()
     connecting = threading.Event()
     threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
@@ -93,7 +95,7 @@ class _Driver:
     def run_dir(self) -> RunDir:
         return RunDir(Path(self.request.config.output_dir))
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, object]:
         """The outcome after all attempts: until one ends by itself or no restart is left."""
         lost: Verdict | None = None
         while True:
@@ -119,7 +121,7 @@ class _Driver:
                 f"restarting on the remaining nodes ({len(self.restarts)} of {self.request.config.restarts})"
             )
 
-    def _outcome(self, attempt: JobAttemptEnd) -> dict[str, Any]:
+    def _outcome(self, attempt: JobAttemptEnd) -> dict[str, object]:
         lost = attempt.lost.to_json() if attempt.lost is not None else None
         return {
             "last": attempt.last,
@@ -196,41 +198,14 @@ def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
 _POLL_S = 0.3
 
 
-@dataclass(frozen=True)
-class InspectionRequest:
-    """The front's request for `unisono doctor` on the nodes.
-
-    Attributes:
-        job: a unique name, for folders on the nodes.
-        config: its text; None: no config.
-        words: arguments of `unisono`, without the node's node; null in node of the config.
-        nodes: the largest number of nodes.
-        least: the smallest sufficient number of nodes.
-        nproc: ranks on each node.
-        variables: of the environment, for all nodes.
-    """
-
-    job: str
-    address: str
-    config: str | None
-    device: str
-    words: list[str | None]
-    nodes: int
-    least: int
-    nproc: int
-    join_timeout_s: float
-    variables: dict[str, str]
-
-
-def inspect_nodes(reporter: Reporter, body: dict[str, Any]) -> dict[str, Any]:
-    """The result of `unisono doctor` on the nodes: `lines` (output of node 0), `code` (its exit
-    code), `said` (the end of its stderr) and `hosts`.
+def inspect_nodes(reporter: Reporter, body: dict[str, object]) -> Inspection:
+    """The result of `unisono doctor` on the nodes.
 
     Raises:
         UnisonoError: if the cluster cannot provide the nodes, their installation differs, or one is
             lost.
     """
-    request = InspectionRequest(**body)
+    request = decode(InspectionRequest, body)
     connecting = threading.Event()
     threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
 
@@ -272,7 +247,7 @@ def _start(request: InspectionRequest, nodes: list[JobNode]) -> None:
         node.call("start", request.config or "", {"look": words}, token, key, request.variables)
 
 
-def _collect_output(nodes: list[JobNode]) -> dict[str, Any]:
+def _collect_output(nodes: list[JobNode]) -> Inspection:
     """The output of node 0, read to its end. The other nodes end with it."""
     lines: list[str] = []
     fronts = NodeFronts(nodes, None, lines.append)
@@ -283,6 +258,7 @@ def _collect_output(nodes: list[JobNode]) -> dict[str, Any]:
         if lost is not None:
             raise _node_lost(lost)
     fronts.wait_ended()
+    assert head.code is not None
     return {"lines": lines, "code": head.code, "said": head.tail, "hosts": [node.host for node in nodes]}
 
 

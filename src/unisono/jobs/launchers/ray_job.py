@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed, RankDied, UsageError
@@ -21,10 +20,12 @@ from unisono.guard.rendezvous.remote_fronts import forwarded_variables
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import Restart, RunResult, read_result, set_verdict, write_result
 from unisono.guard.supervise.child_process import Programs
+from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
-from unisono.guard.supervise.task_process import TaskProcess, refusal, run_task
+from unisono.guard.supervise.task_process import TaskProcess, refusal, run_request
 from unisono.jobs.launchers.launcher import NodeOutput, NodesCommand
 from unisono.jobs.launchers.ray_node_fronts import RayHead, ray_head_lost
+from unisono.jobs.launchers.ray_requests import InspectionRequest, RayJobRequest
 from unisono.jobs.runs.preparation import Claim, claim
 from unisono.jobs.runs.run_records import Ending, read_progress, result_of, result_without_run
 from unisono.jobs.runs.train_request import TrainRequest, config_yaml, load_requested, show_notes
@@ -73,7 +74,7 @@ class _Session:
     loaded: LoadedConfig
     show: Show
     interrupts: Interrupts
-    body: dict[str, Any]
+    body: RayJobRequest
     began: float
     ray_head: RayHead | None = None
     step: int = 0
@@ -103,7 +104,7 @@ class _Session:
                 )
             )
             try:
-                with TaskProcess("driver", self.body, has_input=True, programs=DRIVER) as driver:
+                with TaskProcess("driver", encode(self.body), has_input=True, programs=DRIVER) as driver:
                     last = self._follow(driver, stack, claimed)
             except RankDied as error:
                 last = self._without_driver(error)
@@ -156,7 +157,7 @@ class _Session:
         if head is not None:
             head.probe_for(_HEAD_EXIT_S)
         if head is None or not head.why:
-            raise _driver_died(error, str(self.body["address"])) from error
+            raise _driver_died(error, self.body.address) from error
         verdict = ray_head_lost(head, message=error.problems[0].why, after_s=round(head.silent_s, 3))
         self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
         return {
@@ -250,24 +251,24 @@ def run_by_actors(command: NodesCommand, *, ray_address: str | None) -> NodeOutp
     environment, request, given = read_environment(), command.request, command.config_path is not None
     shape = ray_topology(request, environment)
     by = f"unisono {command.name}, by --launcher ray"
-    body = {
-        "job": secrets.token_hex(8),
-        "address": _cluster_address(ray_address, environment),
-        "config": config_yaml(command.loaded.config, command=by) if given else None,
-        "device": command.loaded.config.device,
+    inspection = InspectionRequest(
+        job=secrets.token_hex(8),
+        address=_cluster_address(ray_address, environment),
+        config=config_yaml(command.loaded.config, command=by) if given else None,
+        device=command.loaded.config.device,
         # Null stands for each node's config, which contains the overrides.
-        "words": ["--json", command.name, *([None] if given else []), *command.options],
-        "nodes": shape.nodes,
-        "least": shape.enough,
-        "nproc": shape.nproc,
-        "join_timeout_s": request.join_timeout_s,
-        "variables": forwarded_variables(environment.variables),
-    }
-    looked = run_task("look", body, on_message=command.show, programs=DRIVER)
+        words=["--json", command.name, *([None] if given else []), *command.options],
+        nodes=shape.nodes,
+        least=shape.enough,
+        nproc=shape.nproc,
+        join_timeout_s=request.join_timeout_s,
+        variables=forwarded_variables(environment.variables),
+    )
+    looked = run_request(inspection, on_message=command.show, programs=DRIVER)
     hosts = ", ".join(looked["hosts"])
     return NodeOutput(
         lines=looked["lines"],
-        code=int(looked["code"]),
+        code=looked["code"],
         host=f"Ray's {hosts}",
         where=f"{looked['hosts'][0]}, exit code {looked['code']}",
         tail=looked["said"],
@@ -282,7 +283,7 @@ def _cluster_address(ray_address: str | None, environment: Environment) -> str:
 
 def _driver_request(
     request: TrainRequest, loaded: LoadedConfig, environment: Environment, ray_address: str | None
-) -> dict[str, Any]:
+) -> RayJobRequest:
     """The request for the driver's process.
 
     Raises:
@@ -301,17 +302,17 @@ def _driver_request(
         "limit_rows": request.limit_rows,
         "origins": dict(loaded.origins),
     }
-    return {
-        "job": secrets.token_hex(8),
-        "address": _cluster_address(ray_address, environment),
-        "config": loaded.config.model_dump(mode="json", by_alias=True),
-        "options": options,
-        "nodes": shape.nodes,
-        "least": shape.enough,
-        "nproc": shape.nproc,
-        "join_timeout_s": request.join_timeout_s,
-        "variables": forwarded_variables(environment.variables),
-    }
+    return RayJobRequest(
+        job=secrets.token_hex(8),
+        address=_cluster_address(ray_address, environment),
+        config=loaded.config,
+        options=options,
+        nodes=shape.nodes,
+        least=shape.enough,
+        nproc=shape.nproc,
+        join_timeout_s=request.join_timeout_s,
+        variables=forwarded_variables(environment.variables),
+    )
 
 
 def _driver_died(error: RankDied, address: str) -> RankDied:

@@ -9,8 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import UnfitError, storage_remedy
@@ -33,44 +32,8 @@ from unisono.jobs.launchers.ray_node_fronts import (
     ray_head_lost,
     ray_label,
 )
+from unisono.jobs.launchers.ray_requests import RayJobRequest
 from unisono.jobs.runs.train_request import config_yaml
-from unisono.trainer.config import RunConfig
-
-
-@dataclass
-class RayJobRequest:
-    """The front's request for a job.
-
-    Attributes:
-        job: a unique name, for folders on the nodes.
-        options: for the TrainRequest of each node.
-        nodes: the largest number of nodes.
-        least: the smallest sufficient number of nodes.
-        nproc: ranks on each node.
-        join_timeout_s: how long to wait for resources, and nodes for each other.
-        variables: of the environment, for all nodes.
-    """
-
-    job: str
-    address: str
-    config: RunConfig
-    options: dict[str, Any]
-    nodes: int
-    least: int
-    nproc: int
-    join_timeout_s: float
-    variables: dict[str, str]
-
-    @classmethod
-    def from_json(cls, body: dict[str, Any]) -> "RayJobRequest":
-        """The request in the front's JSON."""
-        return cls(**{**body, "config": RunConfig.model_validate(body["config"])})
-
-    @property
-    def output_dir(self) -> Path:
-        """The run's directory on the machine of the command."""
-        return Path(self.config.output_dir)
-
 
 _POLL_S = 0.3
 _WITHOUT_HEAD_S = 15.0
@@ -250,7 +213,7 @@ class JobAttempt:
         for node in self.nodes:
             output_dir = output_dirs.get(node.node_rank, self.request.config.output_dir)
             config = self.request.config.model_copy(update={"output_dir": output_dir})
-            options: dict[str, Any] = {**self.request.options, "nodes": "1"}
+            options: dict[str, object] = {**self.request.options, "nodes": "1"}
             if len(self.nodes) > 1:
                 least = self.request.least
                 count = str(len(self.nodes)) if least >= len(self.nodes) else f"{least}:{len(self.nodes)}"

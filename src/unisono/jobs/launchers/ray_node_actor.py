@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 _MOST_LINES = 2_000
 _LOCK_FILE = ".held"
@@ -46,7 +46,7 @@ class NodeActor:
         self._open = 0
         self._changed = threading.Condition()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The installation here: host, Python, unisono and the digests of its code; `trouble` if
         unisono is missing.
         """
@@ -107,7 +107,7 @@ class NodeActor:
             file.write(data)
 
     def start(
-        self, config: str, request: dict[str, Any], token: bytes, key: str, variables: dict[str, str]
+        self, config: str, request: dict[str, object], token: bytes, key: str, variables: dict[str, str]
     ) -> None:
         """Starts this node's front.
 

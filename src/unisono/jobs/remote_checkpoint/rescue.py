@@ -193,7 +193,7 @@ def _report_checkpoint(
 ) -> None:
     """Reports the checkpoint in a note and as messages for consumers of steps and checkpoints."""
     lost = attempt.step - snapshot.step
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if lost < 0:  # the step was finished, but its message did not arrive
         messages += [{"kind": "step", **line} for line in snapshot.lines if "eval_loss" not in line]
     size = sum(file.stat().st_size for file in path.iterdir())

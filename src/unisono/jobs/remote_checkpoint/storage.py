@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
@@ -18,12 +17,14 @@ from unisono.base.events import Message, Show, notify
 from unisono.base.text import parse_seconds, show_bytes, show_seconds
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs, child_environment
+from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.rank_supervisor import RunObserver
 from unisono.guard.supervise.task_process import TaskProcess, cannot_start
 from unisono.jobs.remote_checkpoint.verification import at_most, how_many_more, slow_after, steps_due
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import CopyRead, ReadCopy, TryStorage, UploadCheckpoint
 
 STALLED_S = 120.0
 """An upload without progress for this long is ended; the next checkpoint is uploaded again."""
@@ -199,20 +200,21 @@ class Uploads:
         self._path, self._due = self._due, None
         if not self._path.is_dir():  # pruned before its upload started
             return
-        request = {
-            "action": "upload",
-            "url": self._url,
-            "run_id": self._plan.run_id,
-            "path": str(self._path),
-            "keep": self._plan.config.checkpoint.keep,
-            "keep_every": self._plan.keep_every,
-            "best": self._plan.config.checkpoint.best,
-            "beside": str(self._run.root),
-        }
+        request = UploadCheckpoint(
+            url=self._url,
+            run_id=self._plan.run_id,
+            path=self._path,
+            keep=self._plan.config.checkpoint.keep,
+            keep_every=self._plan.keep_every,
+            best=self._plan.config.checkpoint.best,
+            beside=self._run.root,
+        )
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores
         self._done_bytes = self._of_bytes = 0
         try:
-            self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
+            self._task = TaskProcess(
+                "storage", encode(request), programs=self._programs, environment=environment
+            )
         except OSError as error:  # /tmp is full or there are no more processes: no reason to end training
             self._failed(cannot_start("storage", error))
         self._progress_at = time.monotonic()
@@ -362,22 +364,25 @@ class FirstCopy:
         for message in self._task.new_messages():
             if message["kind"] == "result":
                 self._end()
-                self._report_copy(copied, message)
+                read = CopyRead(
+                    seconds=message["seconds"],
+                    bytes=message["bytes"],
+                    steps=message["steps"],
+                    free_bytes=message["free_bytes"],
+                )
+                self._report_copy(copied, read)
                 return
         self._warn_if_slow(copied)
 
     def _start(self, copied: CopyResult) -> None:
-        request = {
-            "action": "read_back",
-            "url": self._uploading.url,
-            "run_id": self._plan.run_id,
-            "step": copied.step,
-            "checksum": copied.checksum,
-        }
+        url, run_id = self._uploading.url, self._plan.run_id
+        request = ReadCopy(url=url, run_id=run_id, step=copied.step, checksum=copied.checksum)
         environment = child_environment(threads=1, without=self._leftovers)  # the ranks use the other cores
         self._began = time.monotonic()
         try:
-            self._task = TaskProcess("storage", request, programs=self._programs, environment=environment)
+            self._task = TaskProcess(
+                "storage", encode(request), programs=self._programs, environment=environment
+            )
         except OSError as error:
             raise cannot_start("storage", error) from error
 
@@ -388,7 +393,7 @@ class FirstCopy:
             self._task.close(patience_s=0)
             self._task = None
 
-    def _report_copy(self, copied: CopyResult, read_back: Message) -> None:
+    def _report_copy(self, copied: CopyResult, read_back: CopyRead) -> None:
         text = summary(self._plan, copied, read_back, location=self._place(copied))
         self._show({"kind": "note", "time": time.time(), "text": text})
         needed, free = more_bytes(self._plan, copied, read_back), read_back["free_bytes"]
@@ -472,12 +477,12 @@ class FirstCopy:
         self._show({"kind": "warning", "time": time.time(), "code": code, "text": text, "fix": fix})
 
 
-def summary(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any], *, location: str) -> str:
+def summary(plan: RunPlan, copied: CopyResult, read_back: CopyRead, *, location: str) -> str:
     """A line about the cost of all copies of the run.
 
     Args:
         copied: the first copy.
-        read_back: result of reading it back: seconds, bytes, existing steps, free_bytes or None.
+        read_back: result of reading it back.
     """
     size, duration = show_bytes(read_back["bytes"]), show_seconds(copied.seconds)
     rate = f"{show_bytes(copied.bytes / max(copied.seconds, 1e-3))}/s"
@@ -495,10 +500,10 @@ def summary(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any], *, loc
     )
 
 
-def more_bytes(plan: RunPlan, copied: CopyResult, read_back: dict[str, Any]) -> int:
+def more_bytes(plan: RunPlan, copied: CopyResult, read_back: CopyRead) -> int:
     """The bytes that the copies need at most, besides the existing ones."""
     more = at_most(plan, read_back["steps"], steps_due(plan, copied.step)) - len(read_back["steps"])
-    return max(0, more) * int(read_back["bytes"])
+    return max(0, more) * read_back["bytes"]
 
 
 PATIENCE_S = 60.0
@@ -537,7 +542,7 @@ def storage_tried(
         yield
         return
     url = storage_url(config.checkpoint.storage, run.root)
-    request = {"action": "try", "url": url, "run_id": run_id}
+    request = encode(TryStorage(url=url, run_id=run_id))
     try:
         environment = child_environment(threads=1, without=dict(leftovers))
         task = TaskProcess("storage", request, programs=programs, environment=environment)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unisono.base.errors import IntegrityError, UnfitError
 from unisono.base.events import Message, Show
@@ -34,15 +34,18 @@ from unisono.guard.control.file_transfer import (
 from unisono.guard.facts import Environment
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
+from unisono.guard.supervise.task_requests import TaskRequest
 from unisono.jobs.remote_checkpoint.storage import STALLED_S, storage_url
 from unisono.trainer.checkpoint.manifest import Manifest, is_file_name
 from unisono.trainer.checkpoint.store import CheckpointStore, temporary_name
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import FetchCopy, FindCopy
 
 _NOTE_AFTER_S, _NOTE_EVERY_S = 2.0, 10.0
 _RUN_FILES = ".brought.tmp-"
+Result = TypeVar("Result")
 
 
 def download_newest(
@@ -145,7 +148,7 @@ class _Download:
         """The manifest of the latest complete checkpoint in the storage, of one run or of the
         latest run; optionally before a step.
         """
-        request = {"action": "look", "url": self.url, "run_id": run_id, "before": before}
+        request = FindCopy(url=self.url, run_id=run_id, before=before)
         _note(self._show, f"looking in {self.url} for a checkpoint to resume from")
         manifest = self._ask(request)["manifest"]
         return Manifest.from_bytes(manifest.encode()) if manifest else None
@@ -198,14 +201,7 @@ class _Download:
 
     def _fetch(self, manifest: Manifest, temporary: Path, beside: Path) -> None:
         step, run_id = manifest.step, manifest.run_id
-        request = {
-            "action": "fetch",
-            "url": self.url,
-            "run_id": run_id,
-            "step": step,
-            "to": str(temporary),
-            "beside": str(beside),
-        }
+        request = FetchCopy(url=self.url, run_id=run_id, step=step, to=temporary, beside=beside)
         line = f"{self._who} is downloading" if self._who else "downloading"
         line += f" step {step} of run {run_id} from {self.url}"
         _note(self._show, f"{line} ({show_bytes(manifest.total_bytes)})")
@@ -214,13 +210,11 @@ class _Download:
         _note(self._show, f"step {step} of run {run_id} is downloaded from {self.url}: {duration}")
 
     def _ask(
-        self, request: dict[str, Any], on_message: Callable[[Message], None] | None = None
-    ) -> dict[str, Any]:
+        self, request: TaskRequest[Result], on_message: Callable[[Message], None] | None = None
+    ) -> Result:
         """The result of a storage task; a hanging storage is an error."""
         try:
-            return run_task(
-                "storage", request, on_message=on_message, programs=self._programs, silence_s=STALLED_S
-            )
+            return run_request(request, on_message=on_message, programs=self._programs, silence_s=STALLED_S)
         except UnfitError as error:
             if error.problems[0].where != "storage":
                 raise

@@ -13,16 +13,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
 from unisono.base.events import Message, Show
-from unisono.base.files import read_object
+from unisono.base.files import objects_of, read_object
 from unisono.base.text import one_line, show_bytes, show_seconds
 from unisono.guard.facts import Clock, SystemClock
 from unisono.guard.facts.storage import responds
@@ -67,8 +66,8 @@ def still_due(plan: RunPlan, resume: ResumePoint | None) -> bool:
     return plan.rehearse and before == (resume.step if resume else None)
 
 
-def _rank_layout(plan: dict[str, Any]) -> tuple[object, ...]:
-    nodes = [(node.get("host"), node.get("nproc")) for node in plan.get("nodes") or []]
+def _rank_layout(plan: Mapping[str, object]) -> tuple[object, ...]:
+    nodes = [(node.get("host"), node.get("nproc")) for node in objects_of(plan.get("nodes"))]
     return plan.get("world_size"), plan.get("strategy"), nodes
 
 
@@ -180,7 +179,7 @@ class FirstCheckpoint:
             self._task = None
         self._release()
 
-    def _release(self, estimate: dict[str, Any] | None = None) -> None:
+    def _release(self, estimate: dict[str, object] | None = None) -> None:
         if self._held is not None:
             held, self._held = self._held, None
             self._show({**held, "estimate": estimate} if estimate is not None else held)
@@ -234,7 +233,7 @@ def summary(plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: f
 
 def estimate(
     plan: RunPlan, saved: SavedCheckpoint, room: DiskSpace, *, read_s: float | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The fields of `summary` for programs.
 
     `read_back_s` is null if it was not read to its end, since the checkpoints do not fit.

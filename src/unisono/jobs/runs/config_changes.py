@@ -226,7 +226,7 @@ class ChangeFinding:
     verdict: Literal["line", "refused", "fixed"] = "line"
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Its record in the plan, once it was allowed."""
         return {"key": self.name, "before": self.before, "after": self.after}
 

@@ -3,7 +3,6 @@ first.
 """
 
 from pathlib import Path
-from typing import Any
 
 from unisono.trainer.config import LoadedConfig, RunConfig, build_config, config_of
 from unisono.trainer.config.translation import Translation, Verb
@@ -43,7 +42,7 @@ def read_translation(path: Path, overrides: tuple[str, ...] = ()) -> Translation
 
 def _read(
     path: Path, overrides: tuple[str, ...]
-) -> tuple[dict[str, Any], dict[KeyPath, int], Translation | None]:
+) -> tuple[dict[str, object], dict[KeyPath, int], Translation | None]:
     """The mapping with its lines; or, of a file of another tool, its translation."""
     if path.suffix.lower() not in _YAML and (translation := _translated({}, {}, path, overrides)):
         return {}, {}, translation
@@ -54,7 +53,7 @@ def _read(
 
 
 def _translated(
-    raw: dict[str, Any], lines: dict[KeyPath, int], path: Path, overrides: tuple[str, ...]
+    raw: dict[str, object], lines: dict[KeyPath, int], path: Path, overrides: tuple[str, ...]
 ) -> Translation | None:
     from unisono.trainer.readers.registry import read_foreign_config  # a config of ours enters none of it
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 from unisono.base.files import write_text
@@ -236,7 +235,7 @@ class CurveDrawing:
         draw(self._run, title=self._title)
 
 
-def _has(line: dict[str, Any], name: str) -> bool:
+def _has(line: dict[str, object], name: str) -> bool:
     return isinstance(line.get(name), int | float) and "step" in line
 
 

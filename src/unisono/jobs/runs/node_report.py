@@ -5,7 +5,7 @@ Secrets never enter it.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from unisono.guard.rendezvous.party import NONCE_FILE, ChannelFacts, MakeReport
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.node_messages import CheckpointIdentity
-from unisono.guard.supervise.task_process import run_task
+from unisono.guard.supervise.task_process import run_request
 from unisono.jobs.runs.planning import LocalNode
 from unisono.jobs.runs.train_request import TrainRequest, named_code_digests
 from unisono.trainer.checkpoint.manifest import manifest_digest
@@ -44,29 +44,25 @@ from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.own_code import own_code_of, put_path
 from unisono.trainer.config.schema import sources_of
 from unisono.trainer.config.sections import NamesFile, lf_name, path_keys
+from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
 
 _LOOPBACK = "127.0.0.1"
 _GIB = 1 << 30
 _MIB = 1 << 20
 _CHECKPOINT_BYTES = 12  # of each trained parameter: itself and two moments, in float32
-Contents = Mapping[str, Any]
-"""The result of the task `contents`."""
 
 
 def look_at_files(
     loaded: LoadedConfig, local_node: LocalNode, *, programs: Programs | None = None, show: Show | None = None
-) -> Contents:
+) -> InputDigests:
     """The contents of the run's files, read by a separate task; if that fails, the reason: then
     they are UNKNOWN and nothing is refused here.
 
     Call it from a thread that lives as long as the task: the kernel ends the task with it.
     """
-    request = {
-        "config": loaded.config.model_dump(mode="json", by_alias=True),
-        "cache_dir": str(local_node.environment.cache_dir),
-    }
+    request = ContentsRequest(loaded.config, local_node.environment.cache_dir)
     try:
-        return run_task("contents", request, on_message=show, programs=programs)
+        return run_request(request, on_message=show, programs=programs)
     except UnisonoError as error:
         return {"note": error.problems[0].what}
 
@@ -82,7 +78,7 @@ def make_node_report(
     loaded: LoadedConfig,
     local_node: LocalNode,
     channel: ChannelFacts,
-    files: Contents,
+    files: InputDigests,
     output: StorageFacts,
     probes: Probes,
 ) -> NodeReport:
@@ -136,9 +132,9 @@ def make_node_report(
         packages=packages,
         code={**code_digests(), **files.get("code", {}), **named_code_digests(loaded.config)},
         config=flat_config(loaded.config),
-        data_files=_digests(files, "data_files"),
-        tokenizer_files=_digests(files, "tokenizer_files"),
-        model_files=_digests(files, "model_files"),
+        data_files=_digests(files.get("data_files", [])),
+        tokenizer_files=_digests(files.get("tokenizer_files", [])),
+        model_files=_digests(files.get("model_files", [])),
         files_note=str(files.get("note", "")),
         output=OutputFacts(**asdict(output)),
         limits=limits,
@@ -193,7 +189,7 @@ def _is_path(mark: NamesFile | None, value: Any) -> bool:
     return not (mark.shows_absence and value in (mark.besides, None, []))
 
 
-def flat_config(config: RunConfig) -> dict[str, Any]:
+def flat_config(config: RunConfig) -> dict[str, object]:
     """The config without paths, flat: `optim.lr` → 0.0002.
 
     What files hold is compared by their contents, not by their names.
@@ -243,7 +239,7 @@ def reserve(limits: SystemLimits, *, nproc: int, disk_bytes: int | None) -> dict
     return kept
 
 
-def checkpoints_bytes(config: RunConfig, files: Contents) -> int | None:
+def checkpoints_bytes(config: RunConfig, files: InputDigests) -> int | None:
     """The maximum disk space of the checkpoints that exist at the same time, see
     `max_without_permanent`; None where the model's size is not known yet.
 
@@ -270,12 +266,12 @@ def _offset(measured: float | None, probes: Probes) -> float | None:
     return None if measured is None else measured + probes.clock.wall() - time.time()
 
 
-def _digests(files: Contents, kind: str) -> list[FileDigest]:
-    return [FileDigest.model_validate(value) for value in files.get(kind, [])]
+def _digests(files: Iterable[Mapping[str, str | int]]) -> list[FileDigest]:
+    return [FileDigest.model_validate(value) for value in files]
 
 
-def _flattened(body: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flattened(body: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for name, value in body.items():
         if isinstance(value, dict) and value:
             flat |= _flattened(value, f"{prefix}{name}.")

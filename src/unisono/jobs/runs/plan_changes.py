@@ -88,11 +88,11 @@ class ResumeChanges:
     """
 
     lines: list[str] = field(default_factory=list)
-    allowed: list[dict[str, Any]] = field(default_factory=list)
+    allowed: list[dict[str, object]] = field(default_factory=list)
 
 
 def check_same_run(
-    run: RunDir, plan: dict[str, Any], versions: dict[str, str], *, allow: frozenset[str] = frozenset()
+    run: RunDir, plan: Mapping[str, object], versions: dict[str, str], *, allow: frozenset[str] = frozenset()
 ) -> ResumeChanges:
     """Compares a new plan with the one in the run's directory, before it is overwritten.
 
@@ -126,8 +126,8 @@ def unused_allowances(names: frozenset[str]) -> list[str]:
 
 
 def find_changes(
-    before: dict[str, Any],
-    after: dict[str, Any],
+    before: Mapping[str, object],
+    after: Mapping[str, object],
     packages_before: Mapping[str, str],
     packages_after: Mapping[str, str],
 ) -> list[ChangeFinding]:
@@ -153,11 +153,13 @@ def find_changes(
 _CODE_DECIDES = {"objective": "the loss", "optim.kind": "updates", "optim.schedule": "learning rates"}
 
 
-def _code_findings(before: dict[str, Any], after: dict[str, Any], changed: set[str]) -> list[ChangeFinding]:
+def _code_findings(
+    before: Mapping[str, object], after: Mapping[str, object], changed: set[str]
+) -> list[ChangeFinding]:
     """Code of the user's own, or of other packages, that differs under the same name."""
     findings = []
     for key, decides in _CODE_DECIDES.items():
-        old, new = (plan.get("code_digests", {}).get(key, "") for plan in (before, after))
+        old, new = ((_at(plan, "code_digests") or {}).get(key, "") for plan in (before, after))
         if old != new and key not in changed:
             name = str(_at(after, f"config.{key}"))
             what = "file" if own_class(name) else "package"
@@ -167,7 +169,7 @@ def _code_findings(before: dict[str, Any], after: dict[str, Any], changed: set[s
 
 
 def _model_findings(
-    before: dict[str, Any], after: dict[str, Any], changed: list[Change]
+    before: Mapping[str, object], after: Mapping[str, object], changed: list[Change]
 ) -> list[ChangeFinding]:
     keys = _pointing_at(changed, "model")
     old, new = _at(before, "model.digest"), _at(after, "model.digest")
@@ -183,7 +185,7 @@ def _model_findings(
 
 
 def _row_findings(
-    before: dict[str, Any], after: dict[str, Any], changed: list[Change], encoders: list[str]
+    before: Mapping[str, object], after: Mapping[str, object], changed: list[Change], encoders: list[str]
 ) -> list[ChangeFinding]:
     """Findings on the rows as the model sees them, with the cause: the tokenizer, files or their
     parsing, settings, packages.
@@ -231,7 +233,7 @@ def _same_row_findings(
     return [ChangeFinding("", text) for text in texts]
 
 
-def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
+def _effect_of_rows(before: Mapping[str, object], after: Mapping[str, object]) -> str:
     """The effect of different rows on the rest of the run."""
     done = (_at(after, "resume.step") or 0) * (_at(after, "global_batch") or 0)
     old, new = _at(before, "data.train.sequences"), _at(after, "data.train.sequences")
@@ -254,7 +256,7 @@ def _effect_of_rows(before: dict[str, Any], after: dict[str, Any]) -> str:
     return text
 
 
-def _decided_findings(before: dict[str, Any], after: dict[str, Any]) -> list[ChangeFinding]:
+def _decided_findings(before: Mapping[str, object], after: Mapping[str, object]) -> list[ChangeFinding]:
     findings = []
     differ = {d.place for d in _DECIDED if _at(before, d.place) not in (None, _at(after, d.place))}
     meshes = (Mesh.of(_at(plan, "strategy"), _at(plan, "world_size")) for plan in (before, after))
@@ -288,7 +290,7 @@ def _versions(before: Mapping[str, str], after: Mapping[str, str], names: tuple[
     ]
 
 
-def _quantizers(plan: dict[str, Any]) -> tuple[str, ...]:
+def _quantizers(plan: Mapping[str, object]) -> tuple[str, ...]:
     """The package that quantized weights depend on; empty if there is none."""
     return ("bitsandbytes",) if _at(plan, "model.quantized") in ("nf4", "fp4", "int8") else ()
 
@@ -298,18 +300,18 @@ def _pointing_at(changed: list[Change], name: str) -> list[Change]:
     return [change for change in changed if change.rule.kind == "contents" and change.rule.name == name]
 
 
-def _prepared_data(plan: dict[str, Any]) -> tuple[Any, ...]:
+def _prepared_data(plan: Mapping[str, object]) -> tuple[Any, ...]:
     """The results of the preparation; the digest of the rows does not cover sequences and the
     split, but their counts do.
     """
     return _digest_of(plan), _at(plan, "data.train"), _at(plan, "data.eval")
 
 
-def _digest_of(plan: dict[str, Any]) -> Any:
+def _digest_of(plan: Mapping[str, object]) -> Any:
     return _at(plan, "data.rows_digest")
 
 
-def _pair(before: dict[str, Any], after: dict[str, Any], path: str) -> tuple[Any, Any]:
+def _pair(before: Mapping[str, object], after: Mapping[str, object], path: str) -> tuple[Any, Any]:
     return _at(before, path), _at(after, path)
 
 

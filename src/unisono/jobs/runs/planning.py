@@ -317,7 +317,7 @@ def _problems(
     return problems
 
 
-def _without_paths(config: RunConfig) -> dict[str, Any]:
+def _without_paths(config: RunConfig) -> dict[str, object]:
     body = deciding_keys(config)
     for code in own_code_of(config):
         put_path(body, code, code.path.name)

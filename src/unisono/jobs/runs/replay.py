@@ -129,7 +129,7 @@ class Replayed:
             ),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For programs."""
         return {
             "step": self.checkpoint,
@@ -447,7 +447,11 @@ def _run_explanations(plan: RunPlan, checkpoint: IntactCheckpoint, *, last: int)
             f"the run has been started again from step {plan.resume.step} since, and only the plan of the"
             " last start is kept"
         )
-    changed = [str(change.get("key")) for change in plan.allowed if int(change.get("from_step", 0)) <= last]
+    changed = [
+        str(change.get("key"))
+        for change in plan.allowed
+        if isinstance(step := change.get("from_step", 0), int) and step <= last
+    ]
     if changed:
         lines.append(f"settings were changed on the way, with --allow: {', '.join(sorted(set(changed)))}")
     return lines

@@ -172,7 +172,7 @@ def keep_refusal(
     )
 
 
-def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, Any]:
+def _agreement(plan: RunPlan, *, versions_digest_: str) -> dict[str, object]:
     """One node with one rank: its report, without a comparison."""
     report = {
         "node_rank": 0,

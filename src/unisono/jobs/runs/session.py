@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from unisono.base.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
 from unisono.base.events import Message, Show, notify
@@ -203,7 +202,7 @@ class Rehearsal:
     steps: int = 0
     checkpoint_bytes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For programs."""
         return {
             "schema": 1,

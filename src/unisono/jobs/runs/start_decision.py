@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -92,7 +92,7 @@ def decide_start(
     return decision if decision.kind == "fresh" else replace(decision, earlier_batch=_batch_of(plan))
 
 
-def _batch_of(plan: dict[str, Any]) -> tuple[int, tuple[int, int] | None] | None:
+def _batch_of(plan: Mapping[str, object]) -> tuple[int, tuple[int, int] | None] | None:
     size, of_ranks = plan.get("global_batch"), plan.get("batch_of_ranks")
     if not isinstance(size, int):
         return None
@@ -276,7 +276,7 @@ def _why_fresh(run: RunDir, *, fresh: bool) -> str:
 
 def _decide_resume(
     run: RunDir,
-    plan: dict[str, Any],
+    plan: Mapping[str, object],
     config: RunConfig,
     *,
     resume: bool,
@@ -307,10 +307,10 @@ def _decide_resume(
 
 def _decide_finished(
     run: RunDir,
-    plan: dict[str, Any],
+    plan: Mapping[str, object],
     before: RunConfig,
     config: RunConfig,
-    result: dict[str, Any],
+    result: Mapping[str, object],
     *,
     resume: bool,
 ) -> StartDecision:
@@ -355,7 +355,7 @@ def _refuse_another_run(
         raise refusal(refused, root=str(run.root), new_name=next_old(run.root).name, origins=origins)
 
 
-def _plan_of(run: RunDir) -> dict[str, Any] | None:
+def _plan_of(run: RunDir) -> dict[str, object] | None:
     plan = read_object(run.plan)
     is_ours = (
         plan.get("schema") == 1
@@ -365,7 +365,7 @@ def _plan_of(run: RunDir) -> dict[str, Any] | None:
     return plan if is_ours else None
 
 
-def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
+def _config_of(run: RunDir, plan: Mapping[str, object]) -> RunConfig:
     try:
         return RunConfig.model_validate(plan["config"])
     except ValidationError as error:
@@ -380,7 +380,7 @@ def _config_of(run: RunDir, plan: dict[str, Any]) -> RunConfig:
         ) from error
 
 
-def _in_form_of(config: RunConfig, before: RunConfig, plan: dict[str, Any]) -> RunConfig:
+def _in_form_of(config: RunConfig, before: RunConfig, plan: Mapping[str, object]) -> RunConfig:
     """The earlier config with its batch as `per_rank` and `accumulate`, if the new one has it so:
     only these are compared, not the ranks.
     """

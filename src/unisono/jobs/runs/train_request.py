@@ -170,7 +170,7 @@ class TrainRequest:
     programs: Programs = field(default_factory=Programs)
     ssh: tuple[str, ...] = ("ssh",)
     probes: Probes = field(default_factory=Probes)
-    faults: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, object] = field(default_factory=dict)
     rhythm: ReadingRate = field(default_factory=ReadingRate)
     lost_node_source: LostNodeSource | None = None
 

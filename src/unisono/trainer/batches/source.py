@@ -11,7 +11,7 @@ starts. A source has batches for each of them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -136,7 +136,7 @@ class BatchSource(ABC):
         """
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, object]) -> None:
         """Continues after the step whose `state` it was; a source without state has nothing to
         do.
         """

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from unisono.base.files import read_json, write_json
+from unisono.base.files import read_object, write_json
 from unisono.trainer.checkpoint.manifest import MANIFEST, Manifest
 from unisono.trainer.checkpoint.verify import Stamp, VerificationResult, inspect, read_manifest, stamp_of
 from unisono.trainer.checkpoint.writer import free_bytes
@@ -280,11 +280,8 @@ def _entry_of(root: Path, name: str, manifest: Manifest | None) -> dict[str, obj
 
 
 def _entries(root: Path) -> dict[str, object]:
-    try:
-        value = read_json(root / VERIFIED)
-    except (OSError, ValueError):
-        return {}
-    entries = value.get("verified") if isinstance(value, dict) and value.get("schema") == 1 else None
+    value = read_object(root / VERIFIED)
+    entries = value.get("verified") if value.get("schema") == 1 else None
     return entries if isinstance(entries, dict) else {}
 
 

@@ -61,7 +61,7 @@ def config_of(translation: Translation, *, path: Path | None = None, verb: Verb 
 
 
 def build_config(
-    raw: dict[str, Any],
+    raw: dict[str, object],
     *,
     lines: dict[KeyPath, int],
     name: str,
@@ -77,7 +77,7 @@ def build_config(
 
 
 def _build(
-    raw: dict[str, Any],
+    raw: dict[str, object],
     places: KeyPlaces,
     *,
     path: Path | None,
@@ -109,8 +109,8 @@ def _line(problem: Problem) -> float:
 
 
 def apply_overrides(
-    raw: dict[str, Any], overrides: tuple[str, ...], places: KeyPlaces
-) -> tuple[dict[str, Any], list[Problem]]:
+    raw: dict[str, object], overrides: tuple[str, ...], places: KeyPlaces
+) -> tuple[dict[str, object], list[Problem]]:
     """The mapping with all overrides applied in order, and the problems with them."""
     problems: list[Problem] = []
     raw = _with_model_section(raw)
@@ -124,7 +124,7 @@ def apply_overrides(
     return raw, problems
 
 
-def _with_model_section(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_model_section(raw: dict[str, object]) -> dict[str, object]:
     """`model: NAME` as a section, so that `model.dtype=…` can be applied."""
     return {**raw, "model": {"path": raw["model"]}} if isinstance(raw.get("model"), str) else raw
 

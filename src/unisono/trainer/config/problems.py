@@ -120,7 +120,7 @@ _LONGEST_VALUE = 60  # characters of a value in a message
 
 
 def problems_of(
-    error: ValidationError, raw: dict[str, Any], places: KeyPlaces
+    error: ValidationError, raw: dict[str, object], places: KeyPlaces
 ) -> dict[KeyPath, list[Problem]]:
     """The problems, by key."""
     by_key: dict[KeyPath, list[Any]] = {}

@@ -319,7 +319,7 @@ class SourceSection(Section):
     )
 
     @model_serializer(mode="wrap")
-    def _without_pictures(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_pictures(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Without `pictures` where it is not set: rows have none."""
         return {key: value for key, value in dump(self).items() if key != "pictures" or value is not None}
 
@@ -631,7 +631,7 @@ class BatchSection(Section):
         return None if self.per_rank is None else (self.per_rank, self.accumulate or 1)
 
     @model_serializer(mode="wrap")
-    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Only one of the two forms, so that what was not set does not read as set."""
         other = ("per_rank", "accumulate") if self.per_rank is None else ("global", "global_", "micro")
         return {key: value for key, value in dump(self).items() if key not in other}
@@ -831,7 +831,7 @@ class RunConfig(Section):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """The values, of `preference` and `diffusion` only those that the objective uses, so that a
         written config can be read again.
         """

@@ -86,7 +86,7 @@ def path_keys(section: type[BaseModel] | None, prefix: str = "") -> dict[str, Na
     return marks
 
 
-def _needs_list(annotation: Any, one: str | dict[str, Any]) -> bool:
+def _needs_list(annotation: Any, one: str | dict[str, object]) -> bool:
     """Whether a key takes lists of texts, or of sections, and not this text or section itself."""
     members = list(_members(annotation))
     items = [item for kind in members if get_origin(kind) is list for item in _members(get_args(kind)[0])]
@@ -533,7 +533,7 @@ class PicturesSection(Section):
     upscale: bool | None = Field(default=None, description="like diffusion.upscale")
 
     @model_serializer(mode="wrap")
-    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Only what differs, so that what was not set does not read as set."""
         fields = type(self).model_fields
         return {key: value for key, value in dump(self).items() if value != fields[key].default}

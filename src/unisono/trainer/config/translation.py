@@ -24,7 +24,7 @@ class KeyFate:
     ours: str
     note: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The entry in the list of `unisono init --json`."""
         return {"key": self.key, "value": self.value, "fate": self.fate, "ours": self.ours, "note": self.note}
 
@@ -49,7 +49,7 @@ class Translation:
     name: str
     values: Mapping[str, Any]
     keys: list[KeyFate]
-    config: dict[str, Any]
+    config: dict[str, object]
     origins: dict[str, str]
     names: dict[str, str]
     places: dict[str, str]
@@ -74,7 +74,7 @@ class Translation:
         """
         return False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The keys with their fates, and the config."""
         return {"keys": [key.to_json() for key in self.keys], "config": self.config}
 

@@ -63,7 +63,7 @@ class _Walk:
     nodes: int = 0
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_yaml(path: Path) -> tuple[dict[str, object], dict[KeyPath, int]]:
     """The mapping in the file, and the line (from 1) of each key path.
 
     Raises:
@@ -151,7 +151,7 @@ def _or_nearest_file(path: Path) -> str:
     return f"did you mean {path.with_name(near)}? Or {fix}" if near else fix
 
 
-def parse_yaml(text: str, *, name: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def parse_yaml(text: str, *, name: str) -> tuple[dict[str, object], dict[KeyPath, int]]:
     """Like read_yaml, but from text; `name` is the file name in messages."""
     value, lines = _parse(text, name=name, what="the config")
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

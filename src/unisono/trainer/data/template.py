@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.base.errors import DataError
-from unisono.base.files import TEMPLATE_BYTES, expand, read_given, read_json
+from unisono.base.files import TEMPLATE_BYTES, expand, read_given, read_object
 from unisono.base.text import one_line
 from unisono.guard.facts.limits import limit_memory
 from unisono.trainer.data import Messages, RowError, ThoughtKey
@@ -496,13 +496,9 @@ def known_stop_ids(tokenizer: Any, directory: Path) -> set[int]:
     stop_ids: set[int] = set()
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.add(tokenizer.eos_token_id)
-    settings = directory / "generation_config.json"
-    if settings.is_file():
-        try:
-            value = read_json(settings).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            value = None  # loading the model reports the error
-        stop_ids.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    # Where it is unreadable, loading the model reports the error.
+    value = read_object(directory / "generation_config.json").get("eos_token_id")
+    stop_ids.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
     return stop_ids
 
 

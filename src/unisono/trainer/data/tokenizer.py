@@ -20,7 +20,7 @@ import xxhash
 
 from unisono.base.child import loading_modules
 from unisono.base.errors import DataError, ModelError
-from unisono.base.files import fault_of, read_json, read_object, write_json
+from unisono.base.files import fault_of, read_object, write_json
 from unisono.base.text import library_words
 
 TOKENIZER_FILES = (
@@ -151,12 +151,8 @@ class RunTokenizer:
         return traits
 
     def _runs_code(self) -> bool:
-        if not self.trust_remote_code:
-            return False
-        try:
-            return "auto_map" in read_json(self.directory / "tokenizer_config.json")
-        except (OSError, ValueError, TypeError):
-            return False
+        file = self.directory / "tokenizer_config.json"
+        return self.trust_remote_code and "auto_map" in read_object(file)
 
     def _key(self) -> str:
         """The digest of all that decides how transformers loads a tokenizer; it compares names of

@@ -335,17 +335,14 @@ def _deterministic() -> Iterator[None]:
 
     Not by `torch.use_deterministic_algorithms`, which in torch 2.13 imports the compiler.
     """
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.get_deterministic_debug_mode()
     fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch._C._set_deterministic_algorithms(True)  # noqa: SLF001
+    torch.set_deterministic_debug_mode("error")
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])  # noqa: SLF001
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 

@@ -112,7 +112,9 @@ class _Replay(torch.autograd.Function):
         assert recorded.graph is not None
         recorded.graph.replay()
         gradients = [gradient for gradient in recorded.gradients if gradient is not None]
-        ctx.gradients = iter(foreach.multiply(gradients, 1.0))  # copies
+        copies = list(map(torch.empty_like, gradients))
+        foreach.copy_(copies, gradients)
+        ctx.gradients = iter(copies)
         ctx.reached = [gradient is not None for gradient in recorded.gradients]
         return recorded.loss.clone()
 

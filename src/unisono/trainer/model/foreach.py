@@ -6,6 +6,5 @@ torch 2.13 has no public names for them; its own optimizers and gradient clippin
 import torch
 
 copy_ = torch._foreach_copy_
-multiply = torch._foreach_mul  # noqa: SLF001 - see above
 multiply_ = torch._foreach_mul_
 norms = torch._foreach_norm  # noqa: SLF001 - get_total_norm gives one norm for all tensors

@@ -4,9 +4,12 @@ What a family does in a rank or a task, which needs torch, is in `trainer.famili
 """
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import ClassVar
 
+from unisono.base.files import read_object
 from unisono.base.text import show_count
+from unisono.guard.rundir import RunDir
 from unisono.trainer.config.sections import DIFFUSION
 from unisono.trainer.plan.run_plan import DataSummary, ModelFacts, SplitSummary
 
@@ -202,3 +205,14 @@ def family_for(objective: str) -> FamilyFacts:
 def family_of(model: ModelFacts) -> FamilyFacts:
     """The family of a model."""
     return PICTURES if model.model_type.startswith("stable-diffusion") else TEXT
+
+
+def family_at(path: Path) -> FamilyFacts:
+    """The family of RUN|MODEL: PICTURES of a run on pictures, a pipeline of diffusers, or a LoRA
+    file of an image model.
+    """
+    names = ("model_index.json", "pytorch_lora_weights.safetensors")
+    if path.suffix == ".safetensors" or any((path / name).is_file() for name in names):
+        return PICTURES
+    config = read_object(RunDir(path).plan).get("config")
+    return family_for(str(config.get("objective"))) if isinstance(config, dict) else TEXT

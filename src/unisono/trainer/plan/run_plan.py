@@ -214,7 +214,7 @@ class RunPlan(PlanPart):
     resume: ResumePoint | None
     resume_reason: str
     """One line for the first screen: fresh, resumed from where and why, extended."""
-    allowed: list[dict[str, Any]] = []
+    allowed: list[dict[str, object]] = []
     """Allowed changes of the run's meaning, of all starts, in order: key, before, after,
     from_step.
     """

@@ -86,15 +86,7 @@ class PrepareRequest(TaskRequest[PreparedRun]):
     limit_rows: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ContentsRequest:
-    """Digests of a run's files; the paths in its config are absolute."""
-
-    config: RunConfig
-    cache_dir: Path
-
-
-class InputDigests(TypedDict):
+class InputDigests(TypedDict, total=False):
     """The files that a run would read on a node: label, bytes and digest of each.
 
     Attributes:
@@ -109,6 +101,15 @@ class InputDigests(TypedDict):
     note: str
     parameters: int | None
     linear_in_out: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentsRequest(TaskRequest[InputDigests]):
+    """Digests of a run's files; the paths in its config are absolute."""
+
+    task: ClassVar = "contents"
+    config: RunConfig
+    cache_dir: Path
 
 
 class Survey(TypedDict):
@@ -537,67 +538,6 @@ class RehearsedRequest:
     run_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TryStorage:
-    """All operations of an upload are to be tried."""
-
-    action: Literal["try"] = "try"
-    url: str
-    run_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FindCopy:
-    """The newest copy of a run, or of the newest run, before a step is wanted."""
-
-    action: Literal["look"] = "look"
-    url: str
-    run_id: str | None
-    before: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadCheckpoint:
-    """A checkpoint is to be copied.
-
-    Attributes:
-        best: the metric by which the best stays.
-        beside: the run's directory.
-    """
-
-    action: Literal["upload"] = "upload"
-    url: str
-    run_id: str
-    path: Path
-    keep: int
-    keep_every: int | None
-    best: str | None
-    beside: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchCopy:
-    """A copy is to be fetched to one directory, and the run's other files to another."""
-
-    action: Literal["fetch"] = "fetch"
-    url: str
-    run_id: str
-    step: int
-    to: Path
-    beside: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadCopy:
-    """A copy is to be read back; `checksum`: of its manifest."""
-
-    action: Literal["read_back"] = "read_back"
-    url: str
-    run_id: str
-    step: int
-    checksum: str
-
-
 class NewestCopy(TypedDict):
     """A complete copy, and the text of its manifest; all None: there is none."""
 
@@ -631,6 +571,69 @@ class CopyRead(Fetched):
 
     steps: list[int]
     free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryStorage:
+    """All operations of an upload are to be tried."""
+
+    action: Literal["try"] = "try"
+    url: str
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindCopy(TaskRequest[NewestCopy]):
+    """The newest copy of a run, or of the newest run, before a step is wanted."""
+
+    task: ClassVar = "storage"
+    action: Literal["look"] = "look"
+    url: str
+    run_id: str | None
+    before: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadCheckpoint:
+    """A checkpoint is to be copied.
+
+    Attributes:
+        best: the metric by which the best stays.
+        beside: the run's directory.
+    """
+
+    action: Literal["upload"] = "upload"
+    url: str
+    run_id: str
+    path: Path
+    keep: int
+    keep_every: int | None
+    best: str | None
+    beside: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchCopy(TaskRequest[Fetched]):
+    """A copy is to be fetched to one directory, and the run's other files to another."""
+
+    task: ClassVar = "storage"
+    action: Literal["fetch"] = "fetch"
+    url: str
+    run_id: str
+    step: int
+    to: Path
+    beside: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCopy:
+    """A copy is to be read back; `checksum`: of its manifest."""
+
+    action: Literal["read_back"] = "read_back"
+    url: str
+    run_id: str
+    step: int
+    checksum: str
 
 
 StorageRequest = TryStorage | FindCopy | UploadCheckpoint | FetchCopy | ReadCopy

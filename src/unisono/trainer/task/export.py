@@ -25,7 +25,6 @@ from unisono.base.events import Reporter
 from unisono.base.files import fsync_dir, fsync_tree, read_json, write_json
 from unisono.base.text import parse_bytes
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import is_image_model
 from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
 from unisono.trainer.config.schema import CheckpointSection
 from unisono.trainer.families.text.written import WrittenModel
@@ -33,6 +32,7 @@ from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
+from unisono.trainer.plan.families import family_at
 from unisono.trainer.plan.task_requests import Exported, ExportRequest, MergeFigures
 from unisono.trainer.task.inference import (
     adapter_tokenizer,
@@ -74,7 +74,7 @@ def run(request: ExportRequest, report: Reporter) -> Exported:
         UnfitError: if the storage fails.
     """
     out = free_place(request.out)
-    if is_image_model(Path(request.model.target).expanduser()):
+    if not family_at(Path(request.model.target).expanduser()).decodes_tokens:
         return _export_lora(request, report, out)
     if request.format:
         raise UsageError.of(

@@ -21,7 +21,6 @@ from unisono.base.errors import ModelError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
-from unisono.guard.rundir.records import is_image_model
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import Messages
@@ -58,6 +57,7 @@ from unisono.trainer.model.load import (
     set_pad_token,
 )
 from unisono.trainer.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
+from unisono.trainer.plan.families import family_at
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
@@ -159,7 +159,7 @@ def open_requested(request: RequestedModel, report: Reporter, *, answers: bool =
         UnisonoError: as `open_for_inference`.
     """
     report.phase("locate", f"looking for {request.target}")
-    if is_image_model(Path(request.target).expanduser()):
+    if not family_at(Path(request.target).expanduser()).decodes_tokens:
         raise UsageError.of(
             f"{request.target} draws pictures",
             where="RUN|MODEL",

@@ -148,9 +148,8 @@ def run_generate(request: DrawRequest, report: Reporter) -> Drawn:
             request.negative or "",
         )
 
-        def show(step: int, i: int = i) -> bool:
+        def show(step: int, i: int = i) -> None:
             report.phase("draw", f"picture {i + 1} of {request.number}", done=step, total=request.steps)
-            return False
 
         image = draw(pipe, drawing, on_step=show)
         file = out / f"{drawing.seed:05d}.png"

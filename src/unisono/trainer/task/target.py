@@ -11,7 +11,7 @@ from typing import Literal
 
 from unisono.base.errors import IntegrityError, ModelError, Problem, UsageError
 from unisono.base.events import Reporter
-from unisono.base.files import read_json
+from unisono.base.files import read_json, read_object
 from unisono.base.text import why_unreadable
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
@@ -350,11 +350,7 @@ def _read_plan(name: str, run: RunDir) -> RunPlan:
 
 
 def _outcome(run: RunDir) -> str | None:
-    try:
-        value = read_json(run.result)
-    except (OSError, ValueError):
-        return None
-    outcome = value.get("outcome") if isinstance(value, dict) else None
+    outcome = read_object(run.result).get("outcome")
     return str(outcome) if outcome else None
 
 

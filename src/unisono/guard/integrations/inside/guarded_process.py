@@ -187,7 +187,7 @@ class GuardedProcess:
         self._on_exit()
         return number
 
-    def _where(self) -> dict[str, Any]:
+    def _where(self) -> dict[str, int | None]:
         """Which thread trains, and whether it can still make a step, if known.
 
         Any thread may call it.
@@ -328,7 +328,7 @@ class Sampling(threading.Thread):
     """The sampling thread, a daemon."""
 
     def __init__(
-        self, beats: Beats, where: Callable[[], dict[str, Any]], *, is_left: Callable[[], bool] = bool
+        self, beats: Beats, where: Callable[[], dict[str, int | None]], *, is_left: Callable[[], bool] = bool
     ) -> None:
         """Not started yet.
 

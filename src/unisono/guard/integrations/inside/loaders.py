@@ -37,8 +37,8 @@ class ShardedRows:
     """
 
     replicas: int
-    facts: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object]
+    own: dict[str, object] = field(default_factory=dict)
 
 
 def sharded_rows_of(loader: Any) -> ShardedRows | None:
@@ -60,7 +60,7 @@ def _sharded_rows(loader: Any, sampler: Any, replicas: int, part: int) -> Sharde
     rows, batches = _length(loader.dataset), _length(loader)
     if rows is None:
         return None
-    facts: dict[str, Any] = {"rows": rows}
+    facts: dict[str, object] = {"rows": rows}
     if batches is not None:
         facts["batches"] = batches
     digest = digest_of(loader.dataset)

@@ -332,7 +332,7 @@ def _is_nccl(backend: Any) -> bool:
 
 
 @contextmanager
-def _alone(at: GuardedProcess, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _alone(at: GuardedProcess, given: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """Arguments of init_process_group in a world of one: a store in memory instead of one that
     listens on a port.
 

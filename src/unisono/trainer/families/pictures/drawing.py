@@ -102,19 +102,18 @@ def open_pipeline(
     return loaded
 
 
-def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], bool] = lambda _step: False) -> Any:
+def draw(opened: Any, drawing: Drawing, *, on_step: Callable[[int], None] = lambda _step: None) -> Any:
     """One picture, as `pipeline(prompt, generator=torch.Generator().manual_seed(seed), …)` of
     diffusers draws it.
 
     Args:
         opened: a pipeline of diffusers.
         drawing: what to draw.
-        on_step: called after each denoising step with its number; True ends the drawing early.
+        on_step: called after each denoising step with its number; what it raises ends the drawing.
     """
 
-    def watch(pipe: Any, step: int, _timestep: Any, values: Tensors) -> Tensors:
-        if on_step(step + 1):
-            pipe._interrupt = True  # noqa: SLF001 - as diffusers 0.42 documents it
+    def watch(_pipe: Any, step: int, _timestep: Any, values: Tensors) -> Tensors:
+        on_step(step + 1)
         return values
 
     with quiet(), torch.no_grad():
@@ -174,6 +173,10 @@ def save_strip(folder: Path) -> None:
                 whole[top : top + cell.shape[0], left : left + cell.shape[1]] = cell
     with whole_file(folder / "strip.png") as temporary, temporary.open("wb") as stream:
         image_module.fromarray(whole).save(stream, format="PNG")
+
+
+class _DrawingEnded(Exception):  # noqa: N818 - no error
+    """Raised in a step of a drawing that is not wanted any more."""
 
 
 class PictureSampler:
@@ -249,18 +252,18 @@ class PictureSampler:
         """Draws one sample into a file; gives whether it was ended early, and then writes none."""
         opened, section = self.open(), self._section
         drawing = Drawing(prompt, seed, section.sample_steps, section.guidance, *size)
-        ended = False
 
-        def watch(step: int) -> bool:
-            nonlocal ended
-            ended = is_over(step)
-            return ended
+        def watch(step: int) -> None:
+            if is_over(step):
+                raise _DrawingEnded
 
-        with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
-            image = draw(opened, drawing, on_step=watch)
-        if not ended:
-            save_picture(image, file, drawing, model=name, scheduler=type(opened.scheduler).__name__)
-        return ended
+        try:
+            with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
+                image = draw(opened, drawing, on_step=watch)
+        except _DrawingEnded:
+            return True
+        save_picture(image, file, drawing, model=name, scheduler=type(opened.scheduler).__name__)
+        return False
 
 
 def open_pictures(
