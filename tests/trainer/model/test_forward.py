@@ -24,10 +24,8 @@ _SMALL = {
 
 def _config(kind: str) -> Any:
     match kind:
-        case "llama":
-            return transformers.LlamaConfig(**_SMALL)
-        case "untied llama":
-            return transformers.LlamaConfig(**_SMALL | {"tie_word_embeddings": False})
+        case "llama" | "untied llama":
+            return transformers.LlamaConfig(**_SMALL | {"tie_word_embeddings": kind == "llama"})
         case "qwen3":
             return transformers.Qwen3Config(**_SMALL, head_dim=8)
         case "mistral with a window of 5":
@@ -41,6 +39,15 @@ def _config(kind: str) -> Any:
         case "gpt2":
             return transformers.GPT2Config(
                 vocab_size=97, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+            )
+        case "llama 4":
+            return transformers.Llama4TextConfig(
+                **_SMALL | {"tie_word_embeddings": False},
+                intermediate_size_mlp=48,
+                head_dim=8,
+                num_local_experts=2,
+                moe_layers=[1],
+                pad_token_id=None,
             )
         case "mamba":
             return transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
@@ -59,6 +66,7 @@ _EXPECTED = {
     "granite": ("flat", "model"),
     "granite with scaled residuals": ("flat", "chunked"),
     "gpt2": ("flat", "chunked"),
+    "llama 4": ("flat", "chunked"),
     "mamba": ("padded", "chunked"),
 }
 

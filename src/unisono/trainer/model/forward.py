@@ -22,7 +22,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 
 from unisono.base.errors import ModelError
-from unisono.base.text import one_line
+from unisono.base.text import library_words, one_line
 from unisono.trainer.model.attention import (
     FLAT_ATTENTION,
     Ends,
@@ -51,7 +51,7 @@ from unisono.trainer.model.layers import (
     speed_up_lora,
     why_no_kernels,
 )
-from unisono.trainer.model.load import DTYPES, SCORE, LoadedModel
+from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, SCORE, LoadedModel
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 
 Layout = Literal["flat", "padded"]
@@ -246,7 +246,7 @@ class Forward:
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """(N, E): the last hidden states at the positions that predict loss tokens."""
-        body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
+        body = body_of(self.loaded.base)
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
@@ -309,7 +309,7 @@ def choose_forward(
         trains: whether there will be backward passes.
 
     Raises:
-        ModelError: if rows would influence each other.
+        ModelError: if rows would influence each other, or the model fails on two short rows.
     """
     register()
     base = loaded.base
@@ -327,7 +327,7 @@ def choose_forward(
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        reference = forward.within(lambda: _alone(forward))
+        reference = forward.within(lambda: _reference(forward))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
@@ -354,6 +354,16 @@ def choose_forward(
     return forward
 
 
+def body_of(base: Any) -> Any:
+    """A model of transformers without its head.
+
+    The text model of Llama 4 has another prefix than its class says (transformers 5.23).
+    """
+    if hasattr(base, base.base_model_prefix):
+        return getattr(base, base.base_model_prefix)
+    return next(child for child in base.children() if hasattr(child, "base_model_prefix"))
+
+
 def _probe_rows(base: Any, *, first: int) -> Rows:
     """Two rows, of 6 and 9 tokens; `first` changes the tokens of the first row only."""
     vocabulary = base.get_input_embeddings().weight.shape[0]
@@ -367,13 +377,33 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
     return Rows(tensor(ids), tensor(positions), [6, 9], tensor(index), tensor([ids[i + 1] for i in index]))
 
 
+def _reference(forward: Forward) -> torch.Tensor:
+    """`_alone`, whose failure is that of the model or of the layers that peft has put into it."""
+    try:
+        return _alone(forward)
+    except torch.OutOfMemoryError:
+        raise
+    except LIBRARY_ERRORS as error:
+        adapted = forward.loaded.model is not forward.loaded.base
+        raise ModelError.of(
+            f"the model fails on two short rows{' with its adapter' if adapted else ''}",
+            where="adapter.targets" if adapted else "model.path",
+            why=library_words(error),
+            fix=(
+                "set adapter.targets to fewer layers, e.g. [q_proj, v_proj], or adapter: null"
+                if adapted
+                else "pip install --upgrade transformers"
+            ),
+        ) from error
+
+
 def _alone(forward: Forward) -> torch.Tensor:
     """(N, V): the probe's logits, with each row alone through the unmodified model; of a reward
     model (N, E), its last hidden states.
     """
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
-    body = getattr(base, base.base_model_prefix)
+    body = body_of(base)
     with forward._precision():  # noqa: SLF001 - same module
         parts = [
             (
@@ -559,7 +589,7 @@ def _try_last_layer(forward: Forward) -> None:
     rows = replace(rows, label_index=rows.label_index[::2])
     with forward._precision():  # noqa: SLF001 - same module
         complete = forward._hidden(rows).float()  # noqa: SLF001
-        undo = shorten_last_layer(getattr(base, base.base_model_prefix))
+        undo = shorten_last_layer(body_of(base))
         forward.shortens = undo is not None
         try:
             short = forward._hidden(rows).float()  # noqa: SLF001
