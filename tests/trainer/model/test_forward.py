@@ -270,7 +270,7 @@ def test_layers_that_compute_padded_rows_are_named(kind: str, padded: str) -> No
 def test_kernels_that_reset_a_state_get_the_row_of_each_token() -> None:
     """The arguments by which flash-linear-attention, mamba-ssm and causal-conv1d know the rows."""
     rows, _ = _rows([3, 2])
-    inputs = forwards._flat_inputs(rows, None, numbered=True)
+    inputs: Any = forwards._flat_inputs(rows, None, numbered=True)
     assert inputs["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 5]
 

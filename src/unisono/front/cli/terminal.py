@@ -301,11 +301,12 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
 
 
 def _rows(facts: Mapping[str, Any]) -> str:
-    layout, padded, padding = (facts.get(name) for name in ("layout", "padded", "padding"))
-    if not layout:
-        return ""
+    layout, padded, padding = facts.get("layout"), facts.get("padded"), facts.get("padding")
+    rows = f" · {layout} rows" if layout else ""
+    if not padded:
+        return rows
     share = f"{padding:.0%} padding" if isinstance(padding, float) else "padding"
-    return f" · {layout} rows" + (f" · {share} in {padded}" if padded else "")
+    return f"{rows} · {share} in {padded}"
 
 
 def _how(config: RunConfig) -> str:

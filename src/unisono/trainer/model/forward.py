@@ -145,7 +145,7 @@ class Forward:
             f"layers with a state: {', '.join(f'{n} × {kind}' for kind, n in kinds.items())}" if kinds else ""
         )
         if self.layout == "padded":
-            return f"all layers: {self.why}{'; ' * bool(states)}{states}"
+            return f"all layers: {self.why}; {states}" if states else f"all layers: {self.why}"
         return "" if self.states_reset else states
 
     def within(self, use: Callable[[], T]) -> T:
