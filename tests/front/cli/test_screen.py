@@ -398,6 +398,14 @@ def test_the_first_screen_shows_how_the_ranks_make_the_batch() -> None:
     assert "32 packed sequences per step = 4 × 8 × 1 rank ·" in line
 
 
+def test_the_first_screen_says_which_layers_compute_padding_and_how_much() -> None:
+    facts = {"layout": "flat", "padded": "layers with a state: 3 × BambaMixer", "padding": 0.321}
+    (line,) = [line for line in first_screen(plan(), facts) if line.startswith("trained")]
+    assert line.endswith(" · flat rows · 32% padding in layers with a state: 3 × BambaMixer")
+    (line,) = [line for line in first_screen(plan(), {"layout": "flat"}) if line.startswith("trained")]
+    assert line.endswith(" · flat rows")
+
+
 def test_the_first_screen_shows_that_compiled_functions_are_missing() -> None:
     words = "without compiled functions, slower: Triton is not installed (pip install triton)"
     facts = {"layout": "flat", "kernels": False, "no_kernels": "Triton is not installed (pip install triton)"}

@@ -23,12 +23,19 @@ _SMALL = {
 }  # fmt: skip
 
 
-def _config(kind: str) -> Any:
+_STATES = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+
+def _config(kind: str) -> Any:  # noqa: C901 - a table
     match kind:
-        case "llama":
-            return transformers.LlamaConfig(**_SMALL)
-        case "untied llama":
-            return transformers.LlamaConfig(**_SMALL | {"tie_word_embeddings": False})
+        case "llama" | "untied llama":
+            return transformers.LlamaConfig(**_SMALL | {"tie_word_embeddings": kind == "llama"})
         case "qwen3":
             return transformers.Qwen3Config(**_SMALL, head_dim=8)
         case "mistral with a window of 5":
@@ -42,6 +49,40 @@ def _config(kind: str) -> Any:
         case "gpt2":
             return transformers.GPT2Config(
                 vocab_size=97, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+            )
+        case "llama 4":
+            return transformers.Llama4TextConfig(
+                **_SMALL | {"tie_word_embeddings": False},
+                intermediate_size_mlp=48,
+                head_dim=8,
+                num_local_experts=2,
+                moe_layers=[1],
+                pad_token_id=None,
+            )
+        case "bamba":
+            return transformers.BambaConfig(**_SMALL, **_STATES, attn_layer_indices=[1])
+        case "granite hybrid":
+            return transformers.GraniteMoeHybridConfig(
+                **_SMALL,
+                **_STATES,
+                layer_types=["mamba", "attention"],
+                num_local_experts=0,
+                num_experts_per_tok=0,
+                shared_intermediate_size=48,
+            )
+        case "lfm2":
+            return transformers.Lfm2Config(
+                **_SMALL, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+            )
+        case "qwen3.5":
+            return transformers.Qwen3_5TextConfig(
+                **_SMALL,
+                head_dim=8,
+                layer_types=["linear_attention", "full_attention"],
+                linear_num_value_heads=4,
+                linear_num_key_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
             )
         case "mamba":
             return transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
@@ -60,6 +101,11 @@ _EXPECTED = {
     "granite": ("flat", "model"),
     "granite with scaled residuals": ("flat", "chunked"),
     "gpt2": ("flat", "chunked"),
+    "llama 4": ("flat", "chunked"),
+    "bamba": ("flat", "chunked"),
+    "granite hybrid": ("flat", "chunked"),
+    "lfm2": ("flat", "chunked"),
+    "qwen3.5": ("flat", "chunked"),
     "mamba": ("padded", "chunked"),
 }
 
@@ -183,7 +229,7 @@ def test_common_beginnings_are_computed_once_with_same_loss_and_gradient(kind: s
     loaded = _loaded(kind)
     plain = copy.deepcopy(loaded.base)
     forward = _choose(loaded)
-    assert forward.merges == (_EXPECTED[kind][0] == "flat"), forward.why
+    assert forward.merges == (_EXPECTED[kind][0] == "flat" and not forward.states), forward.why
     rows, alone = _rows([7, 9, 140, 131, 3, 3])
     common = [0, 4, 0, 129, 0, 3]
     for number, length in enumerate(common):
@@ -209,6 +255,29 @@ def test_common_beginnings_are_computed_once_with_same_loss_and_gradient(kind: s
             assert mine.grad is not None, name
             # With AVX-512 the sums of mamba round to 1.6e-4.
             assert (mine.grad - theirs.grad).abs().max() <= 1e-3 * theirs.grad.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "padded"),
+    [
+        ("llama", ""),
+        ("bamba", "layers with a state: 1 × BambaMixer"),
+        (
+            "mamba",
+            "all layers: rows in one sequence influence each other; layers with a state: 2 × MambaMixer",
+        ),
+    ],
+)
+def test_layers_that_compute_padded_rows_are_named(kind: str, padded: str) -> None:
+    assert _choose(_loaded(kind)).padded == padded
+
+
+def test_kernels_that_reset_a_state_get_the_row_of_each_token() -> None:
+    """The arguments by which flash-linear-attention, mamba-ssm and causal-conv1d know the rows."""
+    rows, _ = _rows([3, 2])
+    inputs: Any = forwards._flat_inputs(rows, None, numbered=True)
+    assert inputs["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 5]
 
 
 def test_noise_is_different_in_equal_beginnings() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import xxhash
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ from unisono.base.files import SETTINGS_BYTES, TEMPLATE_BYTES
 from unisono.trainer.config import RunConfig
 from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer
 from unisono.trainer.model.files import read_contents
+from unisono.trainer.model.forward import choose_forward
 from unisono.trainer.model.load import LoadedModel, load_for_training
 
 Change = Callable[[Path], None]
@@ -277,6 +279,37 @@ def test_the_files_report_how_many_parameters_there_are(model_dir: Path) -> None
     loaded = _load(model_dir, adapter=None)
     assert facts.parameters == loaded.parameters == loaded.trainable_parameters
     assert facts.layers == 2
+
+
+@pytest.mark.parametrize("kind", ["mpt", "nemotron_h"])
+def test_layers_are_counted_where_config_json_stores_no_usual_number(kind: str, tmp_path: Path) -> None:
+    configs = {
+        "mpt": transformers.MptConfig(d_model=32, n_heads=4, n_layers=3, vocab_size=320),
+        "nemotron_h": transformers.NemotronHConfig(
+            vocab_size=320, hidden_size=32, intermediate_size=64, layers_block_type=["mamba", "attention", "moe"],
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, mamba_num_heads=4, mamba_head_dim=16,
+            ssm_state_size=16, n_groups=1,
+            n_routed_experts=4, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
+        ),
+    }  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(configs[kind]).save_pretrained(tmp_path)
+    facts = inspect_model(_config(tmp_path))
+    assert (facts.layers, facts.hidden_size) == (3, 32)
+
+
+def test_an_adapter_with_which_the_model_fails_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """The router of Phi MoE is a linear layer with several outputs, which peft cannot adapt."""
+    copy = Path(
+        shutil.copytree(model_dir, tmp_path / "phimoe", ignore=shutil.ignore_patterns("*.safetensors"))
+    )
+    config = transformers.PhimoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.PhimoeForCausalLM(config).save_pretrained(copy)
+    loaded = _load(copy, adapter={"targets": ["router"]})
+    with pytest.raises(ModelError, match="fails on two short rows with its adapter"):
+        choose_forward(loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=False)
 
 
 def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> None:

@@ -76,6 +76,21 @@ def test_quick_lora_equals_pefts_own_arithmetic(*, bias: bool) -> None:
             ), name
 
 
+def test_quick_loras_output_can_be_changed_in_place() -> None:
+    """As Gemma 3n does."""
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 6))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    assert speed_up_lora(model) == 1
+    rows = torch.randn(1, 5, 8)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad((model(rows) * 3).square().sum(), trained)
+    out = model(rows)
+    out *= 3
+    for mine, theirs in zip(torch.autograd.grad(out.square().sum(), trained), wanted, strict=True):
+        assert torch.allclose(mine, theirs)
+
+
 def test_layers_with_dropout_or_dora_keep_pefts_way() -> None:
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

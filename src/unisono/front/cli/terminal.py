@@ -293,12 +293,20 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
             f" · {show_count(trainable)} of {show_count(parameters)} parameters"
             f" ({trainable / parameters:.2%})"
         )
-    layout = facts.get("layout")
     if plan.model.quantized and "quick" in facts:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     if facts.get("kernels") is False:
         how += f" · without compiled functions, slower: {facts.get('no_kernels')}"
-    return how + (f" · {layout} rows" if layout and family_of(plan.model).decodes_tokens else "")
+    return how + _rows(facts) if family_of(plan.model).decodes_tokens else how
+
+
+def _rows(facts: Mapping[str, Any]) -> str:
+    layout, padded, padding = facts.get("layout"), facts.get("padded"), facts.get("padding")
+    rows = f" · {layout} rows" if layout else ""
+    if not padded:
+        return rows
+    share = f"{padding:.0%} padding" if isinstance(padding, float) else "padding"
+    return f"{rows} · {share} in {padded}"
 
 
 def _how(config: RunConfig) -> str:

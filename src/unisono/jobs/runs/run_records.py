@@ -240,16 +240,22 @@ class RunRecorder:
             self.show(as_warning(verdict))
 
     def _note_kept(self, message: Message) -> None:
-        """How many steps a death may cost is measured by the ranks, and belongs to the plan."""
+        """What the ranks measure and belongs to the plan: how many steps a death may cost, and the
+        share of padding.
+        """
         match message["kind"]:
             case "ready":
-                facts, name = message.get("facts"), "kept_every"
+                facts, names = (
+                    message.get("facts"),
+                    {name: name for name in ("kept_every", "padded", "padding")},
+                )
             case "kept":
-                facts, name = message, "every"
+                facts, names = message, {"kept_every": "every"}
             case _:
                 return
-        if isinstance(facts, dict) and name in facts and "rank" not in message:
-            self._disk.later(partial(note_in_plan, self._run, kept_every=facts[name]))
+        if isinstance(facts, dict) and "rank" not in message:
+            fields = {field: facts[name] for field, name in names.items() if name in facts}
+            self._disk.later(partial(note_in_plan, self._run, **fields))
 
     def _forget_earlier_end(self) -> None:
         """The result and verdict of an earlier start are history from the first step on."""

@@ -113,6 +113,12 @@ class BatchSource(ABC):
         longest.
         """
 
+    def padding(self) -> float | None:
+        """The share of padding if the rows of a micro batch are padded to the longest; None if it
+        is not known before the run.
+        """
+        return None
+
     @abstractmethod
     def shortest(self) -> MicroBatch:
         """The cheapest micro batch, for a forward whose loss does not count."""

@@ -111,6 +111,7 @@ class TableRows:
 
 
 Tables = dict[Split, TableRows]
+_COUNTED_STEPS = 50
 
 
 @dataclass
@@ -184,6 +185,18 @@ class TableSource(BatchSource):
                 return _largest_padded(longest_row, np.diff(table.sequence_ends), self.micro_batch)
         order = np.argsort(tokens, kind="stable")[::-1]
         return [int(i) for i in order[: self.micro_batch]]
+
+    def padding(self) -> float:
+        """The share of padding in the first steps of this rank."""
+        table, steps = self.rows.table, -(-self.total_sequences // self.global_batch)
+        lengths = np.stack([table.side_lengths(side) for side in range(table.sides)], axis=1)
+        tokens = places = 0
+        for step in range(1, min(steps, _COUNTED_STEPS) + 1):
+            for micro in self.step(step).micros:
+                of_rows = lengths[self.rows.units_of(micro.sequences)]
+                tokens += int(of_rows.sum())
+                places += of_rows.size * int(of_rows.max())
+        return 1 - tokens / places if places else 0.0
 
     def shortest(self) -> MicroBatch:
         """The sequence with the fewest tokens."""

@@ -2,6 +2,7 @@
 torch what the model is.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -49,7 +50,8 @@ _TOKENIZER = (
     "spiece.model",
 )
 """A tokenizer has at least one of these files."""
-_HIDDEN, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _MOST_LAYERS = 10_000  # no model has a thousand; each costs milliseconds before the first weight is read
 _LARGEST = 2**31
 _PACKED = ("U8", "I8", "I32")
@@ -257,7 +259,7 @@ def inspect_model(
     settings = read_model_config(directory)
     refuse_other_task(directory, settings, reward=config.objective == "reward")
     _refuse_lost_parts(directory, settings)
-    text = settings.get("text_config", settings)
+    text = _with_layers(directory, settings.get("text_config", settings))
     quantized = quantization_of(config.model, directory, settings)
     refuse_training(config, directory, quantized)
     if config.model.weights == "random":
@@ -310,6 +312,23 @@ def inspect_model(
         norms_heads=any(".q_norm." in header.name for header in headers),
         ties_head=config.objective != "reward" and _ties_head(settings, text, headers),
     ).model_copy(update=known)
+
+
+def _with_layers(directory: Path, text: ConfigJson) -> ConfigJson:
+    """The part of config.json with a number of layers: that of transformers' class of the model
+    type where it is stored otherwise, e.g. as a list of the layers' kinds.
+    """
+    if any(name in text for name in _LAYERS):
+        return text
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError
+    ):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        return {**text, _LAYERS[0]: config.get_text_config(decoder=True).num_hidden_layers}
+    return text
 
 
 def _has_plain_mlps(text: ConfigJson, names: list[str]) -> bool:

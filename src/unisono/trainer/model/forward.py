@@ -9,10 +9,12 @@ The fast implementation is flat (rows concatenated, `model.attention`) with the 
 only. Whether a model supports it is not looked up in a list of names, but tested on two short rows
 after loading: the outputs of the rows must not depend on each other, and must equal those of the
 unmodified model for each row alone. A model that fails the test runs on padded rows, with its own
-attention or its own head: slower, but correct.
+attention or its own head: slower, but correct. Layers with a state get kernels that reset it, or
+padded rows, by the same test.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -51,8 +53,9 @@ from unisono.trainer.model.layers import (
     speed_up_lora,
     why_no_kernels,
 )
-from unisono.trainer.model.load import DTYPES, SCORE, LoadedModel
+from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, SCORE, LoadedModel
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
+from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
@@ -109,6 +112,12 @@ class Forward:
     """Why the fast implementation is not used, if so."""
     rows_apart: list[torch.nn.Module] = field(default_factory=list)
     """Modules of dynamic RoPE, which is scaled row by row except in generation."""
+    states: list[torch.nn.Module] = field(default_factory=list)
+    """Layers with a state, which rows must not share (`model.state_layers`)."""
+    states_reset: bool = False
+    """Whether their kernels reset it where a row ends; in flat rows they compute padded ones
+    otherwise.
+    """
     merges: bool = False
     """Whether the common beginnings of rows are computed once."""
     root: Callable[[Callable[[], Any]], Any] | None = None
@@ -127,6 +136,17 @@ class Forward:
     """Launches the kernels of a loss at once, where launching them one by one takes longer than the
     device.
     """
+
+    @property
+    def padded(self) -> str:
+        """Which layers compute padded rows, and why; empty if none does."""
+        kinds = Counter(type(layer).__name__ for layer in self.states)
+        states = (
+            f"layers with a state: {', '.join(f'{n} × {kind}' for kind, n in kinds.items())}" if kinds else ""
+        )
+        if self.layout == "padded":
+            return f"all layers: {self.why}; {states}" if states else f"all layers: {self.why}"
+        return "" if self.states_reset else states
 
     def within(self, use: Callable[[], T]) -> T:
         """Returns the result of `use`, called while all weights are unsharded.
@@ -164,7 +184,7 @@ class Forward:
         """
         loaded = self.loaded
         is_small = loaded.base.device.type == "cuda" and loaded.parameters < LARGEST_MODEL
-        never_waits = self.fast_layers > 0 and self.head == "chunked" and not self.rows_apart
+        never_waits = self.fast_layers > 0 and self.head == "chunked" and not (self.rows_apart or self.states)
         if is_small and never_waits and self.root is None and not any(quantized_layers(loaded.model)):
             self.graphs = StepGraphs(
                 lambda rows, count: self._loss(rows, count, 0.0),
@@ -246,12 +266,14 @@ class Forward:
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """(N, E): the last hidden states at the positions that predict loss tokens."""
-        body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
+        body = body_of(self.loaded.base)
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
             options = {"wanted_tokens": index} if self.shortens else {}
-            hidden = body(**_flat_inputs(rows, merged), **options).last_hidden_state[0]
+            hidden = body(
+                **_flat_inputs(rows, merged, numbered=self.states_reset), **options
+            ).last_hidden_state[0]
             return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
         return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
@@ -261,7 +283,9 @@ class Forward:
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
-            return self.loaded.base(**_flat_inputs(rows, merged), logits_to_keep=index).logits[0]
+            return self.loaded.base(
+                **_flat_inputs(rows, merged, numbered=self.states_reset), logits_to_keep=index
+            ).logits[0]
         ids, row, column = _padded_inputs(rows)
         return self.loaded.base(input_ids=ids, use_cache=False).logits[row, column]
 
@@ -309,7 +333,7 @@ def choose_forward(
         trains: whether there will be backward passes.
 
     Raises:
-        ModelError: if rows would influence each other.
+        ModelError: if rows would influence each other, or the model fails on two short rows.
     """
     register()
     base = loaded.base
@@ -323,11 +347,11 @@ def choose_forward(
     quick = quick_adapter and speed_up_lora(loaded.model) * 2 == len(loaded.trainable) - others
     autocast = dtype != "float32" and not quick
     forward = Forward(loaded, "padded", "model", DTYPES[dtype], autocast, attention, root=root, quick=quick)
-    forward.rows_apart = scale_rows_apart(base)
+    forward.rows_apart, forward.states = scale_rows_apart(base), state_layers(base)
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        reference = forward.within(lambda: _alone_or_refused(forward))
+        reference = forward.within(lambda: _reference(forward))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
@@ -337,7 +361,7 @@ def choose_forward(
             forward.within(lambda: _try_flat(forward, reference))
         if not loaded.is_reward and forward.layout == "padded":
             forward.within(lambda: _refuse_influence_of_padding(forward, reference))
-        if forward.layout == "flat" and not forward.rows_apart:
+        if forward.layout == "flat" and not (forward.rows_apart or forward.states):
             forward.within(lambda: _try_merging(forward))
         if forward.layout == "flat" and forward.head == "chunked":
             forward.within(lambda: _try_last_layer(forward))
@@ -357,6 +381,16 @@ def choose_forward(
     return forward
 
 
+def body_of(base: Any) -> Any:
+    """A model of transformers without its head.
+
+    The text model of Llama 4 has another prefix than its class says (transformers 5.23).
+    """
+    if hasattr(base, base.base_model_prefix):
+        return getattr(base, base.base_model_prefix)
+    return next(child for child in base.children() if hasattr(child, "base_model_prefix"))
+
+
 def _probe_rows(base: Any, *, first: int) -> Rows:
     """Two rows, of 6 and 9 tokens; `first` changes the tokens of the first row only."""
     vocabulary = base.get_input_embeddings().weight.shape[0]
@@ -370,13 +404,33 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
     return Rows(tensor(ids), tensor(positions), [6, 9], tensor(index), tensor([ids[i + 1] for i in index]))
 
 
+def _reference(forward: Forward) -> torch.Tensor:
+    """`_alone`, whose failure is that of the model or of the layers that peft has put into it."""
+    try:
+        return _alone(forward)
+    except torch.OutOfMemoryError:
+        raise
+    except LIBRARY_ERRORS as error:
+        adapted = forward.loaded.model is not forward.loaded.base
+        raise ModelError.of(
+            f"the model fails on two short rows{' with its adapter' if adapted else ''}",
+            where="adapter.targets" if adapted else "model.path",
+            why=library_words(error),
+            fix=(
+                "set adapter.targets to fewer layers, e.g. [q_proj, v_proj], or adapter: null"
+                if adapted
+                else "pip install --upgrade transformers"
+            ),
+        ) from error
+
+
 def _alone(forward: Forward) -> torch.Tensor:
     """(N, V): the probe's logits, with each row alone through the unmodified model; of a reward
     model (N, E), its last hidden states.
     """
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
-    body = getattr(base, base.base_model_prefix)
+    body = body_of(base)
     with forward._precision():  # noqa: SLF001 - same module
         parts = [
             (
@@ -387,26 +441,6 @@ def _alone(forward: Forward) -> torch.Tensor:
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
-
-
-def _alone_or_refused(forward: Forward) -> torch.Tensor:
-    """The logits or hidden states of `_alone`.
-
-    Raises:
-        ModelError: if the model, as it is or with its adapter, cannot compute them.
-    """
-    try:
-        return _alone(forward)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-        has_adapter = forward.loaded.model is not forward.loaded.base
-        raise ModelError.of(
-            "the model cannot compute a row of text" + " with this adapter" * has_adapter,
-            where="adapter.targets" if has_adapter else "model.path",
-            why=library_words(error),
-            fix="adapt other layers, or set adapter: null" if has_adapter else "use a model for text alone",
-        ) from error
 
 
 def _refuse_influence_of_padding(forward: Forward, reference: torch.Tensor) -> None:
@@ -543,35 +577,44 @@ def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
     """Chooses the flat layout if rows do not influence each other, and each gives the same output
     as alone.
     """
-    base = forward.loaded.base
+    base, states = forward.loaded.base, forward.states
     # A model without this flag (transformers 5.23: not public) does not use the attention
-    # interface, and would keep its own attention.
-    if not getattr(base, "_supports_attention_backend", False):
+    # interface, and would keep its own attention; models with states may use it without the flag.
+    if not (states or getattr(base, "_supports_attention_backend", False)):
         forward.why = "its attention cannot be replaced"
         return
     base.set_attn_implementation(FLAT_ATTENTION)
-    forward.layout = "flat"
+    forward.layout, forward.states_reset = "flat", bool(states)
+    why = _why_not_flat(forward, reference)
+    if why and states:
+        forward.states_reset = False
+        pad_rows(states)
+        why = _why_not_flat(forward, reference)
+    if not why:
+        return
+    unpad_rows(states)
+    forward.layout, forward.why = "padded", why
+    base.set_attn_implementation(forward.own_attention)
+
+
+def _why_not_flat(forward: Forward, reference: torch.Tensor) -> str:
+    """Why the flat layout cannot be used; empty if it can."""
+    base = forward.loaded.base
     try:
         with forward._precision():  # noqa: SLF001 - same module
             values = forward._hidden if forward.loaded.is_reward else forward._logits  # noqa: SLF001
             logits = values(_probe_rows(base, first=11)).float()
             moved = values(_probe_rows(base, first=12)).float()
     except UnsupportedAttentionError as error:
-        why = f"its attention needs {error}"
+        return f"its attention needs {error}"
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        why = f"flat rows failed: {type(error).__name__}"
-    else:
-        # A change of the first row, with its five predictions, must not change the second row.
-        if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
-            logits, reference, forward.dtype
-        ):
-            why = _why_not_in_training(forward)
-        else:
-            why = "rows in one sequence influence each other"
-        if not why:
-            return
-    forward.layout, forward.why = "padded", why
-    base.set_attn_implementation(forward.own_attention)
+        return f"flat rows failed: {type(error).__name__}"
+    # A change of the first row, with its five predictions, must not change the second row.
+    if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
+        logits, reference, forward.dtype
+    ):
+        return _why_not_in_training(forward)
+    return "rows in one sequence influence each other"
 
 
 def _why_not_in_training(forward: Forward) -> str:
@@ -621,7 +664,7 @@ def _try_last_layer(forward: Forward) -> None:
     rows = replace(rows, label_index=rows.label_index[::2])
     with forward._precision():  # noqa: SLF001 - same module
         complete = forward._hidden(rows).float()  # noqa: SLF001
-        undo = shorten_last_layer(getattr(base, base.base_model_prefix))
+        undo = shorten_last_layer(body_of(base))
         forward.shortens = undo is not None
         try:
             short = forward._hidden(rows).float()  # noqa: SLF001
@@ -712,9 +755,9 @@ def _alike(values: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *,
     return bool((values - reference).square().mean().sqrt() <= tolerance * reference.std().clamp_min(1e-6))
 
 
-def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, object]:
+def _flat_inputs(rows: Rows, merged: Merged | None, *, numbered: bool = False) -> dict[str, object]:
     """The keyword arguments of transformers for packed rows: (1, T) ids, or (1, S) of merged rows,
-    and the boundaries of rows.
+    and the boundaries of rows, with the row of each token if `numbered`.
     """
     if rows.ends is None:
         ends = to_device(np.cumsum([0, *rows.lengths], dtype=np.int32), rows.input_ids.device)
@@ -726,6 +769,7 @@ def _flat_inputs(rows: Rows, merged: Merged | None) -> dict[str, object]:
         ids, positions = ids[merged.kept], positions[merged.kept]
     return {
         **({} if merged is None else {"merged": merged}),
+        **({"seq_idx": row_numbers(ends, ids.shape[0])[None].int()} if numbered else {}),
         "input_ids": ids[None],
         "position_ids": positions[None],
         "use_cache": False,

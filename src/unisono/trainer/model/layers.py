@@ -140,7 +140,8 @@ class LoraProduct(torch.autograd.Function):
         ctx.save_for_backward(rows, low, weight, down, up)
         ctx.state, ctx.scaling, ctx.shape = state, scaling, x.shape
         ctx.dtypes = (a.dtype, b.dtype)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        # A model may change the output in place (Gemma 3n does), which autograd forbids for a view.
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from unisono.base.files import whole_file
-from unisono.trainer.model.forward import head_values
+from unisono.trainer.model.forward import body_of, head_values
 from unisono.trainer.model.load import SCORE
 from unisono.trainer.model.result_outputs import ResultOutputs
 
@@ -92,8 +92,7 @@ def _last_logits(model: Any, row: list[int]) -> torch.Tensor:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.tensor([row], device=base.device)
     if hasattr(base, SCORE):  # its logits are one value for a row, too few to compare
-        body = getattr(base, base.base_model_prefix)
-        values = head_values(base, body(input_ids=ids, use_cache=False).last_hidden_state)
+        values = head_values(base, body_of(base)(input_ids=ids, use_cache=False).last_hidden_state)
     else:
         values = model(input_ids=ids, use_cache=False).logits
     return values[0, -KEPT:].float().cpu()

@@ -204,6 +204,12 @@ class RunPlan(PlanPart):
     steps; None: none is, or nobody knows yet. The ranks measure it before step 1 and in the first
     steps, and the head notes it in plan.json.
     """
+    padded: str = ""
+    """Which layers compute rows that are padded to the longest of their micro batch, and why; empty
+    if none does, or nobody knows yet. The ranks test it, and the head notes it in plan.json.
+    """
+    padding: float | None = None
+    """The share of padding in these rows, over the first steps of rank 0; None: not known."""
     digest_every: int | None = None
     """Steps between comparisons of a digest of the trained weights; None if no two ranks hold the
     same.

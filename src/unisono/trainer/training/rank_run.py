@@ -31,6 +31,7 @@ from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import family_of
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
 from unisono.trainer.training.front_io import EXIT_CODES, StopRequest, StorageWatch, TrainingEnd
 from unisono.trainer.training.hooks import RunHook
@@ -85,6 +86,7 @@ def run_plan(
 def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, object]:
     """Facts that only the worker knows before step 1, for the first screen."""
     loaded, forward = run.forward.loaded, run.forward
+    padded = forward.padded if family_of(run.plan.model).decodes_tokens else ""
     return {
         "parameters": loaded.parameters,
         "trainable": loaded.trainable_parameters,
@@ -92,6 +94,8 @@ def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, ob
         "layout": forward.layout,
         "head": forward.head,
         "why": forward.why,
+        "padded": padded,
+        "padding": run.source.padding() if padded else None,
         "quick": forward.quick,
         "fast_layers": forward.fast_layers,
         "graphs": forward.graphs is not None,

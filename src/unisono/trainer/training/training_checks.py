@@ -303,7 +303,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
     run.beats.enter("rehearse")
     sides, first_sides = run.objective.sides, run.objective.first_sides
     family = family_of(run.plan.model)
-    padded = family.decodes_tokens and run.forward.layout == "padded"
+    padded = family.decodes_tokens and bool(run.forward.padded)
     group = run.source.longest(sides, padded=padded)
     micro = group.load(sides)
     shape = family.micro_shape(len(group.sequences), micro.tokens, max(micro.rows.lengths))
