@@ -198,6 +198,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("ranks", _ranks(plan)),
         ("model", _model(plan)),
         ("trained", _trained(plan, facts)),
+        ("", _parts(plan)),
         ("data", _data(plan)),
         ("", f"template: {plan.data.template} · cache: {plan.data.cache_reason}"),
         ("batch", _batch(plan)),
@@ -299,6 +300,22 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
     if facts.get("kernels") is False:
         how += f" · without compiled functions, slower: {facts.get('no_kernels')}"
     return how + (f" · {layout} rows" if layout and family_of(plan.model).decodes_tokens else "")
+
+
+def _parts(plan: RunPlan) -> str:
+    """The adapter's parameters by part of the model, and the parts without adapter; empty if it is
+    in all linear layers of a dense model.
+    """
+    adapter, model = plan.config.adapter, plan.model
+    if adapter is None or not model.adapted_in_out:
+        return ""
+    if adapter.targets == "all-linear" and "experts" not in model.parts and not model.omitted:
+        return ""
+    adapted = [f"{part} {show_count(adapter.rank * size)}" for part, size in model.adapted_in_out.items()]
+    others = [
+        f"{part} {show_count(n)}" for part, n in model.parts.items() if part not in model.adapted_in_out
+    ]
+    return f"adapter: {', '.join(adapted)} · parts without: {', '.join(others) or 'none'}"
 
 
 def _how(config: RunConfig) -> str:

@@ -41,6 +41,7 @@ from unisono.trainer.model.decoder import (
     slow_down_layers,
     speed_up_layers,
 )
+from unisono.trainer.model.directory import SCORE
 from unisono.trainer.model.layers import (
     head_log_probs,
     head_loss,
@@ -51,7 +52,7 @@ from unisono.trainer.model.layers import (
     speed_up_lora,
     why_no_kernels,
 )
-from unisono.trainer.model.load import DTYPES, SCORE, LoadedModel
+from unisono.trainer.model.load import DTYPES, LoadedModel
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 
 Layout = Literal["flat", "padded"]
