@@ -198,6 +198,7 @@ def first_screen(plan: RunPlan, facts: Mapping[str, Any]) -> list[str]:
         ("ranks", _ranks(plan)),
         ("model", _model(plan)),
         ("trained", _trained(plan, facts)),
+        ("", _parts(plan)),
         ("data", _data(plan)),
         ("", f"template: {plan.data.template} · cache: {plan.data.cache_reason}"),
         ("batch", _batch(plan)),
@@ -307,6 +308,22 @@ def _rows(facts: Mapping[str, Any]) -> str:
         return rows
     share = f"{padding:.0%} padding" if isinstance(padding, float) else "padding"
     return f"{rows} · {share} in {padded}"
+
+
+def _parts(plan: RunPlan) -> str:
+    """The adapter's parameters by part of the model, and the parts without adapter; empty if it is
+    in all linear layers of a dense model.
+    """
+    adapter, model = plan.config.adapter, plan.model
+    if adapter is None or not model.adapted_in_out:
+        return ""
+    if adapter.targets == "all-linear" and "experts" not in model.parts and not model.omitted:
+        return ""
+    adapted = [f"{part} {show_count(adapter.rank * size)}" for part, size in model.adapted_in_out.items()]
+    others = [
+        f"{part} {show_count(n)}" for part, n in model.parts.items() if part not in model.adapted_in_out
+    ]
+    return f"adapter: {', '.join(adapted)} · parts without: {', '.join(others) or 'none'}"
 
 
 def _how(config: RunConfig) -> str:

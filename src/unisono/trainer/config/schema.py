@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -37,8 +37,10 @@ from unisono.trainer.config.sections import (
     NotNegative,
     Objective,
     OwnObjective,
+    PartWords,
     PatienceText,
     Pattern,
+    Patterns,
     PicturesSection,
     Positive,
     PreferenceSection,
@@ -164,10 +166,12 @@ class AdapterSection(Section):
         default=32.0, description="scale: the update is multiplied by alpha / rank (rslora: alpha / √rank)"
     )
     dropout: Share = Field(default=0.0, description="dropout on the adapter's input")
-    targets: TargetWord | list[Pattern] = Field(
+    targets: TargetWord | PartWords | Patterns = Field(
         default="all-linear",
         description=(
-            "all-linear, or regular expressions searched in module names; for image models unet (which"
+            "attention (and other mixers of tokens), mlp, experts and router, joined by +; all-linear: all of"
+            " these and other linear layers, without router, embedding and head; or regular expressions"
+            " searched in names of linear layers and of experts' weights; for image models unet (which"
             " all-linear means there, too: all linear layers of its transformer blocks), unet+text, or"
             " regular expressions searched in module names of the UNet"
         ),
@@ -978,6 +982,12 @@ def _picture_contradictions(config: RunConfig) -> list[str]:
         (
             any(not isinstance(entry, str) and not _is_folder(entry) for entry in sources),
             "data.train: a source of pictures is a folder, with a whole number as weight; remove its other keys",
+        ),
+        (
+            adapter is not None
+            and isinstance(adapter.targets, str)
+            and adapter.targets not in get_args(TargetWord),
+            "adapter.targets: it names parts of language models; set it to `unet` or `unet+text`",
         ),
         (
             section.text_lr is not None and (adapter is None or adapter.targets != "unet+text"),

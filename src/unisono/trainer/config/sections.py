@@ -29,6 +29,9 @@ DIFFUSION = "diffusion"
 
 TargetWord = Literal["all-linear", "unet", "unet+text"]
 """Words of `adapter.targets`; the last two are for image models."""
+_PARTS = {name: frozenset((name,)) for name in ("attention", "mlp", "experts", "router")} | {
+    "all-linear": frozenset(("attention", "mlp", "experts", "other"))
+}
 Thinking = bool | Literal["preserve"] | None
 """A value of `data.thinking`."""
 LF_PREFIX = "lf:"
@@ -162,6 +165,23 @@ def _check_pattern(text: str) -> str:
     return text
 
 
+def parts_named(words: str) -> frozenset[str]:
+    """The parts of a language model that words of `adapter.targets`, joined by `+`, name."""
+    return frozenset().union(*(_PARTS[word] for word in words.split("+")))
+
+
+def _check_parts(words: str) -> str:
+    if not set(words.split("+")) <= _PARTS.keys():
+        raise ValueError(f"{words!r} is not one of {', '.join(_PARTS)}, or several of them joined by +")
+    return words
+
+
+def _list_of_pattern(value: Any) -> Any:
+    """A list of a text that is not words of `PartWords`."""
+    is_pattern = isinstance(value, str) and not set(value.split("+")) <= _PARTS.keys()
+    return [value] if is_pattern else value
+
+
 def float_of_yaml(value: Any) -> Any:
     """The number where YAML 1.1 reads a string, e.g. `1e-4`."""
     if isinstance(value, str):
@@ -195,7 +215,14 @@ StorageText = Annotated[
 DateText = Annotated[
     str, BeforeValidator(_text_of_yaml), AfterValidator(_check_date), Takes("a date as YYYY-MM-DD")
 ]
+PartWords = Annotated[
+    str,
+    AfterValidator(_check_parts),
+    Takes(f"parts joined by +: {', '.join(_PARTS)}", words=tuple(_PARTS)),
+]
 Pattern = Annotated[str, AfterValidator(_check_pattern), Takes("a regular expression")]
+Patterns = Annotated[list[Pattern], BeforeValidator(_list_of_pattern)]
+"""A list for keys that take `PartWords`, too."""
 Share = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0)]

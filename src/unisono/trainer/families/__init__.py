@@ -22,7 +22,7 @@ def files_of(config: RunConfig) -> Files:
 
 
 def rows_of(config: RunConfig) -> Preparation:
-    """How the family of a config prepares rows; that of text without torch."""
+    """How the family of a config prepares rows; that of text imports torch for some models only."""
     if family_for(config.objective) is PICTURES:
         from unisono.trainer.families.pictures import rows as pictures
 

@@ -12,7 +12,6 @@ is, so the result is stored as an adapter of a higher rank that contains the cha
 """
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from unisono.base.errors import ModelError
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.schema import AdapterSection
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
+from unisono.trainer.model.parts import adaptable_weights, refuse_unfit_settings, targeted_weights
 from unisono.trainer.model.quantization import QuantizedEmbedding
 
 if TYPE_CHECKING:
@@ -88,9 +88,8 @@ def add_adapter(
 def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str | None) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets: str | list[str] = "all-linear"
-    if section.targets != "all-linear":
-        targets = _matching_modules(base, list(section.targets), but=head)
+    targets = targeted_weights(adaptable_weights(base, head=head), section.targets, head=head)
+    refuse_unfit_settings(targets, section)
     _check_modules_to_save(base, section.modules_to_save)
     whole = {*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())}
     whole |= {head} if head is not None else set()
@@ -98,7 +97,8 @@ def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str |
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=targets,
+        target_modules=[weight.name for weight in targets if not weight.is_parameter],
+        target_parameters=[weight.parameter for weight in targets if weight.is_parameter] or None,
         modules_to_save=sorted(whole) or None,
         ensure_weight_tying=grown and _is_tied(base),
         use_rslora=section.kind == "rslora",
@@ -144,27 +144,6 @@ def fit_base_to_adapter(base: Any, rows_of: Mapping[str, tuple[int, ...]]) -> No
         base.resize_token_embeddings(shape[0], mean_resizing=False)  # overwritten by the adapter's rows
 
 
-def _matching_modules(base: torch.nn.Module, patterns: list[str], *, but: str | None) -> list[str]:
-    """Full names of the linear layers, without `but`, that match a pattern; each pattern must match
-    at least one.
-    """
-    linear = [
-        name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear) and name != but
-    ]
-    names: list[str] = []
-    for pattern in patterns:
-        matching = [name for name in linear if re.search(pattern, name)]
-        if not matching:
-            last = sorted({name.rpartition(".")[2] for name in linear})
-            raise ModelError.of(
-                f"no linear layer matches {pattern!r}",
-                where="adapter.targets",
-                fix=f"the names of the linear layers end in {', '.join(last)}",
-            )
-        names += matching
-    return sorted(set(names))
-
-
 def _check_modules_to_save(base: torch.nn.Module, names: list[str]) -> None:
     ends = {name.rpartition(".")[2] for name, _ in base.named_modules() if name}
     unknown = [name for name in names if name.rpartition(".")[2] not in ends]
@@ -202,7 +181,9 @@ def _refuse_experts(layers: "dict[str, LoraLayer]", *, where: str) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     experts = [
-        name.removeprefix(_PREFIX) for name, layer in layers.items() if isinstance(layer, ParamWrapper)
+        name.removeprefix(_PREFIX)
+        for name, layer in layers.items()
+        if isinstance(layer, ParamWrapper) and layer.get_param().ndim == 3
     ]
     if not experts:
         return
@@ -251,7 +232,10 @@ def _load_weights(model: Any, adapter: StoredAdapter) -> None:
 
 def _targets_of(adapter: StoredAdapter) -> str:
     targets = adapter.settings.get("target_modules")
-    return f"[{', '.join(sorted(targets))}]" if isinstance(targets, list) else str(targets)
+    if not isinstance(targets, list):
+        return str(targets)
+    parameters = adapter.settings.get("target_parameters") or []
+    return f"[{', '.join(sorted([*targets, *(name.removesuffix('.weight') for name in parameters)]))}]"
 
 
 def _wrong_shape(

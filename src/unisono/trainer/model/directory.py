@@ -40,6 +40,8 @@ from unisono.trainer.model.files import (
 )
 from unisono.trainer.plan.run_plan import ModelFacts
 
+SCORE = "score"
+"""The name that transformers gives the head of a decoder that classifies sequences."""
 _BUILTIN = "builtin:"
 _TOKENIZER = (
     "tokenizer.json",
@@ -292,7 +294,7 @@ def inspect_model(
         facts = _facts_from_config(directory, settings, text, quantized)
         size = sum(file.stat().st_size for file in files)
         return facts.model_copy(update={"weight_bytes": size, "digest": _digest(digests)})
-    matrices = [h.shape for h in headers if len(h.shape) == 2 and not is_embedding(h.name)]
+    matrices = [h.shape for h in headers if is_matrix(h)]
     return ModelFacts(
         directory=str(directory),
         model_type=str(settings.get("model_type", "unknown")),
@@ -304,7 +306,7 @@ def inspect_model(
         ),
         vocab_size=_positive_int(text, "vocab_size"),
         linear_parameters=sum(_count(shape) for shape in matrices),
-        linear_in_out=sum(sum(shape) for shape in matrices),
+        linear_in_out=sum(in_out(shape) for shape in matrices),
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
         positions=_positions(text),
@@ -666,6 +668,16 @@ def _why_no_number(settings: ConfigJson, names: tuple[str, ...]) -> str:
 def is_embedding(name: str) -> bool:
     """Whether a tensor of this name is an embedding or a head; adapters do not change these."""
     return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))
+
+
+def is_matrix(header: TensorHeader) -> bool:
+    """Whether an adapter may change a tensor: the matrix of a linear layer, or those of experts."""
+    return len(header.shape) in (2, 3) and min(header.shape) > 1 and not is_embedding(header.name)
+
+
+def in_out(shape: tuple[int, ...]) -> int:
+    """Sum of in and out over the matrices of a tensor (out, in) or (experts, out, in)."""
+    return _count(shape[:-2]) * sum(shape[-2:])
 
 
 def _count(shape: tuple[int, ...]) -> int:

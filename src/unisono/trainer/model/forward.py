@@ -43,6 +43,7 @@ from unisono.trainer.model.decoder import (
     slow_down_layers,
     speed_up_layers,
 )
+from unisono.trainer.model.directory import SCORE
 from unisono.trainer.model.layers import (
     head_log_probs,
     head_loss,
@@ -53,7 +54,7 @@ from unisono.trainer.model.layers import (
     speed_up_lora,
     why_no_kernels,
 )
-from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, SCORE, LoadedModel
+from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
 

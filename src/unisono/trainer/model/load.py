@@ -20,6 +20,7 @@ from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
+    SCORE,
     no_reward_model,
     read_model_config,
     refuse_larger_config,
@@ -59,9 +60,6 @@ LIBRARY_ERRORS = (
 )
 """Exceptions that transformers, peft and tokenizers raise for invalid files."""
 _SHOWN = 4
-
-SCORE = "score"
-"""The name that transformers gives the head of a decoder that classifies sequences."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -331,6 +329,27 @@ def odd_parameters(model: torch.nn.Module) -> list[str]:
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 odd.append(name)
     return odd
+
+
+def outline_base(directory: Path, *, trust_remote_code: bool, reward: bool) -> Any:
+    """The transformers model of a directory on the meta device: its modules and shapes, without
+    weights.
+
+    Raises:
+        ModelError: if transformers does not make a model of its config.json.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
+    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    try:
+        settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        if reward:
+            settings.num_labels = 1
+        with torch.device("meta"):
+            return auto.from_config(settings, trust_remote_code=trust_remote_code)
+    except LIBRARY_ERRORS as error:
+        raise _load_error(directory, error) from error
 
 
 def _refuse_unknown_type(directory: Path, *, trust_remote_code: bool) -> None:

@@ -54,6 +54,8 @@ def estimate_memory(
       hidden more with an adapter, and in bfloat16 on a GPU; and on a CPU attention probabilities of
       half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
       hidden values for each layer, without an adapter in float32.
+    - weights of experts that an adapter changes: their sums with the adapter, for all layers, or
+      one with gradient checkpointing; and the gradient of one layer's.
     - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
       × intermediate + 7 × r values, where attention is the width of queries and keys together;
       without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
@@ -172,7 +174,7 @@ class _EstimatedRank:
         return (
             self.model.parameters
             if self.adapter_rank is None
-            else self.adapter_rank * self.model.linear_in_out
+            else self.adapter_rank * (sum(self.model.adapted_in_out.values()) or self.model.linear_in_out)
         )
 
     @property
@@ -191,9 +193,14 @@ class _EstimatedRank:
         return self.one_backward and is_narrow and (self.fast_layers or not self.on_gpu)
 
     @property
+    def layers_kept(self) -> int:
+        """Layers whose values are kept for the backward at a time."""
+        return 1 if self.gradient_checkpointing else self.model.layers
+
+    @property
     def kept(self) -> int:
         """Bytes of one value for each token and layer that is kept for the backward."""
-        return self.micro_tokens * self.size * (1 if self.gradient_checkpointing else self.model.layers)
+        return self.micro_tokens * self.size * self.layers_kept
 
     @property
     def of_tokens(self) -> int:
@@ -293,6 +300,9 @@ _TERMS = (
           lambda r: r.trained * (8 + r.optimizer_bytes) // r.shards),
     _Term("trainable", "gradients_in_bfloat16", lambda r: -2 * r.model.linear_parameters,
           lambda r: r.has_narrow_gradients),
+    _Term("activations", "sums_with_adapters",
+          lambda r: r.model.summed_parameters * r.size * (r.layers_kept + 1) // max(1, r.model.layers),
+          lambda r: not r.is_full and bool(r.model.summed_parameters)),
     _Term("activations", "fast_layers", lambda r: r.kept * _values_of_fast_layers(r.model, r.adapter_rank),
           lambda r: r.has_fast_layers),
     _Term("activations", "fast_layer_gradients",

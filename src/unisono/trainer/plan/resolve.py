@@ -217,6 +217,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
         + _without_effect(config, data, mesh, given.model)
         + _too_many_layers(config, given.model)
         + _parted_head(config, given.model)
+        + _omitted(config, given.model)
         + _silent(given, mesh)
         + _gathered_whole(given, mesh)
         + _uneven(given.nodes)
@@ -540,6 +541,12 @@ def _too_many_layers(config: RunConfig, model: ModelFacts) -> list[str]:
     if only is None or only.spread or abs(only.layers) <= model.layers:
         return []
     return [f"train_only.layers is {only.layers}: the model has {model.layers} layers, all are trained"]
+
+
+def _omitted(config: RunConfig, model: ModelFacts) -> list[str]:
+    """A warning for each kind of layer that words of `adapter.targets` omit, with the reason."""
+    targets = config.adapter.targets if config.adapter else ""
+    return [f"adapter.targets: {targets} omits {name}: {why}" for name, why in model.omitted.items()]
 
 
 _HEAD = "lm_head"

@@ -63,6 +63,18 @@ class ModelFacts(PlanPart):
     """Whether the heads of queries and keys have norms."""
     ties_head: bool = False
     """Whether embedding and head share one matrix."""
+    parts: dict[str, int] = {}
+    """Parameters of each part: attention, mlp, experts, router, embeddings, head, other; empty: not
+    known.
+    """
+    adapted_in_out: dict[str, int] = {}
+    """Sum of in_features + out_features over the matrices that the adapter changes, by part."""
+    summed_parameters: int = 0
+    """Parameters that peft adds the adapter to before their product, e.g. of experts; the sums are
+    kept for the backward pass.
+    """
+    omitted: dict[str, str] = {}
+    """Names of layers that words of `adapter.targets` omit, with the reason of peft."""
 
 
 class SplitSummary(PlanPart):

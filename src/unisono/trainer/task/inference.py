@@ -34,6 +34,7 @@ from unisono.trainer.data.template import (
 from unisono.trainer.data.text_encoder import TextEncoder, probe_tokenizer
 from unisono.trainer.data.trained_template import known_stops, stop_ids_of, trained_template
 from unisono.trainer.model.adapter import fit_base_to_adapter
+from unisono.trainer.model.directory import SCORE
 from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
 from unisono.trainer.model.files import (
     TensorHeader,
@@ -48,7 +49,6 @@ from unisono.trainer.model.layers import context_of, take_rope
 from unisono.trainer.model.load import (
     DTYPES,
     LIBRARY_ERRORS,
-    SCORE,
     LoadedModel,
     load_base,
     load_for_training,

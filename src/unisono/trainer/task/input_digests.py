@@ -18,7 +18,7 @@ from unisono.base.events import Reporter
 from unisono.base.files import open_plain, read_object, write_json
 from unisono.base.text import one_line
 from unisono.trainer.families import files_of
-from unisono.trainer.model.directory import is_embedding
+from unisono.trainer.model.directory import in_out, is_matrix
 from unisono.trainer.model.files import read_safetensors_header
 from unisono.trainer.plan.task_requests import ContentsRequest, InputDigests
 
@@ -202,8 +202,8 @@ def _figures(weights: list[Path]) -> tuple[int | None, int | None]:
         return None, None  # damaged: prepare reports it
     if not headers:
         return None, None
-    matrices = [header for header in headers if len(header.shape) == 2 and not is_embedding(header.name)]
-    return sum(_product(header.shape) for header in headers), sum(sum(header.shape) for header in matrices)
+    in_outs = (in_out(header.shape) for header in headers if is_matrix(header))
+    return sum(_product(header.shape) for header in headers), sum(in_outs)
 
 
 def _product(shape: tuple[int, ...]) -> int:

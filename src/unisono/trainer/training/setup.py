@@ -13,7 +13,8 @@ from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import EvaluationRows, TableRows, Tables, TableSource
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.families import training_of
-from unisono.trainer.model.load import SCORE, LoadedModel, uses_dropout
+from unisono.trainer.model.directory import SCORE
+from unisono.trainer.model.load import LoadedModel, uses_dropout
 from unisono.trainer.objectives import objective_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers

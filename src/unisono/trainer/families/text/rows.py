@@ -1,4 +1,4 @@
-"""Rows of text, prepared without torch."""
+"""Rows of text, prepared without torch, except that the modules of some models are counted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ from unisono.trainer.checkpoint.verify import check_model, read_digest
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.families.family import make_ledger
 from unisono.trainer.model.directory import inspect_model, locate_model, locate_tokenizer
+from unisono.trainer.model.part_figures import with_parts
 from unisono.trainer.plan import DataSummary, ModelFacts
 from unisono.trainer.plan.task_requests import PrepareRequest
 
@@ -19,7 +20,7 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
     """Writes the token table."""
     config = request.config
     try:
-        facts = inspect_model(config, verify_files=_refuse_damage)
+        facts = with_parts(config, inspect_model(config, verify_files=_refuse_damage))
     except ModelError:  # an unreadable file may have been damaged since it was written
         _refuse_damage(locate_model(config.model.path, config.model.revision), {})
         raise
