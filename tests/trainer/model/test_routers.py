@@ -63,12 +63,11 @@ def _losses(
     """Load balancing loss and z-loss of some micro batches, and their gradient by the weights of the
     first router.
     """
-    assert forward.routers is not None
     forward.loaded.model.train()
     decisions = []
     for rows in parts:
         forward.loss(rows, count=1)
-        decisions.append(forward.routers.take())
+        decisions.append(_taken(forward))
     load = torch.stack([part.load() for part in decisions]).sum(0)
     tokens = sum(sum(rows.lengths) for rows in parts)
     balancing = sum(part.load_balancing(load, tokens=tokens, together=together) for part in decisions)
@@ -76,6 +75,13 @@ def _losses(
     weight = next(value for name, value in forward.loaded.base.named_parameters() if _is_router(name))
     (gradient,) = torch.autograd.grad(balancing + z_loss, [weight])
     return balancing.detach(), z_loss.detach(), gradient
+
+
+def _taken(forward: Forward) -> Decisions:
+    assert forward.routers is not None
+    decisions = forward.routers.take()
+    assert decisions is not None
+    return decisions
 
 
 def _is_router(name: str) -> bool:
@@ -114,7 +120,9 @@ def test_layers_together_have_the_load_balancing_loss_of_transformers(kind: str)
     ids = torch.zeros(4, 40, dtype=torch.long)
     for row, one in enumerate(alone):
         ids[row, : len(one)], mask[row, : len(one)] = one, 1
-    logits = base(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).router_logits
+    logits = base(
+        input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False
+    ).router_logits
     logits = tuple(one.detach() for one in logits)
     expected = load_balancing_loss_func(logits, 6, 2, mask)
     found, z_loss, _ = _losses(_forward(base), [whole], together=True)
@@ -137,8 +145,7 @@ def test_a_sigmoid_router_has_the_shares_of_its_scores() -> None:
     whole, _, _ = _halves()
     forward.loaded.model.train()
     forward.loss(whole, count=1)
-    assert forward.routers is not None
-    decisions = forward.routers.take()
+    decisions = _taken(forward)
     scores = decisions.logits[0].sigmoid()
     assert torch.allclose(decisions.probabilities(decisions.logits[0]), scores / scores.sum(-1, keepdim=True))
     assert len(decisions.logits) == 2, "the first layer has no experts"

@@ -63,7 +63,12 @@ def test_router_losses_and_load_depend_on_neither_ranks_nor_micro_batches(
     for run in (two[kind, way, 2], alone[kind]):
         assert len(run.figures) == 8
         for line, other in zip(run.figures, alone["experts"].figures, strict=True):
-            assert line.keys() >= {"router_load_balancing", "router_z_loss", "expert_load_max", "experts_idle"}
+            assert line.keys() >= {
+                "router_load_balancing",
+                "router_z_loss",
+                "expert_load_max",
+                "experts_idle",
+            }
             assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
         norms = [[line["grad_norm"] for line in one.metrics] for one in (run, alone["experts"])]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)

@@ -8,7 +8,8 @@ on short rows: the weights must be those of a softmax or of a sigmoid.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,20 +80,20 @@ class Routers:
     """The routers of a model, whose decisions are recorded while it is trained.
 
     Attributes:
-        layers: L.
+        numbers: of the layers, L of them.
         experts: E.
     """
 
     def __init__(
-        self, modules: Sequence[torch.nn.Module], experts: int, probabilities: Probabilities
+        self, modules: Mapping[int, torch.nn.Module], experts: int, probabilities: Probabilities
     ) -> None:
-        self.layers = len(modules)
+        self.numbers = list(modules)
         self.experts = experts
         self._probabilities = probabilities
         self._recorded: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in modules]
         self._records = False
         self._real: torch.Tensor | None = None
-        for layer, module in enumerate(modules):
+        for layer, module in enumerate(modules.values()):
             module.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int) -> Callable[[torch.nn.Module, Any, Any], None]:
@@ -119,18 +120,24 @@ class Routers:
         finally:
             self._records, self._real = False, None
 
-    def take(self) -> Decisions:
-        """What was recorded since the last call."""
+    def take(self) -> Decisions | None:
+        """What was recorded since the last call; None for nothing."""
+        if not self._recorded[0]:
+            return None
         parts = [list(zip(*layer, strict=True)) for layer in self._recorded]
         for layer in self._recorded:
             layer.clear()
-        logits, experts = ([torch.cat(part[index]) for part in parts] for index in (0, 1))
+        logits, experts = ([_joined(part[index]) for part in parts] for index in (0, 1))
         return Decisions(logits, experts, self._probabilities)
 
 
-def recorded_routers(base: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that transformers records as `router_logits`; none: the model has no experts, or
-    does not say where.
+def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def recorded_routers(base: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that transformers records as `router_logits`, by name; none: the model has no
+    experts, or does not say where.
     """
     kinds: list[type] = []
     for module in base.modules():
@@ -138,7 +145,7 @@ def recorded_routers(base: torch.nn.Module) -> list[torch.nn.Module]:
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
             kind = getattr(recorder, "target_class", recorder)
             kinds += [kind] if isinstance(kind, type) else []
-    return [module for module in base.modules() if isinstance(module, tuple(kinds))]
+    return {name: module for name, module in base.named_modules() if isinstance(module, tuple(kinds))}
 
 
 def find_routers(
@@ -156,20 +163,27 @@ def find_routers(
         ModelError: if the model cannot have the losses of the section.
     """
     modules = recorded_routers(base)
+    if not modules and section is None:
+        return None
     outputs: dict[torch.nn.Module, Any] = {}
-    hooks = [
-        module.register_forward_hook(lambda module, _, output: outputs.update({module: output}))
-        for module in modules
-    ]
+
+    def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        del inputs
+        outputs[module] = output
+
+    hooks = [module.register_forward_hook(keep) for module in modules.values()]
     run()
     for hook in hooks:
         hook.remove()
     why, probabilities = _kind_of(list(outputs.values()))
-    is_scaled = probabilities is _given
-    if not why and is_scaled and section is not None and section.z_loss:
+    if not why and probabilities is _given and section is not None and section.z_loss:
         why = "its routers give probabilities, and z_loss needs logits"
     if not why:
-        return Routers(list(outputs), outputs[modules[0]][0].shape[-1], probabilities)
+        used = {name: module for name, module in modules.items() if module in outputs}
+        numbers = [re.search(r"\.(\d+)\.", name) for name in used]
+        layers = [int(number[1]) if number else place for place, number in enumerate(numbers)]
+        experts = outputs[next(iter(used.values()))][0].shape[-1]
+        return Routers(dict(zip(layers, used.values(), strict=True)), experts, probabilities)
     if section is None:
         return None
     raise ModelError.of(

@@ -7,7 +7,7 @@ summed over the ranks between forward and backward. With several micro batches a
 them comes first, without gradients, and with the same dropout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,10 +16,11 @@ from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
 from unisono.trainer.config.schema import RouterLossSection
 from unisono.trainer.model.routers import Routers
 from unisono.trainer.training.process_group import Group
-from unisono.trainer.training.run import Run
+from unisono.trainer.training.run import Run, TrainState
 
 _NO_LOSS = RouterLossSection()
-_STARVED_STEPS = 100  # without a single token; a step of few tokens says nothing
+STARVED_STEPS = 100
+"""So many steps without a token; a single one of few tokens says nothing."""
 _SHOWN = 8
 
 
@@ -65,14 +66,15 @@ class RouterStep:
         run, routers = self._run, self._run.forward.routers
         if routers is None or not self._section.load_balancing or batches.rounds == 1:
             return
-        own = torch.zeros(routers.layers, routers.experts, device=run.device)
+        own = torch.zeros(len(routers.numbers), routers.experts, device=run.device)
         for group, is_counted in micros:
             run.beats.enter("compute")
             seed_torch(run.plan.config.seed, "dropout", group.places[0])
             run.generator_watch.torch_was_seeded()
             with torch.no_grad():
                 run.objective.loss(run.forward, load(group), counts=batches.counts)
-            own += routers.take().load() * is_counted
+            decisions = routers.take()
+            own += decisions.load() * is_counted if decisions is not None else 0.0
         if run.sharded is not None:
             run.sharded.reshard()
         self._load = self._summed(own)
@@ -85,9 +87,9 @@ class RouterStep:
             is_counted: whether its tokens count.
         """
         routers, section = self._run.forward.routers, self._section
-        if routers is None:
+        decisions = None if routers is None else routers.take()
+        if decisions is None:
             return loss
-        decisions = routers.take()
         own = decisions.load() * is_counted
         self.sums[2:] += own.flatten()
         if section.load_balancing:
@@ -110,7 +112,9 @@ class RouterStep:
         """
         routers = self._run.forward.routers
         if routers is not None and self._section.load_balancing and self._load is None:
-            self._load = self._summed(torch.zeros(routers.layers, routers.experts, device=self._run.device))
+            self._load = self._summed(
+                torch.zeros(len(routers.numbers), routers.experts, device=self._run.device)
+            )
         return self.sums
 
     def _summed(self, load: torch.Tensor) -> torch.Tensor:
@@ -126,12 +130,13 @@ def step_tokens(run: Run, batches: StepBatches) -> int:
 
 def sums_of_routers(routers: Routers | None) -> int:
     """The number of sums that a step has for routers."""
-    return 0 if routers is None else 2 + routers.layers * routers.experts
+    return 0 if routers is None else 2 + len(routers.numbers) * routers.experts
 
 
 def router_figures(run: Run, sums: Sequence[float]) -> dict[str, float]:
-    """The router losses of a step, without coefficients; the load of the expert with the most
-    tokens, as a multiple of the mean of its layer; and how many experts have none.
+    """The router losses of a step, without coefficients; of each layer and of all the load of the
+    expert with the most tokens, as a multiple of the mean of its layer; and how many experts have
+    none.
     """
     if not sums:
         return {}
@@ -139,39 +144,55 @@ def router_figures(run: Run, sums: Sequence[float]) -> dict[str, float]:
     figures = {"router_load_balancing": sums[0]} if section.load_balancing else {}
     if section.z_loss:
         figures["router_z_loss"] = sums[1]
-    shares = [max(load) * len(load) / max(1.0, sum(load)) for load in _layers(run, sums)]
-    return {**figures, "expert_load_max": max(shares), "experts_idle": float(list(sums[2:]).count(0.0))}
+    most = {
+        f"expert_load.{layer}": max(load) * len(load) / max(1.0, sum(load))
+        for layer, load in _loads(run, sums).items()
+    }
+    idle = float(list(sums[2:]).count(0.0))
+    return {**figures, "expert_load_max": max(most.values()), "experts_idle": idle, **most}
 
 
-def _layers(run: Run, sums: Sequence[float]) -> list[Sequence[float]]:
-    """The load of each layer."""
-    assert run.forward.routers is not None
-    size = run.forward.routers.experts
-    return [sums[first : first + size] for first in range(2, len(sums), size)]
+def _loads(run: Run, sums: Sequence[float]) -> dict[int, Sequence[float]]:
+    """How many tokens each expert had, by layer."""
+    routers = run.forward.routers
+    if routers is None:
+        return {}
+    starts = range(2, len(sums), routers.experts)
+    return {
+        layer: sums[start : start + routers.experts]
+        for layer, start in zip(routers.numbers, starts, strict=True)
+    }
 
 
 def warn_of_starved_experts(run: Run, sums: Sequence[float]) -> None:
     """Warns once for each layer if some of its experts have had no token for many steps."""
-    if not sums:
-        return
-    state, before = run.state, run.state.idle_experts
+    for layer, experts in newly_starved(run.state, _loads(run, sums)).items():
+        shown = ", ".join(map(str, experts[:_SHOWN])) + (", …" if len(experts) > _SHOWN else "")
+        run.report.warning(
+            "starved_experts",
+            f"experts without a token for {STARVED_STEPS} steps in layer {layer}: {len(experts)} ({shown})",
+            fix="set optim.router_loss.load_balancing to 0.01, or more if it is set",
+        )
+
+
+def newly_starved(state: TrainState, loads: Mapping[int, Sequence[float]]) -> dict[int, list[int]]:
+    """The starved experts of layers in which there were none until this step; the state notes them.
+
+    Args:
+        state: of the run.
+        loads: how many tokens each expert had in a step, by layer.
+    """
+    before = state.idle_experts
     state.idle_experts = {
-        f"{layer}.{expert}": before.get(f"{layer}.{expert}", 0) + 1
-        for layer, load in enumerate(_layers(run, sums))
+        (name := f"{layer}.{expert}"): before.get(name, 0) + 1
+        for layer, load in loads.items()
         for expert, tokens in enumerate(load)
         if tokens == 0
     }
-    starved: dict[int, list[str]] = {}
+    starved: dict[int, list[int]] = {}
     for name, steps in state.idle_experts.items():
-        if steps >= _STARVED_STEPS:
-            layer, expert = name.split(".")
-            starved.setdefault(int(layer), []).append(expert)
-    for layer in sorted(starved.keys() - set(state.starved_layers)):
-        state.starved_layers.append(layer)
-        experts = starved[layer]
-        run.report.warning(
-            "starved_experts",
-            f"{len(experts)} experts of router layer {layer} have had no token for {_STARVED_STEPS} steps:"
-            f" {', '.join(experts[:_SHOWN])}{', …' if len(experts) > _SHOWN else ''}",
-            fix="set optim.router_loss.load_balancing, e.g. to 0.01; a larger global batch also helps",
-        )
+        layer, expert = map(int, name.split("."))
+        if steps >= STARVED_STEPS and layer not in state.starved_layers:
+            starved.setdefault(layer, []).append(expert)
+    state.starved_layers += starved
+    return starved
