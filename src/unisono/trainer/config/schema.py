@@ -606,7 +606,7 @@ class OptimSection(Section):
         ),
     )
     router_loss: RouterLossSection | None = Field(
-        default=None, description="of a mixture of experts: losses of its routers; null: none"
+        default=None, description="of a mixture of experts; null: no such losses"
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
