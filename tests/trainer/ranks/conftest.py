@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from tests import needs
 from tests.grouped_files import write_grouped
@@ -37,6 +38,11 @@ _COMMON: dict[str, Any] = {
     "duration": "3.65 epochs", "batch": {"global": 10, "micro": 2}, "checkpoint": {"every": "7 steps", "keep": 9},
 }  # fmt: skip
 _GPTQ = "gptq"  # the model in files of GPTQ
+_EXPERTS = "experts"  # a mixture of experts
+_ROUTED: dict[str, Any] = {
+    "model": {"path": _EXPERTS}, "adapter": None, "duration": "8 steps",
+    "optim": {"lr": 1e-3, "router_loss": {"load_balancing": 0.5, "z_loss": 0.1}},
+}  # fmt: skip
 _WEIGHTED = "weighted"  # rows of several answers, some of which count in part
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"data": {"eval": 0.1}, "eval": {"every": "10 steps", "exact_match": True, "samples": 1}},
@@ -57,6 +63,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"model": {"quantize": "nf4", "dtype": "float32"}, "duration": "4 steps"},
     "int8": {"model": {"quantize": "int8", "quantize_embeddings": True, "dtype": "float32"}, "duration": "4 steps"},
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
+    "experts": _ROUTED,
+    "experts_whole": {**_ROUTED, "batch": {"global": 10, "micro": 10}},
     "rollouts": {"objective": f"{rollouts.__file__}:Reinforce", "batch": {"global": 8, "micro": 1}, "duration": "10 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")
@@ -65,7 +73,7 @@ _QUANTIZED = ("nf4", "int8", "gptq")  # one import of bitsandbytes, in a single 
 PREFERENCES = ("dpo", "kto", "orpo", "simpo", "reward")
 
 
-_FIGURE = re.compile("(eval_)?(loss$|kl$|rewards?_|logps_)")
+_FIGURE = re.compile("(eval_)?(loss$|kl$|rewards?_|logps_|router_|experts?_)")
 
 
 @dataclass
@@ -177,6 +185,19 @@ class Workshop:
             write_grouped(self.model_dir, directory, layout="gptq", shuffled=True)
         return directory
 
+    def _with_experts(self) -> Path:
+        directory = self.folder / _EXPERTS
+        if not directory.exists():
+            tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
+            config = MixtralConfig(
+                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, num_local_experts=4, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            MixtralForCausalLM(config).save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+        return directory
+
     def _weighted_rows(self) -> Path:
         file = self.folder / "weighted.jsonl"
         if not file.exists():
@@ -207,6 +228,8 @@ class Workshop:
             raw[key] = {**raw[key], **value} if both else value
         if raw["model"]["path"] == _GPTQ:
             raw["model"]["path"] = str(self._in_files_of_gptq())
+        if raw["model"]["path"] == _EXPERTS:
+            raw["model"]["path"] = str(self._with_experts())
         if raw["data"]["train"] == _WEIGHTED:
             raw["data"]["train"] = str(self._weighted_rows())
         return RunConfig.model_validate(raw)

@@ -53,6 +53,28 @@ def test_two_ranks_give_the_metrics_of_preferences_of_one(
 
 
 @pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("kind", ["experts", "experts_whole"])
+def test_router_losses_and_load_depend_on_neither_ranks_nor_micro_batches(
+    alone: dict[str, Done], two: Runs, kind: str, way: str
+) -> None:
+    """Five micro batches, whose load is counted first, and a whole batch."""
+    _losses_are_equal(two[kind, way, 2], alone["experts"])
+    _losses_are_equal(alone[kind], alone["experts"])
+    for run in (two[kind, way, 2], alone[kind]):
+        assert len(run.figures) == 8
+        for line, other in zip(run.figures, alone["experts"].figures, strict=True):
+            assert line.keys() >= {
+                "router_load_balancing",
+                "router_z_loss",
+                "expert_load_max",
+                "experts_idle",
+            }
+            assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
+        norms = [[line["grad_norm"] for line in one.metrics] for one in (run, alone["experts"])]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("kind", ["lora", "full", "narrow"])
 def test_four_ranks_give_the_losses_of_one(alone: dict[str, Done], four: Runs, kind: str, way: str) -> None:
     """Ten sequences over four ranks leave a remainder; two (`narrow`) leave two ranks without any;

@@ -20,7 +20,7 @@ def of_rank(rank: int, loss: float, *, stop: Outcome | None = None, origin: int 
 
 def test_the_sums_of_three_ranks_are_those_of_the_step() -> None:
     numbers = of_rank(0, 0.25) + of_rank(1, 0.5) + of_rank(2, 1.0)
-    assert len(numbers) == size_of_step(3, metrics=1)
+    assert len(numbers) == size_of_step(3, metrics=2)
     step = StepSums.decode(numbers.tolist(), world_size=3)
     assert step == StepSums(loss=1.75, stop=None, odd_ranks=[], origin_of_nan=0, metrics=[4.5, 3.0])
 

@@ -158,6 +158,7 @@ RULES: dict[str, KeyRule] = {
     "optim.state_dtype": KeyRule("fixed", "the checkpoint has the optimizer's state in the other dtype"),
     "optim.label_smoothing": KeyRule("meaning", "the loss in training differs from here on"),
     "optim.loss_weight": KeyRule("meaning", "the loss in training differs from here on"),
+    "optim.router_loss": KeyRule("meaning", "the loss in training differs from here on"),
     "optim.max_grad_norm": KeyRule("meaning", "gradients are clipped differently from here on"),
     "batch.global": _OLD_SIZE,
     "batch.per_rank": _OLD_SIZE,

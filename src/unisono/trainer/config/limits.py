@@ -44,6 +44,7 @@ LIMITS = (
     Limit((DIFFUSION,), "adapter.modules_to_save", _LANGUAGE),
     Limit((DIFFUSION,), "model.embedding_noise", _LANGUAGE),
     Limit((DIFFUSION,), "model.quantize", _LANGUAGE),
+    Limit((DIFFUSION,), "optim.router_loss", _LANGUAGE),
     Limit((DIFFUSION,), "model.weights", "a LoRA needs a trained model"),
     Limit((DIFFUSION,), "data.mix.strategy", "pictures are repeated by the names of their folders"),
     Limit((DIFFUSION,), "parallel.strategy", "each rank trains a LoRA of the whole image model", ("fsdp",)),

@@ -512,6 +512,31 @@ OptimizerName = Annotated[
 OptionValue = Annotated[bool | int | float | str | list[int | float] | None, BeforeValidator(float_of_yaml)]
 
 
+class RouterLossSection(Section):
+    """Losses of the routers of a mixture of experts, over all tokens of a step; they are added to
+    that of the objective. eval_loss has none.
+    """
+
+    load_balancing: NotNegative = Field(
+        default=0.0,
+        description=(
+            "coefficient of the load balancing loss (arXiv:2101.03961, equations 4-6), 0.001 to 0.01 is"
+            " usual; with equal load it is the number of experts of a token"
+        ),
+    )
+    z_loss: NotNegative = Field(
+        default=0.0,
+        description="coefficient of the z-loss (arXiv:2202.08906, equation 5), 0.001 is usual",
+    )
+    layers: Literal["each", "together"] = Field(
+        default="each",
+        description=(
+            "each: the load is balanced in each layer, and the losses of layers are averaged; together: the"
+            " load of all layers is added up first, as in transformers"
+        ),
+    )
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
@@ -583,6 +608,9 @@ class OptimSection(Section):
             "weight of a token in the loss of sft and pretrain; dft (arXiv:2508.05629): its own probability,"
             " without gradient; eval_loss has none"
         ),
+    )
+    router_loss: RouterLossSection | None = Field(
+        default=None, description="of a mixture of experts; null: no such losses"
     )
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

@@ -25,6 +25,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, one_line
+from unisono.trainer.config.schema import RouterLossSection
 from unisono.trainer.model.attention import (
     FLAT_ATTENTION,
     Ends,
@@ -56,6 +57,7 @@ from unisono.trainer.model.layers import (
 )
 from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
+from unisono.trainer.model.routers import Routers, find_routers
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
 
 Layout = Literal["flat", "padded"]
@@ -137,6 +139,8 @@ class Forward:
     """Launches the kernels of a loss at once, where launching them one by one takes longer than the
     device.
     """
+    routers: Routers | None = None
+    """Of a mixture of experts: its routers."""
 
     @property
     def padded(self) -> str:
@@ -186,6 +190,7 @@ class Forward:
         loaded = self.loaded
         is_small = loaded.base.device.type == "cuda" and loaded.parameters < LARGEST_MODEL
         never_waits = self.fast_layers > 0 and self.head == "chunked" and not (self.rows_apart or self.states)
+        never_waits = never_waits and self.routers is None  # experts wait for the number of their tokens
         if is_small and never_waits and self.root is None and not any(quantized_layers(loaded.model)):
             self.graphs = StepGraphs(
                 lambda rows, count: self._loss(rows, count, 0.0),
@@ -196,7 +201,7 @@ class Forward:
 
     def _loss(self, rows: Rows, count: int | torch.Tensor, smoothing: float) -> torch.Tensor:
         how: Any = {"count": count, "smoothing": smoothing}
-        with self._precision(), self._noise(rows):
+        with self._precision(), self._noise(rows), self._recorded(rows):
             if self.head == "chunked":
                 weight, scale = _head_matrix(self.loaded.base)
                 return head_loss(
@@ -209,7 +214,7 @@ class Forward:
         return self.within(lambda: self._log_probs(rows))
 
     def _log_probs(self, rows: Rows) -> torch.Tensor:
-        with self._precision(), self._noise(rows):
+        with self._precision(), self._noise(rows), self._recorded(rows):
             if self.head == "chunked":
                 weight, scale = _head_matrix(self.loaded.base)
                 return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype, scale=scale)
@@ -226,7 +231,7 @@ class Forward:
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         base = self.loaded.base
-        with self._precision(), self._noise(rows):
+        with self._precision(), self._noise(rows), self._recorded(rows):
             if self.head == "model":  # only padded rows have one value each in the model's own forward
                 ids, _, _ = _padded_inputs(rows, fill=_pad_of(base))
                 return base(input_ids=ids, use_cache=False).logits[:, 0].float()
@@ -259,6 +264,12 @@ class Forward:
             yield
         finally:
             hook.remove()
+
+    def _recorded(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
+        """A context in which the decisions of routers are recorded, in training."""
+        if self.routers is None or not self.loaded.model.training:
+            return contextlib.nullcontext()
+        return self.routers.recording(_padded_places(rows) if self.layout == "padded" else None)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if not self.autocast:
@@ -322,6 +333,7 @@ def choose_forward(
     gradient_checkpointing: bool,
     root: Callable[[Callable[[], Any]], Any] | None = None,
     trains: bool = True,
+    router_loss: RouterLossSection | None = None,
 ) -> Forward:
     """Finds the fastest implementation that is correct for this model, by testing.
 
@@ -332,9 +344,11 @@ def choose_forward(
         gradient_checkpointing: whether activations are recomputed in the backward pass.
         root: the root of sharded weights; all ranks must call this function then.
         trains: whether there will be backward passes.
+        router_loss: the losses of routers, for which every layer has all tokens of each row.
 
     Raises:
-        ModelError: if rows would influence each other, or the model fails on two short rows.
+        ModelError: if rows would influence each other, the model fails on two short rows, or it
+            cannot have losses of routers.
     """
     register()
     base = loaded.base
@@ -362,9 +376,12 @@ def choose_forward(
             forward.within(lambda: _try_flat(forward, reference))
         if not loaded.is_reward and forward.layout == "padded":
             forward.within(lambda: _refuse_influence_of_padding(forward, reference))
-        if forward.layout == "flat" and not (forward.rows_apart or forward.states):
+        if trains:
+            forward.routers = forward.within(lambda: _find_routers(forward, router_loss))
+        merges = not (forward.rows_apart or forward.states) and router_loss is None
+        if forward.layout == "flat" and merges:
             forward.within(lambda: _try_merging(forward))
-        if forward.layout == "flat" and forward.head == "chunked":
+        if forward.layout == "flat" and forward.head == "chunked" and router_loss is None:
             forward.within(lambda: _try_last_layer(forward))
         # The head of a reward model needs its hidden states in float32.
         is_full = loaded.model is base and not loaded.is_reward
@@ -481,6 +498,12 @@ def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> 
             why="its logits change when a later token changes",
             fix="set is_decoder: true in its config.json" if is_encoder else "use a decoder",
         )
+
+
+def _find_routers(forward: Forward, section: RouterLossSection | None) -> Routers | None:
+    rows = _probe_rows(forward.loaded.base, first=11)
+    with forward._precision():  # noqa: SLF001 - same module
+        return find_routers(forward.loaded.base, lambda: forward._hidden(rows), section=section)  # noqa: SLF001
 
 
 def _try_score(forward: Forward) -> None:
@@ -785,18 +808,26 @@ def _padded_inputs(rows: Rows, *, fill: int = 0) -> tuple[torch.Tensor, torch.Te
     """(R, L) ids with padding on the right, which causal attention never reads, and row and column
     of each label position.
     """
-    device = rows.input_ids.device
-    lengths = torch.tensor(rows.lengths, device=device)
-    row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=device), lengths)  # (T,)
-    ids = torch.full((len(rows.lengths), max(rows.lengths)), fill, dtype=torch.long, device=device)
+    row_of = _rows_of_tokens(rows)
+    shape = (len(rows.lengths), max(rows.lengths))
+    ids = torch.full(shape, fill, dtype=torch.long, device=row_of.device)
     ids[row_of, rows.position_ids] = rows.input_ids
     return ids, row_of[rows.label_index], rows.position_ids[rows.label_index]
 
 
 def _padded_values(rows: Rows, values: torch.Tensor) -> torch.Tensor:
     """Values (T, E) of all tokens as (R, L, E), with zeros in the padding."""
-    lengths = torch.tensor(rows.lengths, device=values.device)
-    row_of = torch.repeat_interleave(torch.arange(len(rows.lengths), device=values.device), lengths)  # (T,)
     padded = values.new_zeros(len(rows.lengths), max(rows.lengths), values.shape[-1])
-    padded[row_of, rows.position_ids] = values
+    padded[_rows_of_tokens(rows), rows.position_ids] = values
     return padded
+
+
+def _padded_places(rows: Rows) -> torch.Tensor:
+    """(T,) int64: the places of the tokens among the R · L of padded rows."""
+    return _rows_of_tokens(rows) * max(rows.lengths) + rows.position_ids
+
+
+def _rows_of_tokens(rows: Rows) -> torch.Tensor:
+    """(T,) int64: the row of each token."""
+    lengths = torch.tensor(rows.lengths, device=rows.input_ids.device)
+    return torch.repeat_interleave(torch.arange(len(rows.lengths), device=lengths.device), lengths)

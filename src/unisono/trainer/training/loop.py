@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -34,6 +35,12 @@ from unisono.trainer.training.evaluation import (
 from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd
 from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
+from unisono.trainer.training.router_step import (
+    RouterStep,
+    router_figures,
+    step_tokens,
+    warn_of_starved_experts,
+)
 from unisono.trainer.training.run import Run, embedding_noise
 from unisono.trainer.training.saving import (
     finish_saving,
@@ -152,6 +159,7 @@ def _advance(run: Run) -> Verdict | None:
     run.state.evaluation_due = evaluates and (last or _is_due(run.plan.eval_every, run.state.step))
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
+    warn_of_starved_experts(run, outcome.routers)
     _log_step(run, outcome, tokens=batches.tokens)
     report_weights_digest(run)
     _report_moved_generators(run)
@@ -321,6 +329,10 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
     run.gradient_sync.wait_for_own_part()
     step = StepSums.decode(run.group.figures(summed), world_size=run.group.world_size)
     norm_value = float(norm)
+    figures, routers = (
+        step.metrics[: 2 * len(run.objective.metrics)],
+        step.metrics[2 * len(run.objective.metrics) :],
+    )
     comm_time = run.gradient_sync.wait_and_time()
     run.agreed_stop = step.stop
     run.beats.enter("update")
@@ -338,7 +350,8 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         comm_time_s=comm_time,
         odd_ranks=step.odd_ranks,
         origin_of_nan=step.origin_of_nan,
-        metrics=run.objective.figures(step.metrics, known=known),
+        metrics=run.objective.figures(figures, known=known) | router_figures(run, routers),
+        routers=routers,
     )
 
 
@@ -374,10 +387,13 @@ def _add_up(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Runs forward and backward on this rank's micro batches.
 
-    Gives the sums of their losses and metrics, the origin of NaN (see `OwnPart.origin_of_nan`), and
-    seconds spent on data.
+    Gives the sums of their losses, of metrics and routers, the origin of NaN (see
+    `OwnPart.origin_of_nan`), and seconds spent on data.
     """
     micros = _micros(run, batches)
+    routers = RouterStep(run, tokens=step_tokens(run, batches), group=run.group)
+    routers.count_first(batches, micros, partial(_load, run))
+    forwards_all = run.gradient_sync.needs_equal_rounds or routers.has_loss
     objective = run.objective
     total, origin = torch.zeros((), device=run.device), torch.zeros((), device=run.device)
     sums = torch.zeros(2 * len(objective.metrics), device=run.device)
@@ -385,8 +401,7 @@ def _add_up(
     for number, (group, is_counted) in enumerate(micros, start=1):
         run.beats.begin_micro(group.sequences)
         before = time.perf_counter()
-        micro = group.load(objective.sides)
-        micro = replace(micro, rows=_with_noise(run, micro.rows, group))
+        micro = _load(run, group)
         data_time += time.perf_counter() - before
         run.beats.enter("compute")
         for hook in run.hooks:
@@ -395,9 +410,9 @@ def _add_up(
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
-        if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
+        if len(micro.rows.labels) or forwards_all:
             part = objective.loss(run.forward, micro, counts=batches.counts, known=known)
-            loss = part.loss
+            loss = routers.added_to(part.loss, is_counted=is_counted)
             for hook in run.hooks:
                 loss = hook.loss_computed(batches.step, loss)
             if is_counted:
@@ -408,7 +423,13 @@ def _add_up(
             total += loss.detach()
             if isinstance(part, OwnPart):
                 origin = torch.maximum(origin, part.origin_of_nan())
-    return total, sums, origin, data_time
+    return total, torch.cat([sums, routers.finish()]), origin, data_time
+
+
+def _load(run: Run, group: MicroBatch) -> Micro:
+    """The units of a micro batch."""
+    micro = group.load(run.objective.sides)
+    return replace(micro, rows=_with_noise(run, micro.rows, group))
 
 
 def _with_noise(run: Run, rows: Rows, group: MicroBatch) -> Rows:

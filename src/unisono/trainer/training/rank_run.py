@@ -245,7 +245,7 @@ def _find_best(run: Run) -> tuple[int, dict[str, float]]:
 
 
 _RANK_0_KINDS = frozenset({"eval", "sample", "checkpoint"})
-_SHARED_WARNINGS = frozenset({"nan_step", "early_stop"})
+_SHARED_WARNINGS = frozenset({"nan_step", "early_stop", "starved_experts"})
 
 
 class OtherRankReporter(Reporter):

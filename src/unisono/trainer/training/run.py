@@ -135,6 +135,9 @@ class TrainState:
         evaluation_due: whether the step still has to be evaluated.
         eval: figures for result.json: loss_before, exact_match_before, loss, exact_match, and those
             of the objective.
+        idle_experts: for how many steps an expert had no token, as `layer.expert`; without those
+            that had one in the last step.
+        starved_layers: layers whose starved experts were reported.
     """
 
     step: int = 0
@@ -147,6 +150,8 @@ class TrainState:
     evals_since_best: int = 0
     evaluation_due: bool = False
     eval: dict[str, float] = field(default_factory=dict)
+    idle_experts: dict[str, int] = field(default_factory=dict)
+    starved_layers: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
         """The state as it is written to state.json of a checkpoint."""

@@ -26,6 +26,7 @@ from unisono.trainer.training.join import check_device, join_ranks, quantized_di
 from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
 from unisono.trainer.training.process_group import Alone, Group, device_mesh
 from unisono.trainer.training.reference import set_reference
+from unisono.trainer.training.router_step import sums_of_routers
 from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
@@ -83,6 +84,7 @@ def set_up(
     pictures, sampler = family.open_pictures(plan, forward, device, draws=is_main)
     for rows in tables.values():
         rows.add_pictures(pictures, seed=plan.config.seed, global_batch=plan.global_batch)
+    metrics = 2 * len(objective.metrics) + sums_of_routers(forward.routers)
     agreed = plan
     for hook in hooks:
         agreed = hook.plan_agreed(agreed)
@@ -102,7 +104,7 @@ def set_up(
             text_lr=plan.config.diffusion.text_lr,
             own=optimizer,
         ),
-        gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=len(objective.metrics)),
+        gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
         sharded=sharded,
         objective=objective,
         source=objective.source(data, forward, group),

@@ -19,7 +19,8 @@ class StepSums:
         stop: the stop request that any rank has, or None.
         odd_ranks: ranks whose own loss is NaN or infinite.
         origin_of_nan: the highest origin that any rank has noted, see `OwnPart.origin_of_nan`.
-        metrics: of the objective's metrics: for each its sum, and over how many.
+        metrics: of the objective's metrics: for each its sum, and over how many; then the sums of
+            routers.
     """
 
     loss: float
@@ -60,10 +61,10 @@ def encode_step(
 
     Args:
         loss: 0-dim.
-        metrics: (2 × metrics,).
+        metrics: (metrics,), sums.
         origin: 0-dim.
     """
-    numbers = torch.zeros(size_of_step(world_size, metrics=len(metrics) // 2), device=loss.device)
+    numbers = torch.zeros(size_of_step(world_size, metrics=len(metrics)), device=loss.device)
     numbers[0] = loss
     if stop is not None:
         numbers[1:_FIXED] = torch.tensor(flags_of(stop))
@@ -73,5 +74,5 @@ def encode_step(
 
 
 def size_of_step(world_size: int, *, metrics: int) -> int:
-    """How many numbers a step has: the fixed ones, one for each rank, two for each metric."""
-    return _FIXED + world_size + 2 * metrics
+    """How many numbers a step has: the fixed ones, one for each rank, and sums of metrics."""
+    return _FIXED + world_size + metrics

@@ -27,6 +27,8 @@ from unisono.trainer.plan.run_plan import has_one_backward
 from unisono.trainer.plan.schedule import lower_rates
 from unisono.trainer.training.evaluation import evaluating, evaluation_part, first_sum
 from unisono.trainer.training.optim import moments_before_a_step
+from unisono.trainer.training.process_group import Alone
+from unisono.trainer.training.router_step import RouterStep
 from unisono.trainer.training.run import Run
 
 MAX_SKIPPED = 3
@@ -55,7 +57,9 @@ class StepOutcome:
     origin_of_nan: int
     """MODEL or OBJECTIVE for an objective of the user's own; 0: nobody knows."""
     metrics: dict[str, float]
-    """Those of the objective."""
+    """Those of the objective and of routers."""
+    routers: list[float]
+    """The sums of `RouterStep` over all ranks; empty without experts."""
 
     @property
     def is_sound(self) -> bool:
@@ -338,8 +342,10 @@ def _time_of(run: Run, micro: Micro) -> float:
     """Seconds for a forward and a backward."""
     began = time.perf_counter()
     if len(micro.rows.labels) or run.gradient_sync.needs_equal_rounds:
-        counts = Counts(micro.units, max(1, len(micro.rows.labels)), sum(micro.rows.lengths))
-        run.objective.loss(run.forward, micro, counts=counts).loss.backward()
+        counts = Counts(micro.units, max(1, len(micro.rows.labels)), micro.tokens)
+        routers = RouterStep(run, tokens=micro.tokens, group=Alone())
+        loss = run.objective.loss(run.forward, micro, counts=counts).loss
+        routers.added_to(loss, is_counted=True).backward()
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.perf_counter() - began

@@ -3,7 +3,7 @@
   "use strict";
   const REGIONS = ["status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log"];
   const SHARED = new Set(["curves", "config"]); // show all runs together
-  const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second"];
+  const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "expert_load_max"];
   const HIDDEN = new Set(["time_s", "total_steps", "step"]);
   const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4], [1, 5]];
   const COLOURS = { light: ["#0b5fa5", "#b94a00", "#0c7a5b", "#8a3d8c", "#6d5a00", "#c2286b", "#3d4655", "#1483b4"],

@@ -36,6 +36,7 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
         gradient_checkpointing=plan.gradient_checkpointing,
         quick_adapter=adapter is not None and adapter.is_plain,
         root=root,
+        router_loss=plan.config.optim.router_loss,
     )
     varies = plan.config.deterministic or plan.gradient_checkpointing or uses_dropout(loaded)
     if root is None and not varies:

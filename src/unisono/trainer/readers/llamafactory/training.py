@@ -98,6 +98,7 @@ def _optim(draft: Draft) -> None:
     draft.put("optim.eps", values["adam_epsilon"], "adam_epsilon")
     draft.put("optim.max_grad_norm", values["max_grad_norm"] or None, "max_grad_norm")
     _loss_of_tokens(draft)
+    _router_loss(draft)
     _schedule(draft)
 
 
@@ -114,6 +115,24 @@ def _loss_of_tokens(draft: Draft) -> None:
         draft.ignore("label_smoothing_factor", f"no effect with {why}")
     else:
         draft.put_if_set("optim.label_smoothing", "label_smoothing_factor")
+
+
+def _router_loss(draft: Draft) -> None:
+    """The load balancing loss of transformers; LLaMA-Factory has it where the model itself computes
+    the loss.
+    """
+    values, key = draft.values, "moe_aux_loss_coef"
+    others = [name for name in ("use_dft_loss", "label_smoothing_factor") if values[name]]
+    if values["stage"] in PREFERENCE_STAGES:
+        others.append(f"stage: {values['stage']}")
+    if others or not values[key]:
+        draft.ignore(key, f"no effect with {others[0]}" if others else "0: no loss")
+        return
+    draft.put("optim.router_loss", {"load_balancing": values[key], "layers": "together"}, key)
+    draft.warnings.append(
+        f"{key}: the loss is that of the global batch; LLaMA-Factory adds that of each micro batch of each rank"
+        " in full, so with N of them in a step it has N times the weight there"
+    )
 
 
 def _schedule(draft: Draft) -> None:
