@@ -15,6 +15,7 @@ attention or its own head: slower, but correct.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -52,6 +53,7 @@ from unisono.trainer.model.layers import (
     why_no_kernels,
 )
 from unisono.trainer.model.load import DTYPES, SCORE, LoadedModel
+from unisono.trainer.model.multimodal import body_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 
 Layout = Literal["flat", "padded"]
@@ -246,15 +248,18 @@ class Forward:
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """(N, E): the last hidden states at the positions that predict loss tokens."""
-        body = getattr(self.loaded.base, self.loaded.base.base_model_prefix)
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
             options = {"wanted_tokens": index} if self.shortens else {}
-            hidden = body(**_flat_inputs(rows, merged), **options).last_hidden_state[0]
+            hidden = self._body(**_flat_inputs(rows, merged), **options).last_hidden_state[0]
             return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
-        return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+        return self._body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+
+    @cached_property
+    def _body(self) -> Any:
+        return body_of(self.loaded.base)
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         """(N, V): the logits of the model's own head."""
@@ -328,6 +333,8 @@ def choose_forward(
     loaded.model.eval()
     with torch.no_grad():
         reference = forward.within(lambda: _alone(forward))
+        if base.config.get_text_config() is not base.config:
+            forward.within(lambda: _refuse_prefix_attention(forward))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
@@ -373,7 +380,7 @@ def _alone(forward: Forward) -> torch.Tensor:
     """
     rows = _probe_rows(forward.loaded.base, first=11)
     base = forward.loaded.base
-    body = getattr(base, base.base_model_prefix)
+    body = body_of(base)
     with forward._precision():  # noqa: SLF001 - same module
         parts = [
             (
@@ -384,6 +391,23 @@ def _alone(forward: Forward) -> torch.Tensor:
             for ids in rows.input_ids.split(rows.lengths)
         ]
     return torch.cat(parts)
+
+
+def _refuse_prefix_attention(forward: Forward) -> None:
+    """Refuses a multimodal model that reads text in both directions, as PaliGemma reads prompts: a
+    token that has to be predicted would be seen.
+    """
+    base = forward.loaded.base
+    row = _probe_rows(base, first=11).input_ids[None, 6:]
+    with forward._precision():  # noqa: SLF001 - same module
+        long, short = (base(input_ids=ids, use_cache=False).logits[:, :5].float() for ids in (row, row[:, :5]))
+    if not _alike(long, short, forward.dtype):
+        raise ModelError.of(
+            f"{type(base).__name__} reads text in both directions",
+            where="model.path",
+            why="the logits of a token depend on those after it, which it has to predict",
+            fix="use a model with causal attention",
+        )
 
 
 def _try_score(forward: Forward) -> None:
@@ -559,7 +583,7 @@ def _try_last_layer(forward: Forward) -> None:
     rows = replace(rows, label_index=rows.label_index[::2])
     with forward._precision():  # noqa: SLF001 - same module
         complete = forward._hidden(rows).float()  # noqa: SLF001
-        undo = shorten_last_layer(getattr(base, base.base_model_prefix))
+        undo = shorten_last_layer(body_of(base))
         forward.shortens = undo is not None
         try:
             short = forward._hidden(rows).float()  # noqa: SLF001
