@@ -22,7 +22,12 @@ EYE = {
 QWEN_EYE = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32, "patch_size": 14,
 }  # fmt: skip
-TOKENS = {"image_token_id": 316, "video_token_id": 317, "vision_start_token_id": 318, "vision_end_token_id": 319}
+TOKENS = {
+    "image_token_id": 316,
+    "video_token_id": 317,
+    "vision_start_token_id": 318,
+    "vision_end_token_id": 319,
+}
 
 
 def _pixels(*shape: int) -> dict[str, Any]:
@@ -70,12 +75,16 @@ FAMILIES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
             text_config=TEXT
             | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "global_head_dim": 8},
             vision_config={
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-                "num_key_value_heads": 4, "head_dim": 8,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
             },
             audio_config=None,
             image_token_id=316,
-        ),  # fmt: skip
+        ),
         {},
     ),
     "llama4": (
@@ -135,10 +144,22 @@ FAMILIES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: T.Qwen2AudioConfig(
             text_config=_text("qwen2"),
             audio_config={
-                "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 4,
+                "encoder_ffn_dim": 48,
             },
             audio_token_index=316,
-        ),  # fmt: skip
+        ),
+        {},
+    ),
+    "paligemma": (
+        lambda: T.PaliGemmaConfig(
+            text_config=_text("gemma"),
+            vision_config={"model_type": "siglip_vision_model", "projection_dim": 32, **EYE},
+            image_token_index=316,
+            projection_dim=32,
+        ),
         {},
     ),
 }

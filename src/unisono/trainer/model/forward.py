@@ -400,7 +400,9 @@ def _refuse_prefix_attention(forward: Forward) -> None:
     base = forward.loaded.base
     row = _probe_rows(base, first=11).input_ids[None, 6:]
     with forward._precision():  # noqa: SLF001 - same module
-        long, short = (base(input_ids=ids, use_cache=False).logits[:, :5].float() for ids in (row, row[:, :5]))
+        long, short = (
+            base(input_ids=ids, use_cache=False).logits[:, :5].float() for ids in (row, row[:, :5])
+        )
     if not _alike(long, short, forward.dtype):
         raise ModelError.of(
             f"{type(base).__name__} reads text in both directions",

@@ -171,7 +171,9 @@ def kept_tensors(original: Path, written: Collection[str], *, tied: Collection[s
         ModelError: if the checkpoint does not have the written ones by these names.
     """
     kept = [
-        KeptTensor(file, header) for file in weight_files(original) for header in read_safetensors_header(file)
+        KeptTensor(file, header)
+        for file in weight_files(original)
+        for header in read_safetensors_header(file)
     ]
     names = {tensor.name for tensor in kept}
     unknown = [name for name in written if name not in names and not name.endswith("lm_head.weight")]

@@ -59,7 +59,9 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
     layout = GgufLayout.of(loaded.base.config)
     if multimodal_original(target.base) is not None:
-        report.warning("text_only", "the GGUF file has the language model alone, without vision and audio parts")
+        report.warning(
+            "text_only", "the GGUF file has the language model alone, without vision and audio parts"
+        )
     template = template_of(target, loaded.tokenizer)
     writes = _ExportedModel(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)

@@ -120,7 +120,9 @@ def model_layout(
     def convert(source: str, tensor: torch.Tensor) -> Tensors:
         return _reverted(base, {source: tensor})
 
-    kept = [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, _tied(base, shown)))
+    kept = (
+        [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, _tied(base, shown)))
+    )
     parameters = base.num_parameters() + sum(prod(tensor.shape) for tensor in kept)
     files, index = _split([*stored, *kept], max_file_bytes, parameters=parameters)
     return FileLayout(files, index, convert)
