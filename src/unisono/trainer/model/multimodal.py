@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from unisono.base.errors import ModelError
+from unisono.base.files import open_plain
 from unisono.trainer.model.directory import multimodal_class
 from unisono.trainer.model.files import (
     ConfigJson,
     TensorHeader,
-    open_plain,
     read_safetensors_header,
     weight_files,
 )
@@ -151,8 +151,10 @@ class KeptTensor:
         """Its size in the file."""
         return self.header.end - self.header.begin
 
-    def read(self) -> memoryview:
-        """Its bytes."""
+    def read(self, *, nothing: bool) -> memoryview:
+        """Its bytes; with `nothing` none, on ranks that do not write."""
+        if nothing:
+            return memoryview(b"")
         with open_plain(self.file) as stream:
             stream.seek(self.header.begin)
             return memoryview(stream.read(self.bytes))

@@ -149,7 +149,7 @@ def adapter_layout(model: Any, changes: BaseChanges | None = None) -> FileLayout
         return {names[source]: with_change(source, tensor, changes or {})}
 
     outlines = {source: convert(source, shown[source])[name] for source, name in names.items()}
-    stored = [
+    stored: list[StoredTensor | KeptTensor] = [
         StoredTensor(names[source], source, tuple(outline.shape), outline.dtype)
         for source, outline in outlines.items()
     ]
@@ -512,7 +512,9 @@ class _FileTensors:
         return [
             TensorPart(tensor.name, dtype_name(tensor.dtype), tensor.shape, partial(self._bytes, tensor))
             if isinstance(tensor, StoredTensor)
-            else TensorPart(tensor.name, tensor.header.dtype, tensor.shape, tensor.read)
+            else TensorPart(
+                tensor.name, tensor.header.dtype, tensor.shape, partial(tensor.read, nothing=not self._keep)
+            )
             for tensor in stored
         ]
 
