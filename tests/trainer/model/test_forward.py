@@ -383,7 +383,7 @@ def test_an_encoder_whose_tokens_see_later_ones_is_refused() -> None:
     )
     with pytest.raises(ModelError) as refused:
         _choose(_loaded_from(config))
-    assert "its tokens see those that they are to predict" in str(refused.value)
+    assert "BertLMHeadModel reads text in both directions" in str(refused.value)
     assert "set is_decoder: true" in str(refused.value.problems[0].fix)
 
 

@@ -223,7 +223,13 @@ def _lines(result: "Exported") -> list[str]:
             )
     lines += _read_back(result)
     kind, more = ("SequenceClassification", ", num_labels=1") if result["reward"] else ("CausalLM", "")
-    if result["what"] == "adapter":
+    kind = "MultimodalLM" if result.get("multimodal") else kind
+    if result["what"] == "adapter" and kind == "MultimodalLM":
+        lines.append(
+            f"  load it with peft.PeftModel.from_pretrained(transformers.AutoModelFor{kind}"
+            f".from_pretrained({result['base']!r}), {result['out']!r})"
+        )
+    elif result["what"] == "adapter":
         lines.append(
             f"  its base model is {result['base']}; load both with"
             f" peft.AutoPeftModelFor{kind}.from_pretrained({result['out']!r}{more})"

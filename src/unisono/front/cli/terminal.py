@@ -275,6 +275,11 @@ def _model(plan: RunPlan) -> str:
         parts.append("from random weights")
     if model.quantized:
         parts.append(_quantized(plan))
+    if model.other_parameters:
+        others = show_count(model.other_parameters)
+        parts.append(
+            f"{others} more of vision or audio, frozen, kept in results, in memory only if text needs them"
+        )
     return " · ".join(parts)
 
 

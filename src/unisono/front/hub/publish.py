@@ -270,7 +270,13 @@ def model_card(run: RunDir, plan: RunPlan, repo: str, *, what: str, step: int | 
         _front_matter(config, base, objective, is_adapter=is_adapter),
         f"# {repo.rpartition('/')[2]}",
         f"{_kind(config, what)} of `{base}`, trained with unisono {__version__} (objective: {objective}).",
-        _usage(repo, base, is_adapter=is_adapter, reward=objective == "reward"),
+        _usage(
+            repo,
+            base,
+            is_adapter=is_adapter,
+            reward=objective == "reward",
+            multimodal=plan.model.other_parameters > 0,
+        ),
         "## Data\n\n" + _data(run, plan),
         "## Training\n\n" + _training(plan, metrics, step),
         "## Versions\n\n" + _versions(run),
@@ -308,14 +314,19 @@ def _sources(config: RunConfig) -> list[str]:
     return [entry if isinstance(entry, str) else entry.path for entry in entries]
 
 
-def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool) -> str:
-    kind = "SequenceClassification" if reward else "CausalLM"
+def _usage(repo: str, base: str, *, is_adapter: bool, reward: bool, multimodal: bool) -> str:
+    kind = "SequenceClassification" if reward else "MultimodalLM" if multimodal else "CausalLM"
     labels = ", num_labels=1" if reward else ""
     if is_adapter:
         code = (
             f"from peft import AutoPeftModelFor{kind}\n\nmodel ="
             f' AutoPeftModelFor{kind}.from_pretrained("{repo}"{labels})'
         )
+        if multimodal:  # peft has no class for these
+            code = (
+                f"from peft import PeftModel\nfrom transformers import AutoModelFor{kind}\n\nmodel ="
+                f' PeftModel.from_pretrained(AutoModelFor{kind}.from_pretrained("{base}"), "{repo}")'
+            )
         note = (
             ""
             if _is_hub_id(base)

@@ -4,6 +4,7 @@ torch what the model is.
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -260,14 +261,23 @@ def inspect_model(
     directory = locate_model(config.model.path, config.model.revision)
     settings = read_model_config(directory)
     refuse_other_task(directory, settings, reward=config.objective == "reward")
-    _refuse_lost_parts(directory, settings)
     text = _with_layers(directory, settings.get("text_config", settings))
     quantized = quantization_of(config.model, directory, settings)
     refuse_training(config, directory, quantized)
+    multimodal = multimodal_class(settings) is not None
+    if multimodal:
+        _refuse_multimodal(config, directory, quantized)
     if config.model.weights == "random":
         return _facts_from_config(directory, settings, text, quantized)
     files = weight_files(directory)
     headers = [header for file in files for header in read_safetensors_header(file)]
+    others = 0
+    if multimodal:
+        others = sum(_count(header.shape) for header in headers)
+        table = _token_table(text, headers)
+        headers = _of_language_model(table, headers)
+        others -= sum(_count(header.shape) for header in headers)
+        text = {**_least_config(table, headers), **text}
     refuse_larger_config(directory, text, headers)
     if config.objective == "reward":  # the head of a language model is not loaded
         headers = [header for header in headers if header.name != "lm_head.weight"]
@@ -307,6 +317,7 @@ def inspect_model(
         vocab_size=_positive_int(text, "vocab_size"),
         linear_parameters=sum(_count(shape) for shape in matrices),
         linear_in_out=sum(in_out(shape) for shape in matrices),
+        other_parameters=others,
         weight_bytes=sum(file.stat().st_size for file in files),
         digest=_digest(digests),
         positions=_positions(text),
@@ -539,35 +550,62 @@ def refuse_other_task(directory: Path, settings: ConfigJson, *, reward: bool) ->
     return classifies
 
 
-def _refuse_lost_parts(directory: Path, settings: ConfigJson) -> None:
-    """Refuses a multimodal checkpoint whose text part alone is what transformers loads for text.
+def multimodal_class(settings: ConfigJson) -> str | None:
+    """The class of a checkpoint with vision or audio parts beside its text model, by its
+    config.json; None for others.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(str(settings["model_type"]))
+    return name if "text_config" in settings and name in _architectures(settings) else None
+
+
+def _refuse_multimodal(config: RunConfig, directory: Path, quantized: Quantization | None) -> None:
+    """Refuses what is not done with a multimodal checkpoint.
 
     Raises:
-        ModelError: with how to get a model of text from it.
+        ModelError: with the key.
     """
-    class_name = next(iter(_architectures(settings)), "")
-    if "text_config" not in settings or not class_name.endswith("ForConditionalGeneration"):
-        return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    stored = quantized is not None and quantized.stored
+    refusals = {
+        "objective: reward": (config.objective == "reward", "train a language model of text instead"),
+        "model.weights: random": (config.model.weights == "random", "set model.weights: pretrained"),
+        str(directory / "config.json"): (stored, "use the original files, which are not quantized"),
+    }
+    for where, (is_set, fix) in refusals.items():
+        if is_set:
+            raise ModelError.of(
+                f"{directory} is a multimodal checkpoint",
+                where=where,
+                why="its vision and audio parts could not be kept in the result",
+                fix=fix,
+            )
 
-    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(settings["model_type"], class_name)
-    if class_name == text:  # what is trained is the checkpoint's own class
-        return
-    raise ModelError.of(
-        f"{directory} is a multimodal model, and rows of text would train another model than that",
-        where=str(directory / "config.json"),
-        why=(
-            f"transformers loads its text part alone, as {text}: in {class_name}, the class of the checkpoint, an"
-            " adapter of it would change nothing, and a merged or fully trained model would lack everything"
-            " else"
-        ),
-        fix=(
-            'train its text part as a model of its own: python -c "from transformers import'
-            " AutoModelForCausalLM as M, AutoTokenizer as T;"
-            f" [c.from_pretrained('{directory}').save_pretrained('TEXT') for c in (M, T)]\", and set"
-            " model.path: TEXT"
-        ),
-    )
+
+def _token_table(text: ConfigJson, headers: list[TensorHeader]) -> TensorHeader | None:
+    """The embedding of tokens among the tensors of a multimodal checkpoint: the largest with a row
+    for each token, if config.json has their number.
+    """
+    tables = [h for h in headers if is_embedding(h.name) and len(h.shape) == 2 and "lm_head" not in h.name]
+    fitting = [header for header in tables if header.shape[0] == text.get("vocab_size")]
+    return max(fitting or tables, key=lambda header: _count(header.shape), default=None)
+
+
+def _of_language_model(table: TensorHeader | None, headers: list[TensorHeader]) -> list[TensorHeader]:
+    """The tensors of a multimodal checkpoint's language model: those beside its embedding, and the
+    head.
+    """
+    prefix = ".".join([*table.name.split(".")[:-2], ""]) if table is not None else ""
+    return [header for header in headers if header.name.startswith(prefix) or "lm_head" in header.name]
+
+
+def _least_config(table: TensorHeader | None, headers: list[TensorHeader]) -> dict[str, object]:
+    """What the config.json of a multimodal checkpoint may lack of its language model, by the shapes
+    of its tensors.
+    """
+    layers = {match[1] for header in headers if (match := re.search(r"\.layers\.(\d+)\.", header.name))}
+    sizes = dict(zip(("vocab_size", "hidden_size"), table.shape, strict=True)) if table is not None else {}
+    return {**sizes, "num_hidden_layers": len(layers)}
 
 
 def no_reward_model(directory: Path, kind: str, why: str) -> ModelError:

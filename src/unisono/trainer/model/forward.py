@@ -17,6 +17,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -56,6 +57,7 @@ from unisono.trainer.model.layers import (
     why_no_kernels,
 )
 from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
+from unisono.trainer.model.multimodal import body_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.routers import Routers, find_routers
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
@@ -278,17 +280,20 @@ class Forward:
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """(N, E): the last hidden states at the positions that predict loss tokens."""
-        body = body_of(self.loaded.base)
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
             options = {"wanted_tokens": index} if self.shortens else {}
-            hidden = body(
+            hidden = self._body(
                 **_flat_inputs(rows, merged, numbered=self.states_reset), **options
             ).last_hidden_state[0]
             return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
-        return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+        return self._body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+
+    @cached_property
+    def _body(self) -> Any:
+        return body_of(self.loaded.base)
 
     def _logits(self, rows: Rows) -> torch.Tensor:
         """(N, V): the logits of the model's own head."""
@@ -399,16 +404,6 @@ def choose_forward(
     return forward
 
 
-def body_of(base: Any) -> Any:
-    """A model of transformers without its head.
-
-    The text model of Llama 4 has another prefix than its class says (transformers 5.23).
-    """
-    if hasattr(base, base.base_model_prefix):
-        return getattr(base, base.base_model_prefix)
-    return next(child for child in base.children() if hasattr(child, "base_model_prefix"))
-
-
 def _probe_rows(base: Any, *, first: int) -> Rows:
     """Two rows, of 6 and 9 tokens; `first` changes the tokens of the first row only."""
     vocabulary = base.get_input_embeddings().weight.shape[0]
@@ -480,7 +475,8 @@ def _refuse_influence_of_padding(forward: Forward, reference: torch.Tensor) -> N
 
 
 def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> None:
-    """Refuses an encoder: a token that sees the next one learns to copy it.
+    """Refuses an encoder, or a model that reads prompts in both directions, as PaliGemma does: a
+    token that sees the next one learns to copy it.
 
     Raises:
         ModelError: if the last token of a row changes the logits of those before it.
@@ -493,10 +489,14 @@ def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> 
     if not _alike(logits, reference[5:], forward.dtype):
         is_encoder = getattr(base.config, "is_decoder", None) is False
         raise ModelError.of(
-            "the model is an encoder: its tokens see those that they are to predict",
+            f"{type(base).__name__} reads text in both directions",
             where="model.path",
-            why="its logits change when a later token changes",
-            fix="set is_decoder: true in its config.json" if is_encoder else "use a decoder",
+            why="the logits of a token depend on those after it, which it has to predict",
+            fix=(
+                "set is_decoder: true in its config.json"
+                if is_encoder
+                else "use a model with causal attention"
+            ),
         )
 
 

@@ -87,6 +87,8 @@ TEXTS = (
     "a b c d e f 1 2 3 12 123 1234 12345 x1 1x A.B.C. e.g. i.e.",
 )
 """Texts by which it is found what llama.cpp must do to give the tokens of a tokenizer."""
+_DECODER_OF_SEVERAL = re.compile(r"^model\.[a-z_]+\.(?=(layers|embed_tokens|norm)\.)")
+"""What the names of a multimodal model have before those of its language model."""
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -229,7 +231,8 @@ class GgufLayout:
         Raises:
             ModelError: if there is none.
         """
-        stored_name = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        plain = _DECODER_OF_SEVERAL.sub("model.", name)
+        stored_name = self.names.get_name(plain, try_suffixes=(".weight", ".bias"))
         if stored_name is None:
             raise ModelError.of(
                 f"llama.cpp has no name for the tensor {name}",

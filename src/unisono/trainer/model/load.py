@@ -21,6 +21,7 @@ from unisono.trainer.config.schema import RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
+    multimodal_class,
     no_reward_model,
     read_model_config,
     refuse_larger_config,
@@ -35,6 +36,7 @@ from unisono.trainer.model.files import (
     weight_files,
 )
 from unisono.trainer.model.layers import scale_rope
+from unisono.trainer.model.multimodal import auto_class, release_parts
 from unisono.trainer.model.quantization import (
     QuantizedLoad,
     count_parameters,
@@ -204,7 +206,7 @@ def load_base(
     """The transformers model of a directory, with all weights found and of the right shape.
 
     A reward model made of a language model has a new head `score`, drawn from torch's global
-    generator.
+    generator. A multimodal model lacks the parts that rows of text do not need.
 
     Args:
         directory: of the model.
@@ -218,7 +220,7 @@ def load_base(
     Raises:
         ModelError: with the type, the file or the tensors that are wrong.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the front shows the progress
@@ -237,7 +239,7 @@ def load_base(
         adjust(settings)
         if reward:
             settings.num_labels = 1
-        auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+        auto = auto_class(stored, reward=reward)
         if random:
             model = auto.from_config(settings, trust_remote_code=trust_remote_code)
             _check_head(directory, model, reward=reward)
@@ -265,6 +267,8 @@ def load_base(
     if reward and not has_score:
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
+    if not reward and multimodal_class(stored) is not None:
+        release_parts(model)
     if quantized is not None:
         set_products(model, quantized, where=str(directory))
     return model

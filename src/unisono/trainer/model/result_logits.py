@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from unisono.base.files import whole_file
 from unisono.trainer.model.directory import SCORE
-from unisono.trainer.model.forward import body_of, head_values
+from unisono.trainer.model.forward import head_values
+from unisono.trainer.model.multimodal import body_of
 from unisono.trainer.model.result_outputs import ResultOutputs
 
 ROWS = 3

@@ -28,6 +28,10 @@ class ModelFacts(PlanPart):
     model_type: str
     parameters: int
     """Total number; tied weights count once."""
+    other_parameters: int = 0
+    """Parameters of the vision and audio parts of a multimodal checkpoint, which are not in memory:
+    they are frozen, and results have them as they are.
+    """
     hidden_size: int
     layers: int
     intermediate_size: int

@@ -470,11 +470,13 @@ class Exported(_Written, MergeFigures):
 
     Attributes:
         reward: whether it is a reward model.
+        multimodal: whether its class has vision or audio parts.
         pictures, format, file: of the LoRA of an image model.
     """
 
     merged: bool
     reward: bool
+    multimodal: NotRequired[bool]
     pictures: NotRequired[bool]
     format: NotRequired[str]
     file: NotRequired[str]

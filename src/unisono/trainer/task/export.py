@@ -46,7 +46,9 @@ from unisono.trainer.task.read_back import ReadBack, by_digests, read_back
 from unisono.trainer.task.target import Target, requested_target, verify_target
 from unisono.trainer.training.weights import (
     Entries,
+    copy_files,
     entries_of,
+    multimodal_original,
     round_as_stored,
     write_generation_config,
     write_model,
@@ -122,6 +124,7 @@ def run(request: ExportRequest, report: Reporter) -> Exported:
         "files": [str(file.relative_to(out)) for file in files],
         "bytes": sum(file.stat().st_size for file in files),
         "reward": target.is_reward,
+        "multimodal": multimodal_original(target.base) is not None,
         "read_back": back.to_json() if back is not None else None,
     }
     return {**result, **figures} if figures is not None else result
@@ -203,6 +206,8 @@ def write_as_it_is(
         shutil.copyfile(file, directory / file.name)
     if target.source == "adapter":
         _name_base(target, directory / "adapter_config.json")
+    elif multimodal_original(target.weights) is not None:
+        copy_files(target.weights, directory)
     # Verified before; damage during the copy is detected when the copy is read.
     listing = read_model_manifest(target.weights)
     if listing is None:
@@ -257,7 +262,13 @@ def write_merged(
         )
     report.phase("export", "writing the merged model")
     merged.config.use_cache = True
-    entries = write_model(merged, directory, dtype=dtype, max_file_bytes=max_file_bytes)
+    entries = write_model(
+        merged,
+        directory,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        original=multimodal_original(target.base),
+    )
     return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, logits
 
 

@@ -37,6 +37,7 @@ from unisono.trainer.task.inference import load_target, merge_adapter, stops_of,
 from unisono.trainer.task.llama_logits import read_in_llama_cpp
 from unisono.trainer.task.read_back import ReadBack
 from unisono.trainer.task.target import Target, requested_target, verify_target
+from unisono.trainer.training.weights import multimodal_original
 
 Named = tuple[str, torch.Tensor]
 
@@ -57,6 +58,10 @@ def run(request: GgufRequest, report: Reporter) -> GgufExported:
     report.phase("load_model", f"loading {target.description}")
     loaded = load_target(target, dtype=stored_dtype(target.base), device=torch.device("cpu"))
     layout = GgufLayout.of(loaded.base.config)
+    if multimodal_original(target.base) is not None:
+        report.warning(
+            "text_only", "the GGUF file has the language model alone, without vision and audio parts"
+        )
     template = template_of(target, loaded.tokenizer)
     writes = _ExportedModel(
         target, layout, loaded.tokenizer, template, stops_of(target, loaded.tokenizer, template)

@@ -6,6 +6,7 @@ rank 0 never holds more than its own part of the model and one full tensor.
 
 import contextlib
 import copy
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +20,23 @@ from unisono.base.files import read_json, write_json
 from unisono.base.text import parse_bytes
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
+from unisono.trainer.checkpoint.verify import MODEL_MANIFEST
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
+from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
 from unisono.trainer.families import training_of
 from unisono.trainer.model.adapter import BaseChanges, stored_settings, with_change
+from unisono.trainer.model.directory import multimodal_class, read_model_config
 from unisono.trainer.model.file_settings import ADAPTER_FILE
 from unisono.trainer.model.files import read_contents, read_safetensors_header, weight_files
 from unisono.trainer.model.load import DTYPES, LoadedModel
+from unisono.trainer.model.multimodal import (
+    KeptTensor,
+    exact_targets,
+    kept_tensors,
+    other_names,
+    text_names,
+)
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.sharding import full_on_one_rank
 
@@ -62,17 +73,19 @@ class FileLayout:
     """The files and their tensors.
 
     Attributes:
-        files: for each file its tensors, in order.
+        files: for each file its tensors, in order; some may be copied from a different file.
         index: the JSON object of the index; None if there is only one file.
         convert: gives the tensors of the files that are computed from a full tensor of the model.
     """
 
-    files: dict[str, list[StoredTensor]]
+    files: dict[str, list[StoredTensor | KeptTensor]]
     index: Mapping[str, object] | None
     convert: Callable[[str, torch.Tensor], Tensors]
 
 
-def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileLayout | None:
+def model_layout(
+    base: Any, *, dtype: torch.dtype, max_file_bytes: int, original: Path | None = None
+) -> FileLayout | None:
     """The layout of a full model; None if a file's tensor is computed from several of the model's,
     which must be gathered together.
 
@@ -80,8 +93,15 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileL
         base: of transformers; its weights may be sharded.
         dtype: of floating-point tensors in the files.
         max_file_bytes: maximum size of a file; a larger tensor gets a separate file.
+        original: the directory of a multimodal checkpoint: what its decoder and head do not have is
+            copied.
+
+    Raises:
+        ModelError: if the tensors of such a checkpoint have other names.
     """
     shown = {name: _without_data(tensor, dtype) for name, tensor in untied(base).items()}
+    if original is not None:
+        shown = {name: tensor for name, tensor in shown.items() if name in text_names(base)}
     try:
         wanted = _reverted(base, dict(shown))
         apart = {name: _reverted(base, {name: tensor}) for name, tensor in shown.items()}
@@ -100,7 +120,11 @@ def model_layout(base: Any, *, dtype: torch.dtype, max_file_bytes: int) -> FileL
     def convert(source: str, tensor: torch.Tensor) -> Tensors:
         return _reverted(base, {source: tensor})
 
-    files, index = _split(stored, max_file_bytes, parameters=base.num_parameters())
+    kept = (
+        [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, _tied(base, shown)))
+    )
+    parameters = base.num_parameters() + sum(prod(tensor.shape) for tensor in kept)
+    files, index = _split([*stored, *kept], max_file_bytes, parameters=parameters)
     return FileLayout(files, index, convert)
 
 
@@ -125,7 +149,7 @@ def adapter_layout(model: Any, changes: BaseChanges | None = None) -> FileLayout
         return {names[source]: with_change(source, tensor, changes or {})}
 
     outlines = {source: convert(source, shown[source])[name] for source, name in names.items()}
-    stored = [
+    stored: list[StoredTensor | KeptTensor] = [
         StoredTensor(names[source], source, tuple(outline.shape), outline.dtype)
         for source, outline in outlines.items()
     ]
@@ -143,6 +167,12 @@ def untied(base: Any) -> Tensors:
         for name, tensor in base.state_dict(keep_vars=True).items()
         if seen.setdefault(id(tensor), name) == name and name not in ignored
     }
+
+
+def _tied(base: Any, shown: Tensors) -> Tensors:
+    """The tensors of a multimodal model's decoder and head that share memory with others."""
+    state = base.state_dict(keep_vars=True)
+    return {name: state[name].detach().to("meta") for name in text_names(base) - shown.keys()}
 
 
 def _without_data(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -167,8 +197,8 @@ def _outline(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, 
 
 
 def _split(
-    stored: list[StoredTensor], max_file_bytes: int, *, parameters: int
-) -> tuple[dict[str, list[StoredTensor]], Mapping[str, object] | None]:
+    stored: list[StoredTensor | KeptTensor], max_file_bytes: int, *, parameters: int
+) -> tuple[dict[str, list[StoredTensor | KeptTensor]], Mapping[str, object] | None]:
     """The tensors split into files, as huggingface_hub splits them, and the index."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -188,6 +218,8 @@ def _split(
 
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _METADATA = {"format": "pt"}  # transformers refuses files without it
+_FILES_BESIDE = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+_WRITTEN = {*TOKENIZER_FILES, MODEL_INDEX, MODEL_MANIFEST, "config.json", "generation_config.json"}
 
 Entries = dict[str, FileEntry]
 
@@ -231,7 +263,13 @@ def write_weights(
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
-        entries = write_model(loaded.base, target, dtype=stored_dtype(plan), max_file_bytes=limit)
+        entries = write_model(
+            loaded.base,
+            target,
+            dtype=stored_dtype(plan),
+            max_file_bytes=limit,
+            original=multimodal_original(Path(plan.model.directory)),
+        )
         loaded.base.config.use_cache = False
     if target is not None and plan.config.adapter is not None and plan.config.model.rope is not None:
         _write_settings(loaded.base, target)
@@ -283,7 +321,26 @@ def _write_settings(base: Any, directory: Path) -> None:
     base.config.use_cache = False
 
 
-def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int) -> Entries:
+def multimodal_original(directory: Path) -> Path | None:
+    """The directory of a model, if what is written of it has to keep vision or audio parts."""
+    return directory if multimodal_class(read_model_config(directory)) is not None else None
+
+
+def copy_files(original: Path, directory: Path) -> None:
+    """Copies the files that a multimodal checkpoint has beside weights, tokenizer and settings:
+    those of its processor, and code.
+
+    Raises:
+        OSError: if the storage fails.
+    """
+    for file in sorted({file for pattern in _FILES_BESIDE for file in original.glob(pattern)}):
+        if file.name not in _WRITTEN and not file.name.startswith("adapter_"):
+            shutil.copyfile(file, directory / file.name)
+
+
+def write_model(
+    base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int, original: Path | None = None
+) -> Entries:
     """Writes weights and config of a transformers model, as its `save_pretrained` would;
     `write_generation_config` writes the rest.
 
@@ -294,15 +351,20 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
         directory: target; None on ranks that only contribute their parts.
         dtype: of the files.
         max_file_bytes: a larger model is split into several files.
+        original: the directory of a multimodal checkpoint, of which other parts and files are
+            copied.
 
     Returns:
         the digests of the weight files: the intended ones where unisono wrote the file.
 
     Raises:
         OSError: if the storage fails.
+        ModelError: if the tensors of a multimodal checkpoint have other names than the model's.
     """
     tensors = untied(base)
-    layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes)
+    layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes, original=original)
+    if layout is None and original is not None:
+        raise other_names(original, "transformers joins tensors of it to one of a file")
     # If a tensor of the file is made from several of the model's (three fused into one),
     # transformers must see all of them. Only then does rank 0 hold the full model.
     state = {} if layout else _all_full(tensors, DTYPES[dtype], keep=directory is not None)
@@ -310,6 +372,8 @@ def write_model(base: Any, directory: Path | None, *, dtype: str, max_file_bytes
         with _plain_generation(base):
             base.save_pretrained(str(directory), state_dict=state, max_shard_size=max_file_bytes)
         _write_dtype(directory / "config.json", dtype)
+        if original is not None:
+            copy_files(original, directory)
     if layout is None:
         return entries_of(directory) if directory is not None else {}
     entries = _write_files(layout, tensors, directory)
@@ -379,6 +443,7 @@ def write_adapter(
     settings = copy.copy(model.peft_config["default"])
     settings.inference_mode, settings.revision = True, base_revision
     stored_settings(settings, model, changes or {})
+    settings.target_modules = exact_targets(model) or settings.target_modules
     settings.save_pretrained(str(directory))
     return entries
 
@@ -442,10 +507,14 @@ class _FileTensors:
         self._source = ""
         self._now: Tensors = {}
 
-    def parts(self, stored: list[StoredTensor]) -> list[TensorPart]:
+    def parts(self, stored: list[StoredTensor | KeptTensor]) -> list[TensorPart]:
         """The tensors of one file."""
         return [
             TensorPart(tensor.name, dtype_name(tensor.dtype), tensor.shape, partial(self._bytes, tensor))
+            if isinstance(tensor, StoredTensor)
+            else TensorPart(
+                tensor.name, tensor.header.dtype, tensor.shape, partial(tensor.read, nothing=not self._keep)
+            )
             for tensor in stored
         ]
 
@@ -486,6 +555,9 @@ def _write_dtype(file: Path, dtype: str) -> None:
     """
     config = read_json(file)
     config.pop("torch_dtype", None)
+    for part in config.values():
+        if isinstance(part, dict) and "dtype" in part:  # of the text or vision part
+            part["dtype"] = dtype
     write_json(file, config | {"dtype": dtype})
 
 

@@ -8,10 +8,12 @@ import torch
 
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.adapter import fit_base_to_adapter
+from unisono.trainer.model.directory import read_model_config
 from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.layers import take_rope
 from unisono.trainer.model.load import DTYPES, load_base
+from unisono.trainer.model.multimodal import auto_class
 from unisono.trainer.model.quantization import quantized_load
 
 
@@ -64,11 +66,11 @@ def load_as_users_do(written: WrittenModel, *, dtype: str, device: torch.device)
     in evaluation mode.
     """
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # the front shows the progress
-    auto = AutoModelForSequenceClassification if written.reward else AutoModelForCausalLM
+    auto = auto_class(read_model_config(written.base), reward=written.reward)
     place = written.directory if (written.directory / "config.json").is_file() else written.base
     settings = AutoConfig.from_pretrained(str(place), trust_remote_code=written.trusts_code)
     if written.reward:

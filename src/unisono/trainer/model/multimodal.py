@@ -1,0 +1,198 @@
+"""Multimodal checkpoints whose rows are text.
+
+They are loaded in their own class, so that names of parameters are those of the checkpoint. Vision
+and audio parts are not kept in memory: what is written of the model copies their tensors, and the
+files of the processor, from the original directory.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from unisono.base.errors import ModelError
+from unisono.base.files import open_plain
+from unisono.trainer.model.directory import multimodal_class
+from unisono.trainer.model.files import (
+    ConfigJson,
+    TensorHeader,
+    read_safetensors_header,
+    weight_files,
+)
+
+
+def auto_class(settings: ConfigJson, *, reward: bool) -> Any:
+    """The class of transformers that loads a model with this config.json for rows of text."""
+    import transformers
+
+    if reward:
+        return transformers.AutoModelForSequenceClassification
+    if multimodal_class(settings) is not None:
+        return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
+
+
+def body_of(base: Any) -> Any:
+    """The module of a transformers model that gives the hidden states of tokens: in a multimodal
+    model the innermost one with the embedding of tokens.
+
+    The text model of Llama 4 has another prefix than its class says (transformers 5.23).
+    """
+    if base.config.get_text_config() is base.config:
+        if hasattr(base, base.base_model_prefix):
+            return getattr(base, base.base_model_prefix)
+        return next(child for child in base.children() if hasattr(child, "base_model_prefix"))
+    embedding = base.get_input_embeddings()
+    models = [module for module in base.modules() if isinstance(module, PreTrainedModel)]
+    return [model for model in models if embedding in set(model.modules())][-1]
+
+
+def release_parts(base: Any) -> None:
+    """Removes what rows of text do not need from a multimodal model; what is neither its decoder
+    nor its head is frozen.
+
+    Which parts these are is tested: without them, the decoder must get the same inputs.
+    """
+    decoder, head = body_of(base), base.get_output_embeddings()
+    path = next(name for name, module in base.named_modules() if module is decoder).split(".")
+    parents = [base.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+    text = {*parents, decoder, head}
+    before = _decoder_input(base, decoder)
+    for parent in parents:
+        parent.requires_grad_(False)
+        for name, part in list(parent.named_children()):
+            if part in text:
+                continue
+            setattr(parent, name, None)
+            after = _decoder_input(base, decoder)
+            if before is None or after is None or not torch.equal(before, after):
+                setattr(parent, name, part)
+    decoder.requires_grad_(True)
+    head.requires_grad_(True)
+
+
+class _Reached(Exception):  # noqa: N818 - ends a forward, and is no error
+    """The forward has reached the decoder.
+
+    Attributes:
+        value: the input of the decoder.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _decoder_input(base: Any, decoder: torch.nn.Module) -> torch.Tensor | None:
+    """What the decoder of a multimodal model gets for a row of text: embeddings (1, T, E), or
+    tokens (1, T); None if the forward fails before.
+    """
+
+    def stop(_module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        embeddings = kwargs.get("inputs_embeds")
+        raise _Reached(kwargs["input_ids"] if embeddings is None else embeddings)
+
+    hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            base(input_ids=torch.arange(8, device=base.device)[None], use_cache=False)
+    except _Reached as reached:
+        return reached.value
+    except (AttributeError, TypeError, KeyError):  # it needs a part that was removed
+        return None
+    finally:
+        hook.remove()
+    return None
+
+
+def text_names(base: Any) -> set[str]:
+    """The names of a multimodal model's tensors that belong to its decoder or its head, including
+    tied ones.
+    """
+    parts = {body_of(base), base.get_output_embeddings()}
+    prefixes = tuple(f"{name}." for name, module in base.named_modules() if module in parts)
+    return {name for name in base.state_dict(keep_vars=True) if name.startswith(prefixes)}
+
+
+def exact_targets(model: Any) -> list[str] | None:
+    """The full names of the layers that an adapter of a multimodal model adapts: peft would find
+    shorter names in the vision part, too. None for other models.
+    """
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+
+    base = model.get_base_model()
+    if base.config.get_text_config() is base.config:
+        return None
+    return [
+        name
+        for name, layer in base.named_modules()
+        if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
+    ]
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that is copied from a file of the original."""
+
+    file: Path
+    header: TensorHeader
+
+    @property
+    def name(self) -> str:
+        """In the file."""
+        return self.header.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the file."""
+        return self.header.shape
+
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return self.header.end - self.header.begin
+
+    def read(self, *, nothing: bool) -> memoryview:
+        """Its bytes; with `nothing` none, on ranks that do not write."""
+        if nothing:
+            return memoryview(b"")
+        with open_plain(self.file) as stream:
+            stream.seek(self.header.begin)
+            return memoryview(stream.read(self.bytes))
+
+
+def kept_tensors(original: Path, written: Collection[str], *, tied: Collection[str]) -> list[KeptTensor]:
+    """The tensors of a multimodal checkpoint that are copied, since the model has no others for
+    them.
+
+    Args:
+        original: the directory of the checkpoint.
+        written: the names of the tensors that are written of the model.
+        tied: the names of those that are the same as others; they are not written.
+
+    Raises:
+        ModelError: if the checkpoint does not have the written ones by these names.
+    """
+    kept = [
+        KeptTensor(file, header)
+        for file in weight_files(original)
+        for header in read_safetensors_header(file)
+    ]
+    names = {tensor.name for tensor in kept}
+    unknown = [name for name in written if name not in names and not name.endswith("lm_head.weight")]
+    if unknown:  # a head is new if it was tied
+        raise other_names(original, f"there is no {unknown[0]}")
+    return [tensor for tensor in kept if tensor.name not in written and tensor.name not in tied]
+
+
+def other_names(original: Path, why: str) -> ModelError:
+    """The error for a multimodal checkpoint whose tensors cannot be replaced one by one."""
+    return ModelError.of(
+        "the trained tensors have other names than those of the checkpoint",
+        where=str(original),
+        why=why,
+        fix="load it in transformers, save it with `save_pretrained`, and use that as the model",
+    )
