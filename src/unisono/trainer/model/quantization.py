@@ -14,8 +14,8 @@ import contextlib
 import ctypes
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ import torch
 from unisono.base.errors import ModelError
 from unisono.trainer.config.schema import ModelSection, RunConfig
 from unisono.trainer.model.directory import read_model_config
-from unisono.trainer.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
+from unisono.trainer.model.file_settings import Quantization, StoredShape, quantization_of, stored_shapes
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.kernels import load_kernels, product, product_back
 
 _LARGEST_INT8 = 127.0
-_READER = "unisono_grouped"  # our name among the methods of transformers
+_READER = "unisono_stored"  # our name among the methods of transformers
 _AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -60,8 +60,8 @@ class QuantizedLoad:
         """
         if self.how.layout:
             _register_reader()
-            how = {"kind": self.how.kind, "double": False, "stored": True, "layout": self.how.layout}
-            settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
+            how = {"directory": str(directory), "how": asdict(self.how)}
+            settings.quantization_config = {"quant_method": _READER, **how}
             return {}
         self._check_device()
         options: dict[str, object] = {"device_map": {"": str(self.device)}}
@@ -137,7 +137,7 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
     """
     layers = [layer for _, layer in quantized_layers(model)]
     for layer in layers:
-        if isinstance(layer, GroupedLinear):
+        if isinstance(layer, StoredLinear):
             layer.pack(load.how.layout, load.device, where=where)
     inside = sum(layer.in_features * layer.out_features for layer in layers)
     outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
@@ -185,7 +185,7 @@ def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         # same names, and no compute_dtype or state.
         kind = type(module)
         is_theirs = kind.__module__.startswith("bitsandbytes.")
-        if kind is GroupedLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
+        if kind is StoredLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
             yield name, module
 
 
@@ -213,7 +213,7 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(state, torch.Tensor):
             scales[f"{name}.weight.scale"] = state
             continue
-        if isinstance(state, Groups):
+        if isinstance(state, Scales):
             scales |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
             continue
         scales[f"{name}.weight.absmax"] = state.absmax
@@ -274,7 +274,7 @@ def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.T
         compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
         kernels = load_kernels() if compiled else None
         return kernels.dequantize(packed, scale) if kernels else packed.to(dtype).mul_(scale[:, None])
-    if isinstance(state, Groups):
+    if isinstance(state, Scales):
         return state.dequantized(packed, dtype)
     from bitsandbytes.functional import dequantize_4bit
 
@@ -316,13 +316,30 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
             yield module
 
 
-# ---- files of GPTQ and AWQ
+# ---- files that unisono reads itself
+
+
+class Scales:
+    """What dequantizes a weight of such files."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device) -> None:
+        """Moves the tensors."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes (out, in · bits / 8), rounded once from float32."""
+        raise NotImplementedError
 
 
 @dataclass
-class Groups:
-    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o,
-    g]), where g is the group of input i.
+class Groups(Scales):
+    """What dequantizes a weight of GPTQ, AWQ or packed words: W[o, i] = scales[o, g] · (codes[o, i]
+    − zeros[o, g]), where g is the group of input i.
 
     Attributes:
         bits: of a code; a byte has several, the first one in its lowest bits.
@@ -336,16 +353,6 @@ class Groups:
     scales: torch.Tensor
     zeros: torch.Tensor
     places: torch.Tensor | None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        tensors = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def to(self, device: torch.device) -> None:
-        """Moves the tensors."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.to(device))
 
     def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """W (out, in) of the bytes (out, in · bits / 8).
@@ -368,6 +375,45 @@ class Groups:
         return weight
 
 
+@dataclass
+class Blocks(Scales):
+    """What dequantizes a weight with a scale for each block: W[o, i] = scales[o // rows, i //
+    columns] · number[o, i].
+
+    Attributes:
+        dtype: of the numbers, each of which is one byte.
+        block: rows and columns.
+        scales: (out / rows, in / columns), rounded up; uint8 are exponents of 2, less 127.
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    scales: torch.Tensor
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes (out, in); products are rounded once from float32."""
+        outs, width = packed.shape
+        weight = torch.empty(outs, width, dtype=dtype, device=packed.device)
+        step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
+        rows = torch.arange(outs, device=packed.device) // self.block[0]
+        for part, to, of in zip(packed.split(step), weight.split(step), rows.split(step), strict=True):
+            scales = self.scales[of]
+            wide = _numbers(scales, torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales.float()
+            numbers = _numbers(part, self.dtype)
+            to.copy_(numbers.mul_(wide.repeat_interleave(self.block[1], 1)[:, :width]))
+        return weight
+
+
+def _numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of bytes, float32; on a CPU by a table, which is six times faster than torch's
+    conversion of fp8.
+    """
+    if packed.device.type != "cpu":
+        return packed.view(dtype).float()
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return table.index_select(0, packed.reshape(-1).int()).view(packed.shape)
+
+
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """(…, n) bytes → (…, n · 8 / bits) codes, uint8."""
     if bits == 8:
@@ -382,8 +428,8 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack(parts).sum(0, dtype=torch.uint8)
 
 
-class GroupedLinear(torch.nn.Linear):
-    """A linear layer whose weight was quantized by GPTQ or AWQ.
+class StoredLinear(torch.nn.Linear):
+    """A linear layer with a quantized weight of files that unisono reads itself.
 
     It has the tensors of the files until `pack` makes one weight of them.
 
@@ -391,15 +437,19 @@ class GroupedLinear(torch.nn.Linear):
     gets dense weights for DoRA.
     """
 
-    def __init__(self, linear: torch.nn.Linear, shape: GroupedShape) -> None:
+    def __init__(self, linear: torch.nn.Linear, shape: StoredShape) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = shape.ins, shape.outs, shape.bits
-        self.bias, self.compute_dtype = linear.bias, torch.float32
+        self.bias, self.compute_dtype, self.block = linear.bias, torch.float32, shape.block
         self.weight: torch.nn.Parameter
         self.register_parameter("weight", None)
         for name, header in shape.parts.items():
             dtype = _DTYPES[header.dtype]
-            self.register_buffer(name, torch.empty(header.shape, dtype=dtype, device=linear.weight.device))
+            tensor = torch.empty(header.shape, dtype=dtype, device=linear.weight.device)
+            if name == "weight":
+                self.weight = torch.nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.register_buffer(name, tensor)
 
     def pack(self, layout: str, device: torch.device, *, where: str) -> None:
         """Makes the weight and its state of the tensors of the files.
@@ -408,20 +458,18 @@ class GroupedLinear(torch.nn.Linear):
             ModelError: if the groups of inputs differ in size.
         """
         parts = {name: tensor.to(device) for name, tensor in self.named_buffers(recurse=False)}
-        packed, zeros, places = parts["qweight"], parts["qzeros"], None
-        if layout == "gemm":
-            packed = _packed(_awq_codes(packed).t(), self.bits)
-            zeros = _awq_codes(zeros)
-        else:
-            packed = packed.t().contiguous().view(torch.uint8)
-            if layout == "gptq":  # stored less one, as one number of 32 bits
-                zeros = zeros + sum(1 << shift for shift in range(0, 32, self.bits))
-            zeros = _unpacked(zeros.contiguous().view(torch.uint8), self.bits)
-        if "g_idx" in parts:
-            packed, places = self._by_group(packed, parts["g_idx"].long(), len(zeros), where)
-        self.quant_state = Groups(self.bits, parts["scales"].t().contiguous(), zeros.t().contiguous(), places)
         for name in parts:
             delattr(self, name)
+        packed, places, index = self.weight, None, parts.get("g_idx", parts.get("weight_g_idx"))
+        if packed is not None:
+            self.quant_state: Scales = Blocks(packed.dtype, self.block, _scales_of_blocks(parts))
+            self.weight = torch.nn.Parameter(packed.data.to(device).view(torch.uint8), requires_grad=False)
+            return
+        read = _read_words if "weight_packed" in parts else partial(_read_grouped, layout)
+        packed, zeros, scales = read(parts, self.bits)
+        if index is not None:
+            packed, places = self._by_group(packed, index.long(), zeros.shape[1], where)
+        self.quant_state = Groups(self.bits, scales.contiguous(), zeros.contiguous(), places)
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
 
     def _by_group(
@@ -450,7 +498,45 @@ class GroupedLinear(torch.nn.Linear):
         return self.quant_state.dequantized(self.weight, self.compute_dtype)
 
 
-_DTYPES = {"I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_Codes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # bytes (out, …), zeros and scales (out, groups)
+
+
+def _read_grouped(layout: str, parts: dict[str, torch.Tensor], bits: int) -> _Codes:
+    """The weight of GPTQ or AWQ."""
+    packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].t()
+    if layout == "gemm":
+        return _packed(_awq_codes(packed).t(), bits), _awq_codes(zeros).t(), scales
+    if layout == "gptq":  # stored less one, as one number of 32 bits
+        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
+    zeros = _unpacked(zeros.contiguous().view(torch.uint8), bits)
+    return packed.t().contiguous().view(torch.uint8), zeros.t(), scales
+
+
+def _read_words(parts: dict[str, torch.Tensor], bits: int) -> _Codes:
+    """The weight of compressed-tensors: codes and zero points with half of their range added."""
+    scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
+    if zeros is None:
+        middle = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+        return parts["weight_packed"].contiguous().view(torch.uint8), middle, scales
+    zeros = _unpacked(zeros.t().contiguous().view(torch.uint8), bits).t()
+    return parts["weight_packed"].contiguous().view(torch.uint8), zeros, scales
+
+
+def _scales_of_blocks(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The scales of a matrix (blocks of rows, blocks of columns); exponents as bytes."""
+    scales = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
+    scales = scales.reshape(*scales.shape, *[1] * (2 - scales.ndim))
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -461,8 +547,10 @@ def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _register_reader() -> None:
-    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs
-    gptqmodel, and a CUDA device for most kernels.
+    """Makes transformers read quantized files into layers of ours.
+
+    Its own ways need gptqmodel or compressed-tensors, and a CUDA device for most kernels; on others
+    it dequantizes fp8 on loading.
     """
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
@@ -482,19 +570,19 @@ def _register_reader() -> None:
 
         def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> None:
             settings = self.quantization_config
-            _put_grouped_layers(model, Path(settings.directory), Quantization(**settings.how))
+            _put_stored_layers(model, Path(settings.directory), Quantization(**settings.how))
 
         def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> None:
             pass
 
 
-def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
+def _put_stored_layers(model: Any, directory: Path, how: Quantization) -> None:
     """Replaces the linear layers of which the files have quantized weights; the model is on the
     meta device.
     """
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
     linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    for name, shape in grouped_shapes(how, headers, str(directory)).items():
+    for name, shape in stored_shapes(how, headers, str(directory)).items():
         layer = linear.get(name)
         if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
             has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
@@ -505,7 +593,7 @@ def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
                 why="layers of experts, for example, are one tensor in this version of transformers",
                 fix="use the model's original files",
             )
-        model.set_submodule(name, GroupedLinear(layer, shape))
+        model.set_submodule(name, StoredLinear(layer, shape))
 
 
 # ---- embedding and head in 8 bits
