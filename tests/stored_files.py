@@ -1,5 +1,5 @@
-"""Models in the files of fp8 with scales of blocks, and of compressed-tensors, written by the
-definition of their layouts: weights rounded to the nearest number of their block.
+"""Models in the files of fp8 with scales of blocks, of MXFP4, and of compressed-tensors, written by
+the definition of their layouts: weights rounded to the nearest number of their block.
 """
 
 import json
@@ -136,3 +136,31 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     for position in range(per):
         words += codes[:, position::per].numpy().astype(np.int64) << (bits * position)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The numbers of the first eight codes; those of the other eight are the same, below 0."""
+
+
+def write_mxfp4(source: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Quantizes the experts of a gpt-oss; gives the exact values of their parameters (experts, in,
+    out) float32 by name.
+    """
+    shutil.copytree(source, out)
+    tensors = load_file(source / "model.safetensors")
+    values: dict[str, torch.Tensor] = {}
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        blocks = tensors.pop(name).float().transpose(1, 2).unflatten(2, (-1, 32))
+        exponents = (blocks.abs().amax(-1) / 6.0).log2().ceil()
+        scaled = blocks / exponents.exp2()[..., None]
+        nearest = (scaled.abs()[..., None] - _FP4).abs().argmin(-1)
+        numbers = _FP4[nearest] * scaled.sign()
+        codes = (nearest + 8 * (numbers < 0)).to(torch.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+        values[name] = (numbers * exponents.exp2()[..., None]).flatten(2).transpose(1, 2).contiguous()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(config))
+    return values

@@ -284,6 +284,7 @@ def inspect_model(
         shapes = stored_shapes(quantized, headers, str(directory))
         headers = dense_headers(headers, shapes)
         weights = sum(shape.outs * shape.ins for shape in shapes.values())
+        known["linear_parameters"] = weights  # others, e.g. routers, are dense
         known["quantized_bits"] = sum(s.outs * s.ins * s.bits for s in shapes.values()) / weights
         known["quantized_bytes"] = sum(shape.bytes for shape in shapes.values()) / weights
     elif quantized is not None and quantized.stored:  # the shapes in its files are those of packed values

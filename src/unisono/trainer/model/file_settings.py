@@ -207,23 +207,26 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-Kind = Literal["nf4", "fp4", "int8", "gptq", "awq", "fp8", "compressed-tensors"]
+Kind = Literal["nf4", "fp4", "int8", "gptq", "awq", "fp8", "mxfp4", "compressed-tensors"]
 LAYOUTS = {
     "gptq": ("gptq", "gptq_v2"),
     "awq": ("gemm",),
     "fp8": ("fp8",),
+    "mxfp4": ("mxfp4",),
     "compressed-tensors": ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
 }
 """The layouts that are read of files of GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), fp8 with
-scales of blocks (arXiv:2412.19437) and compressed-tensors; in the first, zero points are stored
-less one.
+scales of blocks (arXiv:2412.19437), MXFP4 (arXiv:2310.10537) and compressed-tensors; in the first,
+zero points are stored less one.
 """
-_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,), "fp8": (8,), "compressed-tensors": (2, 4, 8)}  # bits of a weight
+_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,), "fp8": (8,), "mxfp4": (4,), "compressed-tensors": (2, 4, 8)}
+"""Bits of a weight."""
 _GROUPED = ("qweight", "qzeros", "scales", "g_idx")
 _PARTS = {
     "gptq": _GROUPED,
     "awq": _GROUPED,
     "fp8": ("weight", "weight_scale_inv", "activation_scale"),
+    "mxfp4": ("blocks", "scales"),  # after the name of the parameter and `_`
     "compressed-tensors": (
         *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
         *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
@@ -348,12 +351,14 @@ def stored_quantization(directory: Path, settings: ConfigJson) -> Quantization |
         return _grouped(method, stored, directory)
     if method == "fp8":
         return Quantization("fp8", double=False, stored=True, layout="fp8", bits=8, block=_block_of(stored))
+    if method == "mxfp4":
+        return Quantization("mxfp4", double=False, stored=True, layout="mxfp4", bits=4, block=(1, 32))
     if method == "compressed-tensors":
         return _compressed(stored, directory)
     raise ModelError.of(
         f"the weights in {directory} are quantized with {method!r}",
         where=where,
-        why="bitsandbytes, GPTQ, AWQ, fp8 and compressed-tensors are read",
+        why="bitsandbytes, GPTQ, AWQ, fp8, MXFP4 and compressed-tensors are read",
         fix=_ORIGINAL,
     )
 
@@ -456,7 +461,7 @@ class StoredShape:
 
 def stored_shapes(how: Quantization, headers: list[TensorHeader], where: str) -> dict[str, StoredShape]:
     """The matrices that are quantized in files which unisono reads itself, by the name of their
-    layer.
+    layer; those of MXFP4, of all experts, by the name of their parameter.
 
     Raises:
         ModelError: if there are none, if shapes contradict each other, or if the head is among
@@ -464,7 +469,7 @@ def stored_shapes(how: Quantization, headers: list[TensorHeader], where: str) ->
     """
     parts: dict[str, dict[str, TensorHeader]] = {}
     for header in headers:
-        layer, _, last = header.name.rpartition(".")
+        layer, _, last = header.name.rpartition("_" if how.kind == "mxfp4" else ".")
         if last in _PARTS[how.kind]:
             parts.setdefault(layer, {})[last] = header
     shapes = {
@@ -489,7 +494,9 @@ def _title(kind: Kind) -> str:
 
 def _stored_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> StoredShape:
     read = _grouped_shape if how.kind in ("gptq", "awq") else _scaled_shape
-    shape = (_packed_shape if "weight_packed" in parts else read)(how, parts)
+    if "weight_packed" in parts or how.kind == "mxfp4":
+        read = _experts_shape if how.kind == "mxfp4" else _packed_shape
+    shape = read(how, parts)
     if shape is not None:
         return shape
     raise ModelError.of(
@@ -552,6 +559,16 @@ def _scaled_shape(how: Quantization, parts: dict[str, TensorHeader]) -> StoredSh
     return StoredShape(outs, ins, 8, block, prod(counts) * _BYTES[scales.dtype], parts)
 
 
+def _experts_shape(_how: Quantization, parts: dict[str, TensorHeader]) -> StoredShape | None:
+    """The matrices of all experts in MXFP4, one below the other; None if the tensors do not fit."""
+    if {name: part.dtype for name, part in parts.items()} != {"blocks": "U8", "scales": "U8"}:
+        return None
+    blocks, scales = parts["blocks"].shape, parts["scales"].shape
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != 16:
+        return None
+    return StoredShape(blocks[0] * blocks[1], blocks[2] * 32, 4, (1, 32), prod(scales), parts)
+
+
 def _shared(size: int, count: int, block: int) -> int:
     """How many of `size` share one of `count` scales: a block of config.json, or equal parts; 0 if
     neither fits.
@@ -565,7 +582,8 @@ def dense_headers(headers: list[TensorHeader], shapes: dict[str, StoredShape]) -
     """The tensors of the model before it was quantized."""
     packed = {part.name for shape in shapes.values() for part in shape.parts.values()}
     return [header for header in headers if header.name not in packed] + [
-        TensorHeader(f"{layer}.weight", "I32", (shape.outs, shape.ins)) for layer, shape in shapes.items()
+        TensorHeader(layer if "blocks" in shape.parts else f"{layer}.weight", "I32", (shape.outs, shape.ins))
+        for layer, shape in shapes.items()
     ]
 
 
