@@ -1,10 +1,11 @@
-"""Models in the files of GPTQ and AWQ, and results of runs on them: evaluated, answering, merged.
+"""Models in quantized files, and results of runs on them: evaluated, answering, merged.
 
 Run: pytest tests/front/talk/test_gptq_and_awq.py
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from tests.grouped_files import write_grouped
+from tests.stored_files import write_stored
 from unisono.trainer.model.quantization import is_quantized
 from unisono.trainer.plan.task_requests import EvaluateRequest, ExportRequest, RequestedModel
 from unisono.trainer.task import evaluate, export
@@ -27,12 +29,22 @@ def _logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=IDS).logits.float()
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("gptq", "lora"), ("gemm", "dora")])
+_WRITERS: dict[str, Callable[[Path, Path], dict[str, torch.Tensor]]] = {
+    "gptq": partial(write_grouped, layout="gptq"),
+    "awq": partial(write_grouped, layout="gemm"),
+    "fp8": partial(write_stored, layout="fp8", block=(16, 16)),
+    "int4": partial(write_stored, layout="pack-quantized", block=(1, 16), bits=4, symmetric=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"), [("gptq", "lora"), ("awq", "dora"), ("fp8", "lora"), ("int4", "dora")]
+)
 def test_a_run_on_such_files_is_evaluated_answers_and_is_merged(
-    train_here: Callable[..., Any], model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any, layout: str, kind: str
+    train_here: Callable[..., Any], model_dir: Path, rows_file: Path, tmp_path: Path, listening: Any, files: str, kind: str
 ) -> None:  # fmt: skip
     stored, out = tmp_path / "stored", tmp_path / "out"
-    values = write_grouped(model_dir, stored, layout=layout)
+    values = _WRITERS[files](model_dir, stored)
     body = EvaluateRequest(
         model=RequestedModel(str(stored)), data=str(rows_file), cache_dir=tmp_path / "cache"
     )

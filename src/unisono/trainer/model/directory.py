@@ -23,9 +23,9 @@ from unisono.trainer.model.file_settings import (
     Quantization,
     dense_headers,
     find_adapters,
-    grouped_shapes,
     quantization_of,
     refuse_training,
+    stored_shapes,
 )
 from unisono.trainer.model.files import (
     ConfigJson,
@@ -295,9 +295,10 @@ def inspect_model(
         raise odd_weights(odd)
     known = _quantized_facts(quantized)
     if quantized is not None and quantized.layout:
-        shapes = grouped_shapes(quantized, headers, str(directory))
+        shapes = stored_shapes(quantized, headers, str(directory))
         headers = dense_headers(headers, shapes)
         weights = sum(shape.outs * shape.ins for shape in shapes.values())
+        known["linear_parameters"] = weights  # others, e.g. routers, are dense
         known["quantized_bits"] = sum(s.outs * s.ins * s.bits for s in shapes.values()) / weights
         known["quantized_bytes"] = sum(shape.bytes for shape in shapes.values()) / weights
     elif quantized is not None and quantized.stored:  # the shapes in its files are those of packed values
@@ -628,11 +629,9 @@ def _facts_from_config(
     facts = facts_of_shape(text, model_type=str(settings.get("model_type", "unknown")))
     digest = _digest({"config.json": _digest_file(directory / "config.json")})
     known: dict[str, object] = {"directory": str(directory), "digest": digest, **_quantized_facts(quantized)}
-    stored = settings.get("quantization_config")
-    if quantized is not None and quantized.layout and isinstance(stored, dict):
-        group = stored.get("group_size")
-        size = group if isinstance(group, int) and group > 0 else facts.hidden_size
-        known |= {"quantized_bits": stored["bits"], "quantized_bytes": stored["bits"] / 8 + 3 / size}
+    if quantized is not None and quantized.layout:
+        size = (quantized.block[0] or 1) * (quantized.block[1] or facts.hidden_size)
+        known |= {"quantized_bits": quantized.bits, "quantized_bytes": quantized.bits / 8 + 3 / size}
     return facts.model_copy(update=known)
 
 

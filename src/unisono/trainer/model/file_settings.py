@@ -7,7 +7,7 @@ Without torch.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,13 +207,36 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-Kind = Literal["nf4", "fp4", "int8", "gptq", "awq"]
-LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
-"""The layouts that are read of files of GPTQ (arXiv:2210.17323) and AWQ (arXiv:2306.00978); in the
-first, zero points are stored less one.
+Kind = Literal["nf4", "fp4", "int8", "gptq", "awq", "fp8", "mxfp4", "compressed-tensors"]
+LAYOUTS = {
+    "gptq": ("gptq", "gptq_v2"),
+    "awq": ("gemm",),
+    "fp8": ("fp8",),
+    "mxfp4": ("mxfp4",),
+    "compressed-tensors": ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"),
+}
+"""The layouts that are read of files of GPTQ (arXiv:2210.17323), AWQ (arXiv:2306.00978), fp8 with
+scales of blocks (arXiv:2412.19437), MXFP4 (arXiv:2310.10537) and compressed-tensors; in the first,
+zero points are stored less one.
 """
-_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,)}  # bits of a weight
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_WIDTHS = {"gptq": (2, 4, 8), "awq": (4,), "fp8": (8,), "mxfp4": (4,), "compressed-tensors": (2, 4, 8)}
+"""Bits of a weight."""
+_GROUPED = ("qweight", "qzeros", "scales", "g_idx")
+_PARTS = {
+    "gptq": _GROUPED,
+    "awq": _GROUPED,
+    "fp8": ("weight", "weight_scale_inv", "activation_scale"),
+    "mxfp4": ("blocks", "scales"),  # after the name of the parameter and `_`
+    "compressed-tensors": (
+        *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+        *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+    ),
+}
+"""The last names of the tensors of a quantized matrix. Scales of activations are loaded with it and
+not used: activations keep their dtype.
+"""
+_CODES = ("F8_E4M3", "I8")
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}  # of a scale
 _ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
 _LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
 """What transformers needs to quantize weights and to read quantized ones, with the first tested
@@ -232,8 +255,10 @@ class Quantization:
         double: whether the scales of blocks are quantized, too.
         stored: whether the model's files have quantized weights; if not, weights are quantized when
             they are loaded.
-        layout: of files of GPTQ and AWQ, one of LAYOUTS.
+        layout: of files that unisono reads itself, one or several of LAYOUTS.
         embeddings: whether embedding and head are in int8, too.
+        bits: of a weight in such files.
+        block: outputs and inputs that share a scale there, by config.json; 0 are all.
     """
 
     kind: Kind
@@ -241,6 +266,8 @@ class Quantization:
     stored: bool
     layout: str = ""
     embeddings: bool = False
+    bits: int = 0
+    block: tuple[int, int] = (0, 0)
 
 
 def quantization_of(section: ModelSection, directory: Path, settings: ConfigJson) -> Quantization | None:
@@ -320,12 +347,18 @@ def stored_quantization(directory: Path, settings: ConfigJson) -> Quantization |
             return Quantization("int8", double=False, stored=True)
         kind: Kind = "nf4" if stored.get("bnb_4bit_quant_type") == "nf4" else "fp4"
         return Quantization(kind, bool(stored.get("bnb_4bit_use_double_quant")), stored=True)
-    if method in LAYOUTS:
+    if method in ("gptq", "awq"):
         return _grouped(method, stored, directory)
+    if method == "fp8":
+        return Quantization("fp8", double=False, stored=True, layout="fp8", bits=8, block=_block_of(stored))
+    if method == "mxfp4":
+        return Quantization("mxfp4", double=False, stored=True, layout="mxfp4", bits=4, block=(1, 32))
+    if method == "compressed-tensors":
+        return _compressed(stored, directory)
     raise ModelError.of(
         f"the weights in {directory} are quantized with {method!r}",
         where=where,
-        why="bitsandbytes, GPTQ and AWQ are read",
+        why="bitsandbytes, GPTQ, AWQ, fp8, MXFP4 and compressed-tensors are read",
         fix=_ORIGINAL,
     )
 
@@ -348,31 +381,87 @@ def _grouped(method: str, stored: Mapping[str, object], directory: Path) -> Quan
             why=f"{' and '.join(LAYOUTS[method])} with {', '.join(map(str, _WIDTHS[method]))} bits are read",
             fix=_ORIGINAL,
         )
-    return Quantization("gptq" if method == "gptq" else "awq", double=False, stored=True, layout=layout)
+    kind: Kind = "gptq" if method == "gptq" else "awq"
+    bits, block = int(str(stored["bits"])), (1, _positive(stored.get("group_size")))
+    return Quantization(kind, double=False, stored=True, layout=layout, bits=bits, block=block)
+
+
+def _compressed(stored: Mapping[str, object], directory: Path) -> Quantization:
+    """How weights are stored in a layout of compressed-tensors."""
+    named = stored.get("config_groups")
+    groups = [group for group in named.values() if isinstance(group, dict)] if isinstance(named, dict) else []
+    weights = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
+    layouts = {str(group.get("format") or stored.get("format")) for group in groups}
+    bits = {part.get("num_bits") for part in weights}
+    sparsity = stored.get("sparsity_config") or {}
+    what = None
+    if not weights or not layouts <= {*LAYOUTS["compressed-tensors"]}:
+        what = f"in the layout {', '.join(sorted(layouts)) or stored.get('format')!r}"
+    elif len(bits) > 1 or not bits <= {*_WIDTHS["compressed-tensors"]}:
+        what = f"to {' and '.join(sorted(map(str, bits)))} bits"
+    elif stored.get("transform_config") or (
+        isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense"
+    ):
+        what = "with rotated or sparse weights"
+    if what is not None:
+        raise ModelError.of(
+            f"the weights in {directory} are quantized with compressed-tensors {what}",
+            where=str(directory / "config.json"),
+            why=f"{', '.join(LAYOUTS['compressed-tensors'])} with 2, 4 or 8 bits for all layers are read",
+            fix=_ORIGINAL,
+        )
+    return Quantization(
+        "compressed-tensors",
+        double=False,
+        stored=True,
+        layout="+".join(sorted(layouts)),
+        bits=bits.pop(),
+        block=_block_of(weights[0], (1, _positive(weights[0].get("group_size")))),
+    )
+
+
+def _block_of(stored: Mapping[str, object], otherwise: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Outputs and inputs that share a scale, by config.json; 0 are all."""
+    block = stored.get("weight_block_size", stored.get("block_structure"))
+    if isinstance(block, list) and len(block) == 2:
+        return _positive(block[0]), _positive(block[1])
+    return otherwise
+
+
+def _positive(value: object) -> int:
+    """A positive number, else 0."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 @dataclass(frozen=True)
-class GroupedShape:
-    """A matrix (outs, ins) in files of GPTQ or AWQ: `bits` for each weight, and a scale and a zero
-    point for each of `groups` of inputs.
+class StoredShape:
+    """A matrix (outs, ins) in files that unisono reads itself.
 
-    `parts` are its tensors by their last name.
+    Attributes:
+        outs: its outputs.
+        ins: its inputs.
+        bits: of a weight.
+        block: outputs and inputs that share a scale.
+        scale_bytes: of all scales and zero points in memory.
+        parts: its tensors by their last name.
     """
 
     outs: int
     ins: int
     bits: int
-    groups: int
+    block: tuple[int, int]
+    scale_bytes: int
     parts: dict[str, TensorHeader]
 
     @property
     def bytes(self) -> float:
         """The bytes of weights, scales and zero points in memory."""
-        return self.outs * (self.ins * self.bits / 8 + self.groups * 3)
+        return self.outs * self.ins * self.bits / 8 + self.scale_bytes
 
 
-def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -> dict[str, GroupedShape]:
-    """The matrices that GPTQ or AWQ quantized, by the name of their layer.
+def stored_shapes(how: Quantization, headers: list[TensorHeader], where: str) -> dict[str, StoredShape]:
+    """The matrices that are quantized in files which unisono reads itself, by the name of their
+    layer; those of MXFP4, of all experts, by the name of their parameter.
 
     Raises:
         ModelError: if there are none, if shapes contradict each other, or if the head is among
@@ -380,14 +469,18 @@ def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -
     """
     parts: dict[str, dict[str, TensorHeader]] = {}
     for header in headers:
-        layer, _, last = header.name.rpartition(".")
-        if last in _PARTS:
+        layer, _, last = header.name.rpartition("_" if how.kind == "mxfp4" else ".")
+        if last in _PARTS[how.kind]:
             parts.setdefault(layer, {})[last] = header
-    shapes = {layer: _grouped_shape(how, layer, tensors, where) for layer, tensors in parts.items()}
+    shapes = {
+        layer: _stored_shape(how, layer, tensors, where)
+        for layer, tensors in parts.items()
+        if tensors.keys() != {"weight"} or tensors["weight"].dtype in _CODES
+    }
     head = next((layer for layer in shapes if layer.endswith("lm_head")), None)
     if head is not None or not shapes:
         raise ModelError.of(
-            f"{head} is quantized" if head else f"no weight is quantized with {how.kind.upper()}",
+            f"{head} is quantized" if head else f"no weight is quantized with {_title(how.kind)}",
             where=where,
             why="the head is computed with dense weights" if head else "it is the method in config.json",
             fix=_ORIGINAL if head else "copy config.json and the weights again",
@@ -395,32 +488,102 @@ def grouped_shapes(how: Quantization, headers: list[TensorHeader], where: str) -
     return shapes
 
 
-def _grouped_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> GroupedShape:
-    shapes = {name: header.shape for name, header in parts.items()}
-    packed, zeros, scales = (shapes.get(name, ()) for name in _PARTS[:3])
-    dtypes = {parts[name].dtype for name in ("qweight", "qzeros") if name in parts}
-    if dtypes == {"I32"} and len(packed) == len(zeros) == len(scales) == 2 and all(scales):
-        groups, outs = scales
-        bits = zeros[1] * 32 // outs
-        ins = packed[0] if how.kind == "awq" else packed[0] * 32 // max(bits, 1)
-        expected = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
-        fits = (packed, zeros) == (expected, (groups, outs * bits // 32)) and ins % groups == 0
-        if fits and bits in _WIDTHS[how.kind] and shapes.get("g_idx", (ins,)) == (ins,):
-            return GroupedShape(outs, ins, bits, groups, parts)
+def _title(kind: Kind) -> str:
+    return kind.upper() if kind in ("gptq", "awq") else kind
+
+
+def _stored_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> StoredShape:
+    read = _grouped_shape if how.kind in ("gptq", "awq") else _scaled_shape
+    if "weight_packed" in parts or how.kind == "mxfp4":
+        read = _experts_shape if how.kind == "mxfp4" else _packed_shape
+    shape = read(how, parts)
+    if shape is not None:
+        return shape
     raise ModelError.of(
-        f"the tensors of {layer} are not those of a matrix that {how.kind.upper()} quantized to"
+        f"the tensors of {layer} are not those of a matrix that {_title(how.kind)} quantized to"
         f" {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
         where=where,
-        why=", ".join(f"{name} {parts[name].dtype} {shape}" for name, shape in shapes.items()),
+        why=", ".join(f"{name} {part.dtype} {part.shape}" for name, part in parts.items()),
         fix=f"copy the weights again, or {_ORIGINAL}",
     )
 
 
-def dense_headers(headers: list[TensorHeader], shapes: dict[str, GroupedShape]) -> list[TensorHeader]:
+def _grouped_shape(how: Quantization, parts: dict[str, TensorHeader]) -> StoredShape | None:
+    """A matrix of GPTQ or AWQ; None if the tensors do not fit."""
+    shapes = {name: header.shape for name, header in parts.items()}
+    packed, zeros, scales = (shapes.get(name, ()) for name in _GROUPED[:3])
+    dtypes = {parts[name].dtype for name in ("qweight", "qzeros") if name in parts}
+    if dtypes != {"I32"} or not len(packed) == len(zeros) == len(scales) == 2 or not all(scales):
+        return None
+    groups, outs = scales
+    bits = zeros[1] * 32 // outs
+    ins = packed[0] if how.kind == "awq" else packed[0] * 32 // max(bits, 1)
+    expected = (ins, outs * bits // 32) if how.kind == "awq" else (ins * bits // 32, outs)
+    fits = (packed, zeros) == (expected, (groups, outs * bits // 32)) and ins % groups == 0
+    if not fits or bits not in _WIDTHS[how.kind] or shapes.get("g_idx", (ins,)) != (ins,):
+        return None
+    return StoredShape(outs, ins, bits, (1, ins // groups), 3 * outs * groups, parts)
+
+
+def _packed_shape(how: Quantization, parts: dict[str, TensorHeader]) -> StoredShape | None:
+    """A matrix of compressed-tensors in words of 32 bits; None if the tensors do not fit."""
+    packed, scales = parts["weight_packed"], parts.get("weight_scale")
+    if (
+        packed.dtype != "I32"
+        or len(packed.shape) != 2
+        or scales is None
+        or scales.dtype not in ("F32", "F16", "BF16")
+    ):
+        return None
+    outs, ins = packed.shape[0], packed.shape[1] * 32 // how.bits
+    groups = scales.shape[1] if scales.shape[:1] == (outs,) and len(scales.shape) == 2 else 0
+    zeros, index = parts.get("weight_zero_point"), parts.get("weight_g_idx")
+    fits = groups > 0 and ins % groups == 0 and (index is None or index.shape == (ins,))
+    if zeros is not None:
+        fits = fits and (zeros.dtype, zeros.shape) == ("I32", (outs * how.bits // 32, groups))
+    return StoredShape(outs, ins, how.bits, (1, ins // groups), 3 * outs * groups, parts) if fits else None
+
+
+def _scaled_shape(how: Quantization, parts: dict[str, TensorHeader]) -> StoredShape | None:
+    """A matrix of bytes with a scale for each block; None if the tensors do not fit."""
+    codes, scales = parts.get("weight"), parts.get("weight_scale_inv", parts.get("weight_scale"))
+    if codes is None or scales is None or codes.dtype not in _CODES or scales.dtype not in _BYTES:
+        return None
+    if len(codes.shape) != 2 or "weight_zero_point" in parts:
+        return None
+    outs, ins = codes.shape
+    counts = (*scales.shape, 1, 1)[:2]  # of the blocks; one scale may have no dimension
+    block = _shared(outs, counts[0], how.block[0]), _shared(ins, counts[1], how.block[1])
+    if prod(scales.shape) != prod(counts) or not all(block):
+        return None
+    return StoredShape(outs, ins, 8, block, prod(counts) * _BYTES[scales.dtype], parts)
+
+
+def _experts_shape(_how: Quantization, parts: dict[str, TensorHeader]) -> StoredShape | None:
+    """The matrices of all experts in MXFP4, one below the other; None if the tensors do not fit."""
+    if {name: part.dtype for name, part in parts.items()} != {"blocks": "U8", "scales": "U8"}:
+        return None
+    blocks, scales = parts["blocks"].shape, parts["scales"].shape
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != 16:
+        return None
+    return StoredShape(blocks[0] * blocks[1], blocks[2] * 32, 4, (1, 32), prod(scales), parts)
+
+
+def _shared(size: int, count: int, block: int) -> int:
+    """How many of `size` share one of `count` scales: a block of config.json, or equal parts; 0 if
+    neither fits.
+    """
+    if block and -(-size // block) == count:
+        return block
+    return size // count if count and size % count == 0 else 0
+
+
+def dense_headers(headers: list[TensorHeader], shapes: dict[str, StoredShape]) -> list[TensorHeader]:
     """The tensors of the model before it was quantized."""
-    kept = [h for h in headers if h.name.rpartition(".")[2] not in _PARTS]
-    return kept + [
-        TensorHeader(f"{layer}.weight", "I32", (shape.outs, shape.ins)) for layer, shape in shapes.items()
+    packed = {part.name for shape in shapes.values() for part in shape.parts.values()}
+    return [header for header in headers if header.name not in packed] + [
+        TensorHeader(layer if "blocks" in shape.parts else f"{layer}.weight", "I32", (shape.outs, shape.ins))
+        for layer, shape in shapes.items()
     ]
 
 

@@ -12,27 +12,30 @@ memory differently, and later products with them have no gradient.
 
 import contextlib
 import ctypes
+import math
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from unisono.base.errors import ModelError
 from unisono.trainer.config.schema import ModelSection, RunConfig
 from unisono.trainer.model.directory import read_model_config
-from unisono.trainer.model.file_settings import GroupedShape, Quantization, grouped_shapes, quantization_of
+from unisono.trainer.model.file_settings import Quantization, StoredShape, quantization_of, stored_shapes
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.kernels import load_kernels, product, product_back
 
 _LARGEST_INT8 = 127.0
-_READER = "unisono_grouped"  # our name among the methods of transformers
+_READER = "unisono_stored"  # our name among the methods of transformers
 _AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_FP4 = torch.float4_e2m1fn_x2
 _ROWS = 1024  # of an embedding that are dequantized at a time: their bfloat16 copy stays in a CPU's cache
 _ROWS_ON_GPU = 16_384  # fewer kernels; not measured
 
@@ -60,8 +63,8 @@ class QuantizedLoad:
         """
         if self.how.layout:
             _register_reader()
-            how = {"kind": self.how.kind, "double": False, "stored": True, "layout": self.how.layout}
-            settings.quantization_config = {"quant_method": _READER, "directory": str(directory), "how": how}
+            how = {"directory": str(directory), "how": asdict(self.how)}
+            settings.quantization_config = {"quant_method": _READER, **how}
             return {}
         self._check_device()
         options: dict[str, object] = {"device_map": {"": str(self.device)}}
@@ -137,8 +140,10 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
     """
     layers = [layer for _, layer in quantized_layers(model)]
     for layer in layers:
-        if isinstance(layer, GroupedLinear):
+        if isinstance(layer, StoredLinear):
             layer.pack(load.how.layout, load.device, where=where)
+    for experts, stored in stored_experts(model):
+        stored.pack(experts, load.device)
     inside = sum(layer.in_features * layer.out_features for layer in layers)
     outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
     if inside == 0 or sum(outside.values()) > inside:
@@ -157,7 +162,8 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
         if not load.how.layout and (state := getattr(layer, "quant_state", None)) is not None:
             state.dtype = load.compute
         layer.compute_dtype = load.compute
-        layer.forward = types.MethodType(_forward, layer)
+        if not isinstance(layer, StoredExperts):
+            layer.forward = types.MethodType(_forward, layer)
     if load.how.embeddings:
         _pack_embeddings(model)
     if not load.how.stored:
@@ -179,13 +185,17 @@ def _release_files(model: torch.nn.Module) -> None:
 
 
 def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each linear layer with a quantized weight."""
+    """Name and module of each linear layer with a quantized weight, and of the matrices of
+    experts.
+    """
     for name, module in model.named_modules():
         # By name: bitsandbytes may not be installed. The layers of peft that wrap them have the
         # same names, and no compute_dtype or state.
         kind = type(module)
         is_theirs = kind.__module__.startswith("bitsandbytes.")
-        if kind is GroupedLinear or (is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")):
+        if kind in (StoredLinear, StoredExperts) or (
+            is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")
+        ):
             yield name, module
 
 
@@ -213,7 +223,7 @@ def scales_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(state, torch.Tensor):
             scales[f"{name}.weight.scale"] = state
             continue
-        if isinstance(state, Groups):
+        if isinstance(state, Scales):
             scales |= {f"{name}.weight.{part}": tensor for part, tensor in state.tensors().items()}
             continue
         scales[f"{name}.weight.absmax"] = state.absmax
@@ -274,7 +284,7 @@ def dequantized(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.T
         compiled = dtype == torch.bfloat16 and packed.device.type == "cpu"
         kernels = load_kernels() if compiled else None
         return kernels.dequantize(packed, scale) if kernels else packed.to(dtype).mul_(scale[:, None])
-    if isinstance(state, Groups):
+    if isinstance(state, Scales):
         return state.dequantized(packed, dtype)
     from bitsandbytes.functional import dequantize_4bit
 
@@ -316,13 +326,30 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
             yield module
 
 
-# ---- files of GPTQ and AWQ
+# ---- files that unisono reads itself
+
+
+class Scales:
+    """What dequantizes a weight of such files."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device) -> None:
+        """Moves the tensors."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes (out, in · bits / 8), rounded once from float32."""
+        raise NotImplementedError
 
 
 @dataclass
-class Groups:
-    """What dequantizes a weight of GPTQ or AWQ: W[o, i] = scales[o, g] · (codes[o, i] − zeros[o,
-    g]), where g is the group of input i.
+class Groups(Scales):
+    """What dequantizes a weight of GPTQ, AWQ or packed words: W[o, i] = scales[o, g] · (codes[o, i]
+    − zeros[o, g]), where g is the group of input i.
 
     Attributes:
         bits: of a code; a byte has several, the first one in its lowest bits.
@@ -336,16 +363,6 @@ class Groups:
     scales: torch.Tensor
     zeros: torch.Tensor
     places: torch.Tensor | None
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        tensors = {"scales": self.scales, "zeros": self.zeros, "places": self.places}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def to(self, device: torch.device) -> None:
-        """Moves the tensors."""
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.to(device))
 
     def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """W (out, in) of the bytes (out, in · bits / 8).
@@ -368,6 +385,56 @@ class Groups:
         return weight
 
 
+@dataclass
+class Blocks(Scales):
+    """What dequantizes a weight with a scale for each block: W[o, i] = scales[o // rows, i //
+    columns] · number[o, i].
+
+    Attributes:
+        dtype: of the numbers, of which a byte has one, or two of 4 bits.
+        block: rows and columns.
+        scales: (out / rows, in / columns), rounded up; uint8 are exponents of 2, less 127.
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    scales: torch.Tensor
+
+    def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """W (out, in) of the bytes; products are rounded once from float32."""
+        outs, width = len(packed), packed.shape[1] * (2 if self.dtype == _FP4 else 1)
+        weight = torch.empty(outs, width, dtype=dtype, device=packed.device)
+        step = max(1, _AT_A_TIME // width) if packed.device.type == "cpu" else outs
+        rows = torch.arange(outs, device=packed.device) // self.block[0]
+        for part, to, of in zip(packed.split(step), weight.split(step), rows.split(step), strict=True):
+            scales = self.scales[of]
+            wide = _numbers(scales, torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales.float()
+            numbers = _numbers(part, self.dtype)
+            to.copy_(numbers.mul_(wide.repeat_interleave(self.block[1], 1)[:, :width]))
+        return weight
+
+
+def _numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers (out, in) float32 of bytes (out, …).
+
+    By a table: on a CPU torch converts fp8 at a third of the speed, and it has no conversion of
+    fp4.
+    """
+    table = _table(dtype, packed.device)
+    return table.index_select(0, packed.reshape(-1).int()).view(torch.float32).view(len(packed), -1)
+
+
+@cache
+def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The number of each byte, (256,) float32; of fp4 two numbers in the bits of one float64."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if dtype != _FP4:
+        return codes.view(dtype).float().to(device)
+    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([halves, -halves])[_unpacked(codes[:, None], 4).long()]
+    return numbers.view(torch.float64)[:, 0].contiguous().to(device)
+
+
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """(…, n) bytes → (…, n · 8 / bits) codes, uint8."""
     if bits == 8:
@@ -382,8 +449,8 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack(parts).sum(0, dtype=torch.uint8)
 
 
-class GroupedLinear(torch.nn.Linear):
-    """A linear layer whose weight was quantized by GPTQ or AWQ.
+class StoredLinear(torch.nn.Linear):
+    """A linear layer with a quantized weight of files that unisono reads itself.
 
     It has the tensors of the files until `pack` makes one weight of them.
 
@@ -391,15 +458,19 @@ class GroupedLinear(torch.nn.Linear):
     gets dense weights for DoRA.
     """
 
-    def __init__(self, linear: torch.nn.Linear, shape: GroupedShape) -> None:
+    def __init__(self, linear: torch.nn.Linear, shape: StoredShape) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.bits = shape.ins, shape.outs, shape.bits
-        self.bias, self.compute_dtype = linear.bias, torch.float32
+        self.bias, self.compute_dtype, self.block = linear.bias, torch.float32, shape.block
         self.weight: torch.nn.Parameter
         self.register_parameter("weight", None)
         for name, header in shape.parts.items():
             dtype = _DTYPES[header.dtype]
-            self.register_buffer(name, torch.empty(header.shape, dtype=dtype, device=linear.weight.device))
+            tensor = torch.empty(header.shape, dtype=dtype, device=linear.weight.device)
+            if name == "weight":
+                self.weight = torch.nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.register_buffer(name, tensor)
 
     def pack(self, layout: str, device: torch.device, *, where: str) -> None:
         """Makes the weight and its state of the tensors of the files.
@@ -408,20 +479,15 @@ class GroupedLinear(torch.nn.Linear):
             ModelError: if the groups of inputs differ in size.
         """
         parts = {name: tensor.to(device) for name, tensor in self.named_buffers(recurse=False)}
-        packed, zeros, places = parts["qweight"], parts["qzeros"], None
-        if layout == "gemm":
-            packed = _packed(_awq_codes(packed).t(), self.bits)
-            zeros = _awq_codes(zeros)
-        else:
-            packed = packed.t().contiguous().view(torch.uint8)
-            if layout == "gptq":  # stored less one, as one number of 32 bits
-                zeros = zeros + sum(1 << shift for shift in range(0, 32, self.bits))
-            zeros = _unpacked(zeros.contiguous().view(torch.uint8), self.bits)
-        if "g_idx" in parts:
-            packed, places = self._by_group(packed, parts["g_idx"].long(), len(zeros), where)
-        self.quant_state = Groups(self.bits, parts["scales"].t().contiguous(), zeros.t().contiguous(), places)
         for name in parts:
             delattr(self, name)
+        if self.weight is not None:
+            parts["weight"] = self.weight.data.to(device)
+        packed, state = _read_stored(layout, parts, self.bits, self.block)
+        index = parts.get("g_idx", parts.get("weight_g_idx"))
+        if index is not None and isinstance(state, Groups):
+            packed, state.places = self._by_group(packed, index.long(), state.zeros.shape[1], where)
+        self.quant_state = state
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
 
     def _by_group(
@@ -450,7 +516,72 @@ class GroupedLinear(torch.nn.Linear):
         return self.quant_state.dequantized(self.weight, self.compute_dtype)
 
 
-_DTYPES = {"I32": torch.int32, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_UNUSED = {
+    "weight_shape",
+    "activation_scale",
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+}
+
+
+def _read_stored(
+    layout: str, parts: dict[str, torch.Tensor], bits: int, block: tuple[int, int]
+) -> tuple[torch.Tensor, Scales]:
+    """The bytes (out, …) of a weight, and what dequantizes them, of the tensors of its files."""
+    if "weight" in parts:
+        return parts["weight"].view(torch.uint8), Blocks(
+            parts["weight"].dtype, block, _scales_of_blocks(parts)
+        )
+    if "blocks" in parts:
+        return parts["blocks"].flatten(1), Blocks(_FP4, block, parts["scales"])
+    packed, zeros, scales = (
+        _read_words(parts, bits) if "weight_packed" in parts else _read_grouped(layout, parts, bits)
+    )
+    return packed, Groups(bits, scales.contiguous(), zeros.contiguous(), None)
+
+
+_Codes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # bytes (out, …), zeros and scales (out, groups)
+
+
+def _read_grouped(layout: str, parts: dict[str, torch.Tensor], bits: int) -> _Codes:
+    """The weight of GPTQ or AWQ."""
+    packed, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].t()
+    if layout == "gemm":
+        return _packed(_awq_codes(packed).t(), bits), _awq_codes(zeros).t(), scales
+    if layout == "gptq":  # stored less one, as one number of 32 bits
+        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
+    zeros = _unpacked(zeros.contiguous().view(torch.uint8), bits)
+    return packed.t().contiguous().view(torch.uint8), zeros.t(), scales
+
+
+def _read_words(parts: dict[str, torch.Tensor], bits: int) -> _Codes:
+    """The weight of compressed-tensors: codes and zero points with half of their range added."""
+    scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
+    if zeros is None:
+        middle = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+        return parts["weight_packed"].contiguous().view(torch.uint8), middle, scales
+    zeros = _unpacked(zeros.t().contiguous().view(torch.uint8), bits).t()
+    return parts["weight_packed"].contiguous().view(torch.uint8), zeros, scales
+
+
+def _scales_of_blocks(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The scales of a matrix (blocks of rows, blocks of columns); exponents as bytes."""
+    scales = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
+    scales = scales.reshape(*scales.shape, *[1] * (2 - scales.ndim))
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -461,8 +592,10 @@ def _awq_codes(packed: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _register_reader() -> None:
-    """Makes transformers read files of GPTQ and AWQ into layers of ours; its own way needs
-    gptqmodel, and a CUDA device for most kernels.
+    """Makes transformers read quantized files into layers of ours.
+
+    Its own ways need gptqmodel or compressed-tensors, and a CUDA device for most kernels; on others
+    it dequantizes fp8 on loading.
     """
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
@@ -482,30 +615,178 @@ def _register_reader() -> None:
 
         def _process_model_before_weight_loading(self, model: Any, **_kwargs: Any) -> None:
             settings = self.quantization_config
-            _put_grouped_layers(model, Path(settings.directory), Quantization(**settings.how))
+            names = _put_stored_layers(model, Path(settings.directory), Quantization(**settings.how))
+            self.serialized_names = {"weight": names}
 
         def _process_model_after_weight_loading(self, model: Any, **_kwargs: Any) -> None:
             pass
 
 
-def _put_grouped_layers(model: Any, directory: Path, how: Quantization) -> None:
-    """Replaces the linear layers of which the files have quantized weights; the model is on the
-    meta device.
+def _put_stored_layers(model: Any, directory: Path, how: Quantization) -> list[str]:
+    """Replaces the linear layers and experts of which the files have quantized weights; the model
+    is on the meta device.
+
+    Gives the last names of the tensors that transformers has to join for experts.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     headers = [header for file in weight_files(directory) for header in read_safetensors_header(file)]
     linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    for name, shape in grouped_shapes(how, headers, str(directory)).items():
-        layer = linear.get(name)
+    fused = {name: p for name, p in model.named_parameters() if p.ndim == 3}
+    steps = get_model_conversion_mapping(model)
+    of_experts: dict[str, list[StoredShape]] = {}
+    for stored, shape in stored_shapes(how, headers, str(directory)).items():
+        name = stored if "blocks" in shape.parts else f"{stored}.weight"
+        for step in steps:
+            name, _ = step.rename_source_key(name)
+        if name in fused:
+            of_experts.setdefault(name, []).append(shape)
+            continue
+        layer = linear.get(name.removesuffix(".weight"))
         if layer is None or tuple(layer.weight.shape) != (shape.outs, shape.ins):
             has = "no such linear layer" if layer is None else f"({layer.out_features}, {layer.in_features})"
             raise ModelError.of(
-                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {name}, but the"
+                f"the files have a quantized weight of shape ({shape.outs}, {shape.ins}) for {stored}, but the"
                 f" model has {has}",
                 where=str(directory),
                 why="layers of experts, for example, are one tensor in this version of transformers",
                 fix="use the model's original files",
             )
-        model.set_submodule(name, GroupedLinear(layer, shape))
+        model.set_submodule(name.removesuffix(".weight"), StoredLinear(layer, shape))
+    for name, shapes in of_experts.items():
+        _put_stored_experts(model, name, shapes, where=str(directory))
+    if of_experts:
+        unused = rf"experts\..*\.({'|'.join(_UNUSED)})$"
+        before = model._keys_to_ignore_on_load_unexpected  # noqa: SLF001 - 5.23
+        model._keys_to_ignore_on_load_unexpected = {*(before or ()), unused}  # noqa: SLF001 - 5.23
+    parts = {part for shapes in of_experts.values() for part in shapes[0].parts if part not in _UNUSED}
+    return ["weight", *sorted(parts - {"weight"})]
+
+
+# ---- experts whose matrices are one parameter
+
+
+class StoredExperts(torch.nn.Module):
+    """The quantized matrices of all experts, one below the other, for one parameter of their
+    module, e.g. `gate_up_proj`.
+
+    It is a child of that module, which has the tensors of the files until `pack`.
+    """
+
+    def __init__(self, experts: torch.nn.Module, name: str, shapes: list[StoredShape]) -> None:
+        super().__init__()
+        first, parameter = shapes[0], experts.get_parameter(name)
+        self.name, self.shape, self.dtype = name, tuple(parameter.shape), parameter.dtype
+        self.bits, self.block, self.compute_dtype, self.bias = first.bits, first.block, torch.float32, None
+        self.turned = "blocks" in first.parts  # the parameter is (experts, in, out)
+        self.in_features = first.ins
+        self.out_features = math.prod(self.shape) // first.ins
+        self.weight: torch.nn.Parameter
+        self.register_parameter("weight", None)
+        delattr(experts, name)
+        self.parts: dict[str, str] = {}  # the names of the tensors in the module
+        for part, header in first.parts.items():
+            if part in _UNUSED:
+                continue
+            self.parts[part] = f"{name}_{part}" if self.turned else f"{name}{part.removeprefix('weight')}"
+            rows = header.shape[0] * len(shapes) // self.shape[0]
+            shape = header.shape if self.turned else (self.shape[0], rows, *header.shape[1:])
+            tensor = torch.empty(shape, dtype=_DTYPES[header.dtype], device=parameter.device)
+            experts.register_parameter(self.parts[part], torch.nn.Parameter(tensor, requires_grad=False))
+
+    def pack(self, experts: torch.nn.Module, device: torch.device) -> None:
+        """Makes the weight and its state of the tensors of the files."""
+        parts = {part: getattr(experts, name).data.to(device) for part, name in self.parts.items()}
+        for name in self.parts.values():
+            delattr(experts, name)
+        rows = {part: tensor.flatten(0, 1) for part, tensor in parts.items()}
+        packed, self.quant_state = _read_stored("", rows, self.bits, self.block)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        experts.forward = types.MethodType(_forward_of_experts, experts)
+
+    def dense(self) -> torch.Tensor:
+        """The parameter as the module of transformers has it."""
+        weight = dequantized(self.weight, self.quant_state, self.compute_dtype).to(self.dtype)
+        if self.turned:
+            return weight.view(self.shape[0], -1, self.in_features).transpose(1, 2)
+        return weight.view(self.shape)
+
+
+def _put_stored_experts(model: Any, name: str, shapes: list[StoredShape], *, where: str) -> None:
+    """Replaces the parameter of a module of experts.
+
+    Raises:
+        ModelError: if the matrices in the files are not those of the parameter.
+    """
+    owner, _, last = name.rpartition(".")
+    experts, first = model.get_submodule(owner), shapes[0]
+    count, *sizes = experts.get_parameter(last).shape
+    outs, ins = (len(shapes) * first.outs // count, first.ins)
+    fits = len({(shape.outs, shape.ins, shape.bits, shape.block) for shape in shapes}) == 1
+    if "blocks" not in first.parts:  # matrices that are joined must not share a scale
+        fits = fits and first.outs % first.block[0] == 0
+        fits = fits and all(len(part.shape) == 2 for key, part in first.parts.items() if key not in _UNUSED)
+    if not fits or sizes != ([ins, outs] if "blocks" in first.parts else [outs, ins]):
+        raise ModelError.of(
+            f"the files have quantized weights for {name} that are not read",
+            where=where,
+            why=f"{len(shapes)} matrices ({first.outs}, {first.ins}) do not make up the model's ({count},"
+            f" {sizes[0]}, {sizes[1]}), or share a scale",
+            fix="use the model's original files",
+        )
+    experts.add_module(f"{last}_stored", StoredExperts(experts, last, shapes))
+    experts._is_hf_initialized = True  # noqa: SLF001 - otherwise transformers 5.23 draws the parameter
+
+
+def stored_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, StoredExperts]]:
+    """Each module of experts that has quantized matrices, with these."""
+    for module in model.modules():
+        for child in list(module.children()):
+            if isinstance(child, StoredExperts):
+                yield module, child
+
+
+def refuse_adapted_experts(base: Any, targets: str | list[str]) -> None:
+    """Refuses an adapter on all linear layers and experts of a model whose experts are quantized.
+
+    Raises:
+        ModelError: with the names of the linear layers.
+    """
+    named = targets.split("+") if isinstance(targets, str) else []
+    first = next((name for name, m in base.named_modules() if isinstance(m, StoredExperts)), None)
+    if first is None or not {"all-linear", "experts"} & set(named):
+        return
+    head = base.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head and "." in name
+    }
+    raise ModelError.of(
+        f"{first.rpartition('.')[0]} are quantized in the model's files, and cannot have an adapter",
+        where=f"adapter.targets: {targets}",
+        why="they are dequantized for each product; peft adds an adapter of experts to their dense weights",
+        fix=f"set adapter.targets: [{', '.join(sorted(linear))}], or use the model's original files",
+    )
+
+
+def _forward_of_experts(experts: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of transformers with dense matrices, which nothing keeps for the backward pass:
+    it computes the layer again.
+    """
+    if not torch.is_grad_enabled():
+        return _with_dense_matrices(experts, *args, **kwargs)
+    return checkpoint(_with_dense_matrices, experts, *args, use_reentrant=False, **kwargs)
+
+
+def _with_dense_matrices(experts: Any, *args: Any, **kwargs: Any) -> Any:
+    stored = [child for child in experts.children() if isinstance(child, StoredExperts)]
+    vars(experts).update({child.name: child.dense() for child in stored})
+    try:
+        return type(experts).forward(experts, *args, **kwargs)
+    finally:
+        for child in stored:
+            del vars(experts)[child.name]
 
 
 # ---- embedding and head in 8 bits
@@ -645,8 +926,18 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
         base: of transformers; it is an ordinary model afterwards.
         dtype: of the new weights.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
     adapted = {id(layer.get_base_layer()): layer for layer in adapted_layers(model)}
     names = {id(module): name for name, module in model.named_modules()}
+    joined: list[Any] = []  # how transformers parts the experts again when it saves
+    for experts, stored in list(stored_experts(model)):
+        delattr(experts, f"{stored.name}_stored")
+        dense = stored.dense().to(dtype).contiguous()
+        experts.register_parameter(stored.name, torch.nn.Parameter(dense, requires_grad=False))
+        vars(experts).pop("forward", None)
+        joined = [step for step in get_model_conversion_mapping(base) if isinstance(step, WeightConverter)]
     for _, layer in list(quantized_layers(model)):
         with torch.device("meta"):
             dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -675,7 +966,8 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
     # packed values; 5.23 has no public name for these steps.
     steps = getattr(base, "_weight_conversions", None)
     if steps is not None:
-        base._weight_conversions = [step for step in steps if not _reads_packed(step)]  # noqa: SLF001 - 5.23
+        steps = [step for step in steps if not _reads_packed(step)]
+        base._weight_conversions = steps + joined  # noqa: SLF001 - 5.23
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
 
 
