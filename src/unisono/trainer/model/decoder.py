@@ -15,6 +15,7 @@ name and type, and `model.forward` keeps the fast layers only if the model's out
 
 import copy
 import ctypes
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -787,6 +788,8 @@ def _is_norm(module: Any, kernels: Any) -> bool:
     if type(eps) is not float or not isinstance(weight, torch.nn.Parameter) or list(module.children()):
         return False
     if weight.ndim != 1 or (weight.requires_grad and weight.dtype == torch.bfloat16):
+        return False
+    if len(inspect.signature(type(module).forward).parameters) > 2:  # with a gate, as in layers with a state
         return False
     # Not with the module's own weight, which may be sharded.
     tried = torch.linspace(0.5, 2, len(weight), device=weight.device).to(weight.dtype)
