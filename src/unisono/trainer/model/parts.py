@@ -178,7 +178,7 @@ def _refusal(model: Any, last: str) -> str:
     try:
         _check_lora_target_modules_mamba(LoraConfig(), model, last)
     except ValueError as error:
-        return str(error).partition(". ")[0]
+        return str(error).rpartition("] ")[2].partition(". ")[0]
     return ""
 
 
