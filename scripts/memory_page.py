@@ -69,7 +69,8 @@ def memory_page(t: Translate, language: str) -> list[str]:
         *heading("The formula", language),
         *_formula(formula, t), "",
         t("`packed_bytes` of nf4 and fp4 are 0.5 + (1 + 4 / 256) / 64 = {packed} with `model.quantize_double`, else 0.5 + 4 / 64 = 0.5625;"
-          " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size.").format(packed=packed),
+          " of int8 1 + 4 / hidden; of files of GPTQ and AWQ bits / 8 + 3 / group size,"
+          " of fp8, MXFP4 and compressed-tensors those of their weights and scales.").format(packed=packed),
         *heading("Which device for which model", language),
         t("GB for one device, and in brackets the smallest usual size of a device whose memory is used to at most {share}. One row of {tokens}"
           " tokens at once, gradient checkpointing, bfloat16; LoRA with rank {rank} on all linear layers; QLoRA: the same with `model.quantize: nf4`; compact: `optim.state_dtype: bfloat16`."

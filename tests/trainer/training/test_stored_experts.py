@@ -21,10 +21,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.peft_by_hand import loaded_again, losses_by_hand
 from tests.stored_files import write_mxfp4, write_stored
 from unisono.base.errors import ModelError
-from unisono.base.events import Reporter
 from unisono.trainer.model.quantization import StoredExperts, stored_experts, weight_bytes
-from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
-from unisono.trainer.task import export
+from unisono.trainer.task.inference import merge_adapter
 from unisono.trainer.training.join import quantized_digest
 
 Train = Callable[..., Any]
@@ -100,14 +98,17 @@ def test_adapter_has_peft_losses_on_dense_values_and_merges_exactly(
     assert weight_bytes(loaded.model) - adapters == pytest.approx(run.plan.memory.weights, rel=0.001)
     assert loaded.parameters - loaded.trainable_parameters == run.plan.model.parameters
 
-    request = ExportRequest(model=RequestedModel(str(run.directory)), out=str(tmp_path / "out"), merge=True)
-    assert export.run(request, Reporter(None))["dequantized"] is True
+    peft.set_peft_model_state_dict(loaded.model, run.weights())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(dense)
+    settings = loaded.model.peft_config["default"]
+    settings.base_model_name_or_path = None
+    theirs = peft.get_peft_model(plain, settings)
+    peft.set_peft_model_state_dict(theirs, run.weights())
+    merge_adapter(loaded.model, where="adapter").save_pretrained(tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     merged, before = (load_file(path / "model.safetensors") for path in (tmp_path / "out", dense))
     assert merged.keys() == before.keys()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(dense)
-    theirs = peft.PeftModel.from_pretrained(plain, run.directory / "adapter").merge_and_unload()
-    wanted = theirs.state_dict()
+    wanted = theirs.merge_and_unload().state_dict()
     reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.allclose(reread[key], wanted[key], rtol=1e-5, atol=1e-6) for key in wanted)
     assert all(torch.equal(reread[key], wanted[key]) for key in wanted if "experts" in key)
