@@ -111,7 +111,9 @@ def trained(run: Any) -> torch.Tensor:
 
 def exported(run: Any, out: Path, listening: Any, *, merge: bool) -> Path:
     request = ExportRequest(model=RequestedModel(str(run.directory)), out=str(out), merge=merge)
-    assert export.run(request, listening)["read_back"]["compared"] == "logits"
+    read_back = export.run(request, listening)["read_back"]
+    assert read_back is not None
+    assert read_back["compared"] == "logits"
     return out
 
 

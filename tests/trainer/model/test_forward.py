@@ -101,7 +101,7 @@ _EXPECTED = {
     "granite": ("flat", "model"),
     "granite with scaled residuals": ("flat", "chunked"),
     "gpt2": ("flat", "chunked"),
-    "llama 4": ("flat", "chunked"),
+    "llama 4": ("padded", "chunked"),
     "bamba": ("flat", "chunked"),
     "granite hybrid": ("flat", "chunked"),
     "lfm2": ("flat", "chunked"),
@@ -394,3 +394,7 @@ def test_rows_are_padded_for_a_model_that_makes_its_mask_itself() -> None:
     )  # fmt: skip
     forward = _choose(_loaded_from(config))
     assert (forward.layout, forward.why) == ("padded", "its attention needs a mask that it makes itself")
+
+
+def test_rows_are_padded_for_chunks_of_attention_in_the_mask_alone() -> None:
+    assert _choose(_loaded("llama 4")).why == "its attention sees chunks of a row, by its mask alone"

@@ -16,6 +16,7 @@ import transformers
 import xxhash
 from safetensors.torch import load_file, save_file
 
+from tests.trainer.architectures.tiny_models import write_tiny_model
 from unisono.base.errors import ModelError
 from unisono.base.files import SETTINGS_BYTES, TEMPLATE_BYTES
 from unisono.trainer.config import RunConfig
@@ -297,19 +298,19 @@ def test_layers_are_counted_where_config_json_stores_no_usual_number(kind: str, 
     assert (facts.layers, facts.hidden_size) == (3, 32)
 
 
-def test_an_adapter_with_which_the_model_fails_is_refused(model_dir: Path, tmp_path: Path) -> None:
-    """The router of Phi MoE is a linear layer with several outputs, which peft cannot adapt."""
-    copy = Path(
-        shutil.copytree(model_dir, tmp_path / "phimoe", ignore=shutil.ignore_patterns("*.safetensors"))
-    )
-    config = transformers.PhimoeConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.PhimoeForCausalLM(config).save_pretrained(copy)
-    loaded = _load(copy, adapter={"targets": ["router"]})
+def test_an_adapter_with_which_the_model_fails_is_refused(tmp_path: Path) -> None:
+    """DeepSeek V4 has a linear layer for groups of heads, whose product is not that of peft's."""
+    write_tiny_model("deepseek_v4", tmp_path)
+    loaded = _load(tmp_path, adapter={"targets": "all-linear"})
     with pytest.raises(ModelError, match="fails on two short rows with its adapter"):
         choose_forward(loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=False)
+
+
+def test_an_adapter_that_peft_would_not_load_again_is_refused(tmp_path: Path) -> None:
+    write_tiny_model("laguna", tmp_path)
+    with pytest.raises(ModelError, match=r"peft would not load the adapter of .*shared_experts"):
+        _load(tmp_path, adapter={"targets": "all-linear"})
+    assert _load(tmp_path, adapter={"targets": "attention"}).trainable
 
 
 def test_the_estimate_of_an_adapter_is_exact_for_all_linear(model_dir: Path) -> None:

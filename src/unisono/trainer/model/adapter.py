@@ -71,6 +71,7 @@ def add_adapter(
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
     model = _new_adapter(base, section, grown=grown, head=head)
+    _refuse_lost_tensors(model)
     layers = _lora_layers(model)
     if merged or section.init == "pissa":
         _refuse_experts(layers, where="adapter.merge" if merged else "adapter.init: pissa")
@@ -201,6 +202,27 @@ def _refuse_experts(layers: "dict[str, LoraLayer]", *, where: str) -> None:
 def _scaling(layers: "dict[str, LoraLayer]") -> float:
     """s, the same in all layers."""
     return float(next(iter(layers.values())).scaling["default"])
+
+
+def _refuse_lost_tensors(model: Any) -> None:
+    """Refuses an adapter that peft writes and does not load again: it renames tensors as in files
+    of the base model, in some models those of an adapter, too.
+
+    Raises:
+        ModelError: with the layers.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    written = get_peft_model_state_dict(model, save_embedding_layers=False)
+    lost = sorted(set_peft_model_state_dict(model, dict(written)).unexpected_keys)
+    if lost:
+        layers = sorted({name.partition(".lora_")[0].removeprefix(_PREFIX) for name in lost})
+        raise ModelError.of(
+            f"peft would not load the adapter of {layers[0]} again",
+            where="adapter.targets",
+            why=f"it renames the tensors of {len(layers)} layers of this model when it loads them",
+            fix="set adapter.targets to other layers, e.g. attention",
+        )
 
 
 # ---- weights of other adapters

@@ -493,10 +493,12 @@ def _title(kind: Kind) -> str:
 
 
 def _stored_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader], where: str) -> StoredShape:
-    read = _grouped_shape if how.kind in ("gptq", "awq") else _scaled_shape
-    if "weight_packed" in parts or how.kind == "mxfp4":
-        read = _experts_shape if how.kind == "mxfp4" else _packed_shape
-    shape = read(how, parts)
+    if how.kind == "mxfp4":
+        shape = _experts_shape(how, parts)
+    elif "weight_packed" in parts:
+        shape = _packed_shape(how, parts)
+    else:
+        shape = (_grouped_shape if how.kind in ("gptq", "awq") else _scaled_shape)(how, parts)
     if shape is not None:
         return shape
     raise ModelError.of(

@@ -637,8 +637,23 @@ def _why_not_flat(forward: Forward, reference: torch.Tensor) -> str:
     if torch.allclose(logits[5:], moved[5:], rtol=1e-4, atol=1e-5) and _alike(
         logits, reference, forward.dtype
     ):
-        return _why_not_in_training(forward)
+        return _why_other_tokens_seen(base) or _why_not_in_training(forward)
     return "rows in one sequence influence each other"
+
+
+def _why_other_tokens_seen(base: Any) -> str:
+    """Why a long row would see more in the flat attention than by the model's masks, which it does
+    not get; empty if it would not. The probe's rows are shorter than a window.
+    """
+    settings = base.config.get_text_config()
+    kinds = set(getattr(settings, "layer_types", None) or ())
+    if "chunked_attention" in kinds:
+        return "its attention sees chunks of a row, by its mask alone"
+    has_window = "sliding_attention" in kinds or (not kinds and getattr(settings, "sliding_window", None))
+    used = [used for module in base.modules() if (used := getattr(module, "_flat_settings", None))]
+    if has_window and all(window is None for _, window, _ in used):
+        return "its attention has a window by its mask alone"
+    return ""
 
 
 def _why_not_in_training(forward: Forward) -> str:

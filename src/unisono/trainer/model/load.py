@@ -344,10 +344,10 @@ def outline_base(directory: Path, *, trust_remote_code: bool, reward: bool) -> A
     Raises:
         ModelError: if transformers does not make a model of its config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     _refuse_unknown_type(directory, trust_remote_code=trust_remote_code)
-    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    auto = auto_class(read_model_config(directory), reward=reward)
     try:
         settings = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         if reward:

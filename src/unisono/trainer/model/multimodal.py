@@ -70,8 +70,8 @@ def release_parts(base: Any) -> None:
             after = _decoder_input(base, decoder)
             if before is None or after is None or not torch.equal(before, after):
                 setattr(parent, name, part)
-    decoder.requires_grad_(True)
-    head.requires_grad_(True)
+    for parameter in (*decoder.parameters(), *head.parameters()):
+        parameter.requires_grad_(parameter.is_floating_point())  # others are quantized
 
 
 class _Reached(Exception):  # noqa: N818 - ends a forward, and is no error
@@ -112,9 +112,17 @@ def text_names(base: Any) -> set[str]:
     """The names of a multimodal model's tensors that belong to its decoder or its head, including
     tied ones.
     """
+    return {name for name in base.state_dict(keep_vars=True) if name.startswith(text_prefixes(base))}
+
+
+def text_prefixes(base: Any) -> tuple[str, ...]:
+    """How the names of a model's tensors begin that belong to its decoder or its head; all of those
+    of a model for text alone.
+    """
+    if base.config.get_text_config() is base.config:
+        return ("",)
     parts = {body_of(base), base.get_output_embeddings()}
-    prefixes = tuple(f"{name}." for name, module in base.named_modules() if module in parts)
-    return {name for name in base.state_dict(keep_vars=True) if name.startswith(prefixes)}
+    return tuple(f"{name}." for name, module in base.named_modules() if module in parts)
 
 
 def exact_targets(model: Any) -> list[str] | None:

@@ -130,12 +130,17 @@ def adaptable_weights(model: Any, *, head: str | None = None) -> list[Weight]:
     """
     from torch.nn import Linear
 
+    from unisono.trainer.model.multimodal import text_prefixes
+
     parts = parts_of(model, head=head)
     last_names = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_linear(module)}
     moved = {last for last in last_names if _is_moved(model, last)}
     refused = {last: reason for last in last_names if (reason := _refusal(model, last))}
     weights: list[Weight] = []
+    inside = text_prefixes(model)
     for name, module in model.named_modules():
+        if not f"{name}.".startswith(inside):
+            continue
         part, last = parts[name], name.rpartition(".")[2]
         # Subclasses that route have a forward of their own, which a layer of peft does not call.
         if _is_linear(module) and (part != "router" or type(module) is Linear):
@@ -255,11 +260,16 @@ def refuse_unfit_settings(targets: list[Weight], section: AdapterSection) -> Non
 
 
 def count_parts(model: Any, *, head: str | None = None) -> dict[str, int]:
-    """Parameters of each part of a model; shared ones count once, where they come first."""
-    parts = parts_of(model, head=head)
+    """Parameters of each part of a model, without vision and audio; shared ones count once, where
+    they come first.
+    """
+    from unisono.trainer.model.multimodal import text_prefixes
+
+    parts, inside = parts_of(model, head=head), text_prefixes(model)
     counts: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        counts[parts[name.rpartition(".")[0]]] += parameter.numel()
+        if name.startswith(inside):
+            counts[parts[name.rpartition(".")[0]]] += parameter.numel()
     return dict(counts)
 
 
