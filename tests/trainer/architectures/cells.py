@@ -37,7 +37,7 @@ DRAWN = 1e-2
 _BATCH = 4
 _COMMON: dict[str, Any] = {
     "duration": f"{STEPS} steps", "batch": {"global": _BATCH}, "data": {"max_length": 48},
-    "optim": {"lr": 1e-3, "warmup": "0 steps", "schedule": "constant", "max_grad_norm": None, "eps": 1e-4, "weight_decay": 0.0},
+    "optim": {"lr": 3e-4, "warmup": "0 steps", "schedule": "constant", "max_grad_norm": None, "eps": 1e-4, "weight_decay": 0.0},
 }  # fmt: skip
 
 

@@ -67,3 +67,11 @@ def test_most_architectures_train_with_an_adapter_and_in_full() -> None:
     table = _table().values()
     trained = [t for t in table if all(t["cells"][cell]["outcome"] == "yes" for cell in ("lora", "full"))]
     assert len(trained) >= 0.85 * len(table)
+
+
+def test_layers_that_got_no_gradient_are_named_at_the_end(tmp_path: Path) -> None:
+    """transformers' Mamba takes the weight of dt_proj, and does not call the layer."""
+    run = Architecture("mamba", tmp_path).lora
+    (warning,) = [message for message in run.of_kind("warning") if message["code"] == "adapter_unchanged"]
+    assert "2 of 6 adapted layers got no gradient" in warning["text"]
+    assert "mixer.dt_proj" in warning["text"]

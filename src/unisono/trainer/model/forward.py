@@ -371,7 +371,7 @@ def choose_forward(
     was_training = loaded.model.training
     loaded.model.eval()
     with torch.no_grad():
-        reference = forward.within(lambda: _reference(forward))
+        reference = forward.within(lambda: _reference(forward, trains=trains))
         if loaded.is_reward:
             forward.within(lambda: _try_score(forward))
         else:
@@ -417,9 +417,17 @@ def _probe_rows(base: Any, *, first: int) -> Rows:
     return Rows(tensor(ids), tensor(positions), [6, 9], tensor(index), tensor([ids[i + 1] for i in index]))
 
 
-def _reference(forward: Forward) -> torch.Tensor:
-    """`_alone`, whose failure is that of the model or of the layers that peft has put into it."""
+def _reference(forward: Forward, *, trains: bool) -> torch.Tensor:
+    """`_alone`, whose failure is that of the model or of the layers that peft has put into it; in
+    training mode, too, in which a model may do more.
+    """
+    model, device = forward.loaded.model, forward.loaded.base.device
     try:
+        if trains:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                model.train()
+                _alone(forward)
+                model.eval()
         return _alone(forward)
     except torch.OutOfMemoryError:
         raise

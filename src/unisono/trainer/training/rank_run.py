@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unisono.base.errors import (
     Problem,
@@ -46,6 +47,8 @@ from unisono.trainer.training.saving import restore
 from unisono.trainer.training.setup import set_up
 from unisono.trainer.training.training_checks import try_longest_batch
 from unisono.trainer.training.weights import write_weights
+
+_SHOWN = 3  # names of layers in a warning
 
 
 def run_plan(
@@ -174,11 +177,32 @@ def _write_result(run: Run, step: int) -> Path | None:
     target = run.files.adapter if run.plan.config.adapter is not None else run.files.model
     with run.storage.ends_if_stuck("writing the result", target):
         if run.group.is_main:
+            _report_unchanged_layers(run)
             run.files.result_logits.unlink(missing_ok=True)  # those of an earlier result
         written = write_result(run, step=step)
         if run.plan.config.checkpoint.read_back:
             write_outputs(run)
         return written
+
+
+def _report_unchanged_layers(run: Run) -> None:
+    """Warns of layers whose matrix B is still zero: the model takes their weight without calling
+    the layer, or no token has reached them.
+    """
+    of_layers = {
+        name.partition(".lora_B.")[0].removeprefix("base_model.model."): parameter
+        for name, parameter in run.forward.loaded.trainable.items()
+        if ".lora_B." in name and not isinstance(parameter, DTensor)
+    }
+    unchanged = [name for name, parameter in of_layers.items() if not parameter.any()]
+    if unchanged and len(unchanged) < len(of_layers):
+        more = f" and {len(unchanged) - _SHOWN} more" if len(unchanged) > _SHOWN else ""
+        run.report.warning(
+            "adapter_unchanged",
+            f"{len(unchanged)} of {len(of_layers)} adapted layers got no gradient:"
+            f" {', '.join(unchanged[:_SHOWN])}{more}",
+            fix="set adapter.targets to the other layers, if no row should have left these out",
+        )
 
 
 def _take_best(run: Run) -> int:
