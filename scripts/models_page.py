@@ -24,7 +24,12 @@ def models_page(t: Translate, language: str) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     reasons = _Reasons()
     rows = [
-        [f"`{name}`", tried.get("class", ""), *(_shown(tried["cells"].get(cell), reasons) for cell in _CELLS)]
+        [
+            f"`{name}`",
+            tried["class"],
+            f"{tried['cells']['lora'].get('figures', {}).get('adapted', '–')}",
+            *(_shown(tried["cells"][cell], reasons) for cell in _CELLS),
+        ]
         for name, tried in types.items()
     ]
     counts = ", ".join(
@@ -39,7 +44,7 @@ def models_page(t: Translate, language: str) -> list[str]:
         f"- {t('trained with LoRA and with full fine-tuning')}: {trained(types)}",
         f"- {t('yes in each column')}: {counts}", "",
         t("✓: yes. A number: refused before the first step, for the reason with this number below the table."), "",
-        f"- *LoRA*: {t('an adapter on all linear layers; every pair of matrices gets a gradient')}",
+        f"- *LoRA*: {t('an adapter on all linear layers and experts (`all-linear`); *adapted*: how many weights have one')}",
         f"- *{word('full', language)}*: {t('the losses are those of transformers, with each row alone, to 1e-5')}",
         f"- *{word('packed', language)}*: {t('so they are with packed rows; ▭: rows are padded instead, as they would influence each other')}",
         f"- *{word('2 ranks', language)}*: {t('two processes have the losses of one, to 1e-5')}",
@@ -47,7 +52,7 @@ def models_page(t: Translate, language: str) -> list[str]:
         f"- *{word('merge', language)}*: {t('`unisono export --merge` is base plus adapter in plain transformers, to 1e-5 of the spread of logits, with the tensors of the original')}",
         f"- *GGUF*: {t('`unisono export --format gguf` writes it')}",
         f"- *nf4*: {t('LoRA on weights in 4 bits')}", "",
-        *table(["model type", "class", *_HEADS], rows, language),
+        *table(["model type", "class", "adapted", *_HEADS], rows, language),
         *heading("Reasons", language),
         *reasons.lines(language),
     ]  # fmt: skip
@@ -81,10 +86,8 @@ class _Reasons:
         ]
 
 
-def _shown(cell: dict[str, Any] | None, reasons: _Reasons) -> str:
+def _shown(cell: dict[str, Any], reasons: _Reasons) -> str:
     """A mark, or the number of a reason."""
-    if cell is None:
-        return "–"
     if cell["outcome"] == "yes":
         return "▭" if cell.get("figures", {}).get("flat") == 0.0 else "✓"
     return f"{reasons.number(cell['reason'])}" if cell["outcome"] == "refused" else f"✗ {cell['reason']}"

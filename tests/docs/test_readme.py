@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import readme_pictures
+from models_page import trained
 from page_checks import unknown_commands, unknown_keys
 from tests import front_server
 from unisono.base.causes.verdict import EXIT_CODES
@@ -194,3 +195,10 @@ def test_the_configs_of_every_objective_load() -> None:
         raw, lines = parse_yaml(yaml.safe_dump({**base, **sections}), name="preferences.yaml")
         seen.add(build_config(raw, lines=lines, name="preferences.yaml").config.objective)
     assert seen == {"dpo", "simpo", "orpo", "kto", "reward"}
+
+
+def test_the_number_of_trained_architectures_is_that_of_the_results() -> None:
+    types = json.loads((ROOT / "bench" / "results" / "models.json").read_text("utf-8"))["types"]
+    assert f"{trained(types)} of {len(types)} architectures train" in README
+    chinese_readme = (ROOT / "README.zh.md").read_text("utf-8")
+    assert f"{len(types)} 种结构中 {trained(types)} 种" in chinese_readme
