@@ -113,6 +113,7 @@ def test_a_limit_says_why_and_which_objectives_take_the_value(limit: Limit) -> N
         "eval.exact_match": True,
     }
     others |= {"eval.samples": 1, "optim.label_smoothing": 0.1, "model.embedding_noise": 1.0}
+    others["optim.router_loss"] = {"z_loss": 0.001}
     value = limit.values[0] if limit.values else others.get(limit.key) or _second_word(limit.key)
     first, _, key = limit.key.partition(".")
     section = {"mix": {"strategy": value}} if key == "mix.strategy" else {key: value} if key else value

@@ -380,9 +380,9 @@ def test_missing_or_old_library_is_refused_with_the_install_command(
 
 def test_files_of_other_methods_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
-        file_settings.stored_quantization(tmp_path, {"quantization_config": {"quant_method": "fp8"}})
+        file_settings.stored_quantization(tmp_path, {"quantization_config": {"quant_method": "hqq"}})
     (problem,) = error.value.problems
-    assert "fp8" in problem.what
+    assert "hqq" in problem.what
     assert "use the model's original files" in problem.fix
 
 
