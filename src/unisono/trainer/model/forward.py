@@ -473,7 +473,7 @@ def _refuse_influence_of_padding(forward: Forward, reference: torch.Tensor) -> N
     rows = _probe_rows(forward.loaded.base, first=11)
     with forward._precision():  # noqa: SLF001 - same module
         logits = forward._logits(rows).float()  # noqa: SLF001
-    if not _alike(logits, reference, forward.dtype):
+    if _changed(logits, reference, forward.dtype):
         raise ModelError.of(
             "the rows of a batch would influence each other in this model",
             where="model.path",
@@ -494,7 +494,7 @@ def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> 
     ids[-1] = ids[0]
     with forward._precision():  # noqa: SLF001 - same module
         logits = base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-    if not _alike(logits, reference[5:], forward.dtype):
+    if _changed(logits, reference[5:], forward.dtype):
         is_encoder = getattr(base.config, "is_decoder", None) is False
         raise ModelError.of(
             f"{type(base).__name__} reads text in both directions",
@@ -800,6 +800,11 @@ def _alike(values: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, *,
     """
     tolerance = (2e-5 if dtype == torch.float32 else 0.06) * times
     return bool((values - reference).square().mean().sqrt() <= tolerance * reference.std().clamp_min(1e-6))
+
+
+def _changed(values: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether they differ; infinite ones, of damaged weights, show nothing."""
+    return bool(reference.isfinite().all()) and not _alike(values, reference, dtype)
 
 
 def _flat_inputs(rows: Rows, merged: Merged | None, *, numbered: bool = False) -> dict[str, object]:
