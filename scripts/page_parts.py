@@ -16,7 +16,8 @@ _CHINESE = {
     "variable": "变量", "may differ, because": "可以不同的理由", "problem": "问题", "instead": "改为", "from": "起始版本", "up to (exclusive)": "截止版本（不含）", "fix": "解决办法",
     "source": "来源", "meaning": "含义", "suspicious": "可疑的值", "related causes": "相关原因", "key": "键", "default": "默认值", "handling": "处理方式", "note": "说明", "model": "模型",
     "name": "名称", "type": "类型", ": ": "：",
-    "model type": "模型类型", "class": "类", "adapted": "适配数", "full": "全参数", "packed": "打包", "2 ranks": "两个 rank", "generate": "生成", "merge": "合并",
+    "model type": "模型类型", "class": "类", "adapted": "适配数", "full": "全参数", "packed": "打包",
+    "2 ranks": "两个 rank", "generate": "生成", "merge": "合并",
     # headings
     "Reasons": "拒绝的理由",
     "Nodes": "节点", "The network": "网络", "Prepared data": "预处理后的数据", "Ranks": "各 rank", "Versions": "版本", "Environment variables": "环境变量",

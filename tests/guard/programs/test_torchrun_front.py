@@ -44,9 +44,9 @@ def guard_of(one: "subprocess.Popen[str]") -> Guard:
 
 def bring(guard: Guard) -> Answer | None:
     """As a torchrun does; gives its answer."""
-    own = {"store_port": 1, "max_restarts": 0}
+    details = {"store_port": 1, "max_restarts": 0}
     return Presence(guard).report_facts(
-        LAUNCHER, {"nproc": 2}, rank=guard.node_rank, world_size=2, own=own, limit_s=LIMIT_S
+        LAUNCHER, {"nproc": 2}, rank=guard.node_rank, world_size=2, details=details, limit_s=LIMIT_S
     )
 
 

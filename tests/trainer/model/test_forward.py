@@ -377,12 +377,13 @@ def test_reference_model_without_trainable_weights_keeps_fast_layers(
     assert forward.fast_layers
 
 
-def test_an_encoder_whose_tokens_see_later_ones_is_refused() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_encoder_whose_tokens_see_later_ones_is_refused(dtype: str) -> None:
     config = transformers.BertConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
     )
     with pytest.raises(ModelError) as refused:
-        _choose(_loaded_from(config))
+        choose_forward(_loaded_from(config), dtype=dtype, quick_adapter=False, gradient_checkpointing=False)
     assert "BertLMHeadModel reads text in both directions" in str(refused.value)
     assert "set is_decoder: true" in str(refused.value.problems[0].fix)
 

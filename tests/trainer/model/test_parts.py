@@ -14,10 +14,15 @@ import transformers
 
 from unisono.base.errors import ModelError
 from unisono.trainer.config.schema import AdapterSection, RunConfig
+from unisono.trainer.families.text.rows import with_parts
 from unisono.trainer.model.adapter import add_adapter
 from unisono.trainer.model.directory import inspect_model
-from unisono.trainer.model.part_figures import with_parts
-from unisono.trainer.model.parts import adaptable_weights, count_parts, omitted_weights, targeted_weights
+from unisono.trainer.model.parts import (
+    adaptable_weights,
+    count_parts,
+    omitted_weights,
+    targeted_weights,
+)
 from unisono.trainer.plan.memory import estimate_memory
 from unisono.trainer.plan.run_plan import ModelFacts
 from unisono.trainer.task.inference import merge_adapter

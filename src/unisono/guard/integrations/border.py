@@ -178,7 +178,7 @@ class ReportedFacts:
         world_size: number of processes that report before facts are compared; for a launcher, of
             nodes.
         facts: values that must be equal, by key: numbers, strings, booleans.
-        own: values that may differ and are only reported.
+        details: values that may differ and are only reported.
     """
 
     pid: int
@@ -186,7 +186,7 @@ class ReportedFacts:
     rank: int
     world_size: int
     facts: dict[str, object]
-    own: dict[str, object] = field(default_factory=dict)
+    details: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,25 +252,25 @@ class Presence:
         *,
         rank: int,
         world_size: int,
-        own: Mapping[str, Any] | None = None,
+        details: Mapping[str, object] | None = None,
         limit_s: float,
     ) -> Answer | None:
         """Reports facts to an agreement of that name, once, and waits for its result; all ranks
         must call it.
 
         Args:
-            name: see Brought.
-            facts: see Brought.
+            name: of the agreement.
+            facts: values that must be equal.
             rank: of this rank, of a launcher the node's.
             world_size: number of processes that report.
-            own: see Brought.
+            details: values that may differ and are only reported.
             limit_s: seconds to wait.
 
         Returns:
             None without an answer: the front is gone, or others have not reported in time. Then the
             process continues.
         """
-        reported = ReportedFacts(self.pid, name, rank, world_size, dict(facts), dict(own or {}))
+        reported = ReportedFacts(self.pid, name, rank, world_size, dict(facts), dict(details or {}))
         answer = self.guard.folder / f"answer-{self.pid}-{name}.json"
         answer.unlink(missing_ok=True)
         _write(self.guard.folder / f"facts-{self.pid}-{name}.json", {"schema": 1, **asdict(reported)})

@@ -177,11 +177,11 @@ class UnisonoRendezvous(RendezvousHandler):
         store.set(key, json.dumps(self._address))
 
     def _report_facts(self, guard: Guard) -> Answer | None:
-        own: dict[str, object] = {"max_restarts": self._max_restarts}
+        details: dict[str, object] = {"max_restarts": self._max_restarts}
         if self._node_rank == 0:
             host = parse_rendezvous_endpoint(guard.store or self._parameters.endpoint, _DEFAULT_PORT)[0]
             self._listening = self._bind(host)
-            own["store_port"] = self._listening.getsockname()[1]
+            details["store_port"] = self._listening.getsockname()[1]
         limit_s = (
             float(guard.options.get("join_timeout_s", self._wait_s)) + 60.0
         )  # the front's own timeout comes first
@@ -190,7 +190,7 @@ class UnisonoRendezvous(RendezvousHandler):
             {"nproc": self._nproc},
             rank=self._node_rank,
             world_size=self._nodes,
-            own=own,
+            details=details,
             limit_s=limit_s,
         )
 

@@ -468,6 +468,6 @@ class LauncherFacts:
 
         Node 0's launcher has already bound its port, so no other program can take it.
         """
-        port = group[0][1].reported.own.get("store_port")
+        port = group[0][1].reported.details.get("store_port")
         host = f"[{self.store_host}]" if ":" in self.store_host else self.store_host
         return {"nodes": len(self.nodes), "store": f"{host}:{port}"}

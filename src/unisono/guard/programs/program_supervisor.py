@@ -305,7 +305,7 @@ class ProgramSupervisor(HeadSupervision):
 
     def _take_facts(self, node_rank: int, news: FactsReported) -> None:
         # A launcher that the program starts has its own --max-restarts.
-        restarts = news.reported.own.get("max_restarts")
+        restarts = news.reported.details.get("max_restarts")
         if news.reported.name == LAUNCHER and isinstance(restarts, int):
             self.restarts = max(self.restarts, restarts)
         compared = self._facts.take(node_rank, news, now=time.monotonic())

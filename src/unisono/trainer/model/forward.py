@@ -58,6 +58,7 @@ from unisono.trainer.model.layers import (
 )
 from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
 from unisono.trainer.model.multimodal import body_of
+from unisono.trainer.model.parts import parts_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.routers import Routers, find_routers
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
@@ -429,7 +430,7 @@ def _reference(forward: Forward, *, trains: bool) -> torch.Tensor:
                 _alone(forward)
                 model.eval()
         return _alone(forward)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors of the device, not of the model
         raise
     except LIBRARY_ERRORS as error:
         adapted = forward.loaded.model is not forward.loaded.base
@@ -438,7 +439,7 @@ def _reference(forward: Forward, *, trains: bool) -> torch.Tensor:
             where="adapter.targets" if adapted else "model.path",
             why=library_words(error),
             fix=(
-                "set adapter.targets to fewer layers, e.g. [q_proj, v_proj], or adapter: null"
+                "set adapter.targets to fewer parts, e.g. attention, or adapter: null"
                 if adapted
                 else "pip install --upgrade transformers"
             ),
@@ -486,15 +487,19 @@ def _refuse_sight_of_later_tokens(forward: Forward, reference: torch.Tensor) -> 
     """Refuses an encoder, or a model that reads prompts in both directions, as PaliGemma does: a
     token that sees the next one learns to copy it.
 
+    Shapes are those of the reference, so the logits of a decoder are the same to the bit in any
+    dtype, unless experts share their products between tokens.
+
     Raises:
         ModelError: if the last token of a row changes the logits of those before it.
     """
     base = forward.loaded.base
+    dtype = forward.dtype if "experts" in parts_of(base).values() else torch.float32
     ids = _probe_rows(base, first=11).input_ids[6:].clone()
     ids[-1] = ids[0]
     with forward._precision():  # noqa: SLF001 - same module
         logits = base(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-    if _changed(logits, reference[5:], forward.dtype):
+    if _changed(logits, reference[5:], dtype):
         is_encoder = getattr(base.config, "is_decoder", None) is False
         raise ModelError.of(
             f"{type(base).__name__} reads text in both directions",

@@ -91,9 +91,9 @@ def _decoder_input(base: Any, decoder: torch.nn.Module) -> torch.Tensor | None:
     tokens (1, T); None if the forward fails before.
     """
 
-    def stop(_module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        embeddings = kwargs.get("inputs_embeds")
-        raise _Reached(kwargs["input_ids"] if embeddings is None else embeddings)
+    def stop(_module: torch.nn.Module, _args: object, inputs: dict[str, torch.Tensor]) -> None:
+        embeddings = inputs.get("inputs_embeds")
+        raise _Reached(inputs["input_ids"] if embeddings is None else embeddings)
 
     hook = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:
@@ -101,7 +101,8 @@ def _decoder_input(base: Any, decoder: torch.nn.Module) -> torch.Tensor | None:
             base(input_ids=torch.arange(8, device=base.device)[None], use_cache=False)
     except _Reached as reached:
         return reached.value
-    except (AttributeError, TypeError, KeyError):  # it needs a part that was removed
+    # It needs a part that was removed; or it fails on text anyway, which `choose_forward` refuses.
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError, RuntimeError):
         return None
     finally:
         hook.remove()

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import math
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -329,7 +330,7 @@ def adapted_layers(model: torch.nn.Module) -> Iterator[Any]:
 # ---- files that unisono reads itself
 
 
-class Scales:
+class Scales(ABC):
     """What dequantizes a weight of such files."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -341,9 +342,9 @@ class Scales:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
+    @abstractmethod
     def dequantized(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """W (out, in) of the bytes (out, in · bits / 8), rounded once from float32."""
-        raise NotImplementedError
 
 
 @dataclass

@@ -66,7 +66,7 @@ class RouterStep:
         run, routers = self._run, self._run.forward.routers
         if routers is None or not self._section.load_balancing or batches.rounds == 1:
             return
-        own = torch.zeros(len(routers.numbers), routers.experts, device=run.device)
+        rank_load = torch.zeros(len(routers.numbers), routers.experts, device=run.device)
         for group, is_counted in micros:
             run.beats.enter("compute")
             seed_torch(run.plan.config.seed, "dropout", group.places[0])
@@ -74,10 +74,10 @@ class RouterStep:
             with torch.no_grad():
                 run.objective.loss(run.forward, load(group), counts=batches.counts)
             decisions = routers.take()
-            own += decisions.load() * is_counted if decisions is not None else 0.0
+            rank_load += decisions.load() * is_counted if decisions is not None else 0.0
         if run.sharded is not None:
             run.sharded.reshard()
-        self._load = self._summed(own)
+        self._load = self._summed(rank_load)
 
     def added_to(self, loss: torch.Tensor, *, is_counted: bool) -> torch.Tensor:
         """The loss of a micro batch whose forward was just computed, with the losses of routers.
@@ -90,11 +90,11 @@ class RouterStep:
         decisions = None if routers is None else routers.take()
         if decisions is None:
             return loss
-        own = decisions.load() * is_counted
-        self.sums[2:] += own.flatten()
+        rank_load = decisions.load() * is_counted
+        self.sums[2:] += rank_load.flatten()
         if section.load_balancing:
             if self._load is None:
-                self._load = self._summed(own)
+                self._load = self._summed(rank_load)
             balancing = decisions.load_balancing(
                 self._load, tokens=self._tokens, together=section.layers == "together"
             )

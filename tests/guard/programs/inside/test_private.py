@@ -252,4 +252,4 @@ def test_the_sampler_of_accelerate_is_reported_too() -> None:
     )
     dealt = sharded_rows_of(loader)
     assert dealt is not None
-    assert (dealt.replicas, dealt.own["part"], dealt.facts["rows"]) == (2, 1, 10)
+    assert (dealt.replicas, dealt.details["part"], dealt.facts["rows"]) == (2, 1, 10)

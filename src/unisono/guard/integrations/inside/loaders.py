@@ -38,7 +38,7 @@ class ShardedRows:
 
     replicas: int
     facts: dict[str, object]
-    own: dict[str, object] = field(default_factory=dict)
+    details: dict[str, object] = field(default_factory=dict)
 
 
 def sharded_rows_of(loader: Any) -> ShardedRows | None:
@@ -209,7 +209,12 @@ def _compare(sharded: ShardedRows, at: GuardedProcess, names: Any) -> None:
     before = at.beats.phase
     at.phase("agree.ranks")
     answer = at.presence.report_facts(
-        name, sharded.facts, rank=who.rank, world_size=who.world_size, own=sharded.own, limit_s=_LIMIT_S
+        name,
+        sharded.facts,
+        rank=who.rank,
+        world_size=who.world_size,
+        details=sharded.details,
+        limit_s=_LIMIT_S,
     )
     at.phase(before)
     if answer is not None and not answer.agreed:
