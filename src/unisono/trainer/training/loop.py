@@ -23,7 +23,7 @@ from unisono.guard.rundir.records import best_key
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
 from unisono.trainer.model.forward import Rows
-from unisono.trainer.objectives import OwnPart
+from unisono.trainer.objectives.user_objective import OwnPart
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.schedule import factor_at
 from unisono.trainer.training.evaluation import (
