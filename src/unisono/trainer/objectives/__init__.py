@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import PreferenceSection
 
 if TYPE_CHECKING:
+    from unisono.trainer.config.sections import PreferenceSection
     from unisono.trainer.objectives.objective import Objective
 
 
