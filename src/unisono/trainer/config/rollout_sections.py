@@ -1,12 +1,14 @@
 """Sections of `objective: grpo`: rewards, how answers are sampled, and the loss on them."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from unisono.base.text import Duration, nearest, one_line
 from unisono.base.user_code import own_class
 from unisono.trainer.config.sections import (
+    GRPO,
     NamesFile,
     NotNegative,
     Pattern,
@@ -14,10 +16,13 @@ from unisono.trainer.config.sections import (
     SecondsText,
     Section,
     float_of_yaml,
+    lf_name,
 )
 from unisono.trainer.config.yaml_file import Takes
 
-GRPO = "grpo"
+if TYPE_CHECKING:
+    from unisono.trainer.config.schema import RunConfig
+
 REWARDS: dict[str, tuple[str, ...]] = {
     "exact": ("column",),
     "contains": ("column",),
@@ -165,3 +170,105 @@ class GrpoSection(Section):
         if isinstance(value, dict) and isinstance(value.get("clip"), list):
             return {**value, "clip": tuple(value["clip"])}
         return value
+
+
+def grpo_contradictions(config: "RunConfig") -> list[str]:
+    """The keys of rewards and rollouts that contradict each other, or other sections."""
+    if config.objective != GRPO:
+        return []
+    rollout, section, adapter, size = config.rollout, config.grpo, config.adapter, config.batch.global_
+    rules = [
+        (
+            not config.rewards,
+            "rewards: without a reward there is nothing to learn from; name at least one, e.g. exact",
+        ),
+        (
+            config.batch.per_rank is None and size % rollout.group != 0,
+            (
+                f"batch.global: {size} answers of a step are not whole groups of {rollout.group}; set it to a"
+                f" multiple of rollout.group, e.g. {-(-size // rollout.group) * rollout.group}"
+            ),
+        ),
+        (
+            config.batch.per_rank is not None,
+            "batch.per_rank: answers of a step are counted over all ranks; set `batch.global` instead",
+        ),
+        (
+            rollout.group < 2,
+            "rollout.group: an answer is compared with others of its group; set it to 2 or more",
+        ),
+        (
+            rollout.max_new_tokens >= config.data.max_length,
+            (
+                f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
+                " `data.max_length`, which is that of prompt and answer"
+            ),
+        ),
+        (
+            config.data.too_long not in ("error", "drop"),
+            "data.too_long: a prompt is not changed; set it to error or drop",
+        ),
+        (
+            section.beta > 0 and adapter is None,
+            (
+                "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}`, or"
+                " `beta: 0`"
+            ),
+        ),
+        (
+            section.beta > 0 and adapter is not None and bool(adapter.modules_to_save or adapter.from_),
+            (
+                "grpo.beta: the model without its adapter is not the one that the run starts from; set `beta:"
+                " 0`, or remove adapter.from and modules_to_save"
+            ),
+        ),
+        (
+            Duration.parse(config.duration).unit == "tokens",
+            "duration: how long answers will be is not known; write it in steps or epochs",
+        ),
+        (
+            config.eval.exact_match or config.eval.samples > 0,
+            "eval: prompts without an answer are evaluated by their rewards; remove exact_match and samples",
+        ),
+        (
+            lf_name(config.data.template) is not None,
+            "data.template: prompts are rendered with chat templates; set it to a file, or null",
+        ),
+        (
+            adapter is not None and adapter.dropout > 0,
+            (
+                "adapter.dropout: the probabilities of answers would not be those they were sampled with; set"
+                " it to 0"
+            ),
+        ),
+        (
+            config.model.embedding_noise > 0
+            or config.optim.label_smoothing > 0
+            or config.optim.loss_weight != "uniform",
+            "optim: embedding_noise, label_smoothing and loss_weight are of rows with answers; remove them",
+        ),
+    ]
+    problems = [text for is_wrong, text in rules if is_wrong]
+    for number, reward in enumerate(config.rewards):
+        problems += _reward_contradictions(reward, f"rewards.{number}")
+    return problems
+
+
+def _reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+    known = reward.is_own or reward.use in REWARDS
+    if not known:
+        near = nearest(reward.use, list(REWARDS))
+        hint = (
+            f"did you mean `{near}`?" if near else f"write FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"
+        )
+        return [f"{key}.use: there is no reward {one_line(reward.use, limit=60)}; {hint}"]
+    special = {name for names in REWARDS.values() for name in names}
+    given = {name.rstrip("_") for name in reward.model_fields_set} & special - set(reward.keys)
+    problems = [f"{key}.{name}: {reward.use} does not use it; remove it" for name in sorted(given)]
+    missing = [name for name in ("pattern", "schema") if name in reward.keys]
+    problems += [
+        f"{key}.{name}: {reward.use} needs it; set it"
+        for name in missing
+        if getattr(reward, "schema_" if name == "schema" else name) is None
+    ]
+    return problems
