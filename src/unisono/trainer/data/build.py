@@ -19,7 +19,7 @@ from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
-from unisono.trainer.config.sections import PREFERENCE, RATINGS, lf_name, sides_of
+from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, sides_of
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
 from unisono.trainer.data.ingest import Ingest, IngestProgress, UsableRows, expected_rows, explain_fit
@@ -52,7 +52,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncod
         directory=directory,
         template_file=data.template if name is None else None,
         loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
-        check_template=data.check_template and not pretrain,
+        check_template=data.check_template and config.objective not in ("pretrain", GRPO),
         end_at_stop=config.objective != "reward",
         show_first=None if name is None else unknown,
         thoughts=data.thoughts,
@@ -87,6 +87,7 @@ def build_table(
                 progress,
                 objective=config.objective,
                 limit_rows=limit_rows,
+                answer_tokens=config.rollout.max_new_tokens if config.objective == GRPO else 0,
             )
             for source in sources:
                 intake.read(source)
@@ -193,7 +194,10 @@ def _write_splits(
         if sides > 1:
             writer.digest.update(f"{sides} sides".encode())
         sequences = _sequences(
-            columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length * sides
+            columns["length"],
+            count[row],
+            packing=config.data.packing and config.objective != GRPO,
+            limit=config.data.max_length * sides,
         )
         write_split(directory, split, columns, sequences)
         for rows in sequences:
