@@ -149,9 +149,7 @@ def train_both(
     ]
 
 
-def run_trl(
-    folder: Path, specs: list[dict[str, Any]], *, module: str = "trl_losses"
-) -> list[dict[str, Any]]:
+def run_trl(folder: Path, specs: list[dict[str, Any]], *, module: str = "trl_losses") -> list[dict[str, Any]]:
     """What a module of this folder, in a process of its own, finds for some specs."""
     (folder / "specs.json").write_text(json.dumps(specs))
     command = [sys.executable, "-m", f"tests.trainer.objectives.{module}", str(folder / "specs.json"), str(folder / "results.json")]  # fmt: skip

@@ -20,8 +20,11 @@ from unisono.trainer.objectives.policy import POLICY_METRICS, PolicyBatch, polic
 pytestmark = pytest.mark.slow  # a process that imports TRL
 
 LONGEST = 12  # tokens of an answer
-PARAMETERS = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
-_CLIP = (0.2, 0.28)
+PARAMETERS = (
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -35,36 +38,33 @@ class Case:
     micros: int = 1
 
 
-def _case(loss: str, of_trl: dict[str, Any] | None = None, **more: Any) -> Case:
-    section = {key: more.pop(key) for key in ("clip", "beta", "dual_clip") if key in more}
-    clip = section.get("clip", _CLIP)
-    settings = {
+def _case(loss: str, *, truncated: bool = False, micros: int = 1, **section: float) -> Case:
+    clip = (1.0, 0.4) if loss == "cispo" else (0.2, 0.28)  # TRL's cispo has no lower bound
+    of_here = {"loss": loss, "clip": clip, **section}
+    settings: dict[str, Any] = {
         "epsilon": clip[0],
         "epsilon_high": 1 + clip[1] if loss == "cispo" else clip[1],
         "max_completion_length": LONGEST,
         "beta": section.get("beta", 0.0),
     }
     if loss == "rloo":  # its divergence is in the rewards, which are given
-        return Case({"loss": loss, **section}, {**settings, "beta": 0.0}, "rloo", **more)
-    settings["delta"] = section.get("dual_clip")
-    kind = {"loss_type": "grpo", "importance_sampling_level": "sequence"} if loss == "gspo" else {"loss_type": loss}
-    return Case({"loss": loss, **section}, {**settings, **kind}, **more)
+        return Case(of_here, settings, "rloo", truncated, micros)
+    settings |= {"delta": section.get("dual_clip"), "loss_type": "grpo" if loss == "gspo" else loss}
+    settings["importance_sampling_level"] = "sequence" if loss == "gspo" else "token"
+    return Case(of_here, settings, "grpo", truncated, micros)
 
 
 LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo")
-_WIDE = {"clip": (1.0, 0.4)}  # TRL's cispo has no lower bound
 CASES = {
-    **{loss: _case(loss, **(_WIDE if loss == "cispo" else {})) for loss in LOSSES},
-    **{f"{loss} with β": _case(loss, beta=0.3, **(_WIDE if loss == "cispo" else {})) for loss in LOSSES if loss != "rloo"},
-    **{f"{loss}, truncated": _case(loss, truncated=True, **(_WIDE if loss == "cispo" else {})) for loss in LOSSES},
+    **{loss: _case(loss) for loss in LOSSES},
+    **{f"{loss} with β": _case(loss, beta=0.3) for loss in LOSSES if loss != "rloo"},
+    **{f"{loss}, truncated": _case(loss, truncated=True) for loss in LOSSES},
     **{f"{loss}, dual clip": _case(loss, dual_clip=1.5) for loss in LOSSES if loss not in ("cispo", "rloo")},
     # TRL's bnpo is another loss for several micro batches.
     **{
-        f"{loss}, 2 micro batches": _case(loss, truncated=True, micros=2, **(_WIDE if loss == "cispo" else {}))
-        for loss in LOSSES
-        if loss != "bnpo"
+        f"{loss}, 2 micro batches": _case(loss, truncated=True, micros=2) for loss in LOSSES if loss != "bnpo"
     },
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -89,15 +89,11 @@ class Answers:
     def old(self) -> list[list[float]]:
         """Those at sampling: so far from the model's that ratios are clipped on both sides."""
         noise = torch.Generator().manual_seed(1)
-        return [
-            (new.detach() + 0.4 * torch.randn(len(new), generator=noise)).tolist() for new in self.new
-        ]
+        return [(new.detach() + 0.4 * torch.randn(len(new), generator=noise)).tolist() for new in self.new]
 
     def reference(self) -> list[list[float]]:
         noise = torch.Generator().manual_seed(2)
-        return [
-            (new.detach() + 0.5 * torch.randn(len(new), generator=noise)).tolist() for new in self.new
-        ]
+        return [(new.detach() + 0.5 * torch.randn(len(new), generator=noise)).tolist() for new in self.new]
 
 
 def _score(model: Any, answers: Answers) -> None:
@@ -141,10 +137,12 @@ def _here(case: Case, answers: Answers, model: Any) -> tuple[float, dict[str, li
         [len(answer) for answer in answers.answers], torch.tensor([not (case.truncated and cut) for cut in answers.truncated]),
     )  # fmt: skip
     part = policy_loss(
-        batch, GrpoSection(**case.section), answers=8, loss_tokens=sum(_counts(case, answers)), max_new_tokens=LONGEST
+        batch, GrpoSection.model_validate(case.section), answers=8, loss_tokens=sum(_counts(case, answers)), max_new_tokens=LONGEST
     )  # fmt: skip
     part.loss.backward()
-    gradients = {name: p.grad.flatten().tolist() for name, p in model.named_parameters() if name in PARAMETERS}
+    gradients = {
+        name: p.grad.flatten().tolist() for name, p in model.named_parameters() if name in PARAMETERS
+    }
     sums = part.sums.tolist()
     figures = {
         name: total / number
@@ -154,7 +152,13 @@ def _here(case: Case, answers: Answers, model: Any) -> tuple[float, dict[str, li
     return part.loss.item(), gradients, figures
 
 
-REWARDS: tuple[float | None, ...] = (1.0, 0.0, 0.3, None, 0.5, 0.5, 0.5, 0.5, 2.0, None, None, None, -1.0, 4.0, 4.0, 0.1)
+GROUPS: list[list[float | None]] = [
+    [1.0, 0.0, 0.3, None],
+    [0.5, 0.5, 0.5, 0.5],
+    [2.0, None, None, None],
+    [-1.0, 4.0, 4.0, 0.1],
+]
+REWARDS = [reward for group in GROUPS for reward in group]
 SCALES: dict[str, tuple[str, dict[str, Any]]] = {
     "group": ("grpo", {"scale_rewards": "group"}),
     "batch": ("grpo", {"scale_rewards": "batch"}),
@@ -217,10 +221,9 @@ def test_the_metrics_are_those_of_trl(trl: dict[str, Any], model: Any, name: str
 
 @pytest.mark.parametrize("name", SCALES)
 def test_the_advantages_are_those_of_trl(trl: dict[str, Any], name: str) -> None:
-    groups = [REWARDS[at : at + 4] for at in range(0, 16, 4)]
     mine = [
         advantage
-        for rewards in groups
+        for rewards in GROUPS
         for advantage in group_advantages(
             rewards,
             scale="group" if name == "group" else "batch" if name == "batch" else "none",

@@ -41,9 +41,7 @@ class RewardSums:
         return cls(len(scored), math.fsum(scored), math.fsum(reward * reward for reward in scored))
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
-        return RewardSums(
-            self.count + other.count, self.total + other.total, self.squares + other.squares
-        )
+        return RewardSums(self.count + other.count, self.total + other.total, self.squares + other.squares)
 
     @property
     def std(self) -> float:

@@ -47,10 +47,11 @@ from unisono.trainer.config.rollout_sections import GrpoSection
 from unisono.trainer.objectives.objective import Part
 
 POLICY_METRICS = ("ratio", "clip_low", "clip_high", "kl_old", "kl")
-"""Metrics of sampled answers. ratio: of new and old probability; clip_low, clip_high: shares of
-ratios which are clipped, so that they have no gradient (cispo: a limited weight, which TRL counts
-for positive advantages only); all of tokens, or of answers for gspo and rloo. kl_old: divergence (k3) of the model that sampled from this one; kl: that
-of the model from the reference (r · k3); both of tokens.
+"""Metrics of sampled answers. Of tokens, or of answers for gspo and rloo: ratio, of new and old
+probability; clip_low, clip_high, shares of ratios which are clipped, so that they have no gradient
+(cispo: a limited weight, which TRL counts for positive advantages only). Of tokens: kl_old, the
+divergence (k3) of the model that sampled from this one; kl, that of this model from the reference
+(r · k3).
 """
 LARGEST = 20.0
 """The largest log-ratio that counts."""
@@ -122,11 +123,17 @@ def policy_loss(
     else:  # losses of gspo and rloo are the same at all tokens of an answer
         divisor = batch.tokens * max(answers, 1)
     weights = batch.spread(batch.has_loss / divisor)
-    return Part((weights * losses).sum(), _sums(batch, section, ratios, divergences))
+    with torch.no_grad():
+        sums = _sums(batch, section, ratios, divergences)
+    return Part((weights * losses).sum(), sums)
 
 
 def clipped_losses(
-    ratios: torch.Tensor, advantages: torch.Tensor, *, clip: tuple[float, float], dual_clip: float | None = None
+    ratios: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip: tuple[float, float],
+    dual_clip: float | None = None,
 ) -> torch.Tensor:
     """(N,): the clipped surrogate (PPO, arXiv:1707.06347, equation 7), with bounds of their own on
     both sides (DAPO, arXiv:2503.14476, equation 10).
@@ -183,7 +190,6 @@ def _limited(log_ratios: torch.Tensor) -> torch.Tensor:
     return log_ratios.clamp(-LARGEST, LARGEST)
 
 
-@torch.no_grad()
 def _sums(
     batch: PolicyBatch, section: GrpoSection, ratios: torch.Tensor, divergences: torch.Tensor | None
 ) -> torch.Tensor:
