@@ -238,6 +238,7 @@ def test_a_divergence_without_a_reference_is_a_mistake_but_in_rloo() -> None:
 # ---- Values of other suites. A loss v >= 1 of a token is one of ratio v and advantage -1.
 
 _SKYRL = "SkyRL, tests/train/algorithms/test_losses.py"
+_NEMO = "NeMo-RL, tests/unit/algorithms/test_loss_functions.py"
 _VERL = "verl, tests/trainer/ppo/test_loss_aggregation_on_cpu.py"
 _OPENRLHF = "OpenRLHF, tests/test_loss_aggregation.py"
 _ROWS = [[1.0, 2.0], [5.0, 6.0, 7.0], [9.0]]
@@ -312,23 +313,29 @@ def test_the_gradient_of_dr_grpo_is_that_of_verl() -> None:
 
 @dataclass(frozen=True)
 class Sum:
-    """Answers of one token with ratios of about 0.5, 1 and 10; the sum of their losses."""
+    """Answers of one token, their log-probabilities and advantages; the sum of their losses."""
 
     source: str
     settings: dict[str, Any]
     total: float
+    new: tuple[float, ...] = (-1.69315, -1.0, -0.69741)  # ratios of about 0.5, 1 and 10
+    old: tuple[float, ...] = (-1.0, -1.0, -3.0)
+    advantages: tuple[float, ...] = (1.0, -1.0, -4.0)
 
 
 SUMS = [
     Sum(f"{_SKYRL}: dual_clip (after NeMo-RL)", {"loss": "dapo", "dual_clip": 3.0}, 12.5),
     Sum(f"{_SKYRL}: cispo", {"loss": "cispo"}, -2.9930),
-]
+    Sum(f"{_NEMO}: ppo_clipping", {"loss": "bnpo"}, -1.9, new=(-1.69315, -1.0, -0.59453), old=(-1.0, -1.0, -1.0), advantages=(1.0, -1.0, 2.0)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SUMS, ids=lambda case: case.source)
 def test_a_sum_of_losses_is_that_of_other_suites(case: Sum) -> None:
-    new, old, advantages = (-1.69315, -1.0, -0.69741), (-1.0, -1.0, -3.0), (1.0, -1.0, -4.0)
-    answers = [Answer([(n, o, 0.0)], a, has_loss=True) for n, o, a in zip(new, old, advantages, strict=True)]
+    answers = [
+        Answer([(new, old, 0.0)], advantage, has_loss=True)
+        for new, old, advantage in zip(case.new, case.old, case.advantages, strict=True)
+    ]
     section = GrpoSection.model_validate({"clip": [0.2, 0.2], **case.settings})
     part = policy_loss(_batch(answers, reference=False), section, answers=1, loss_tokens=1, max_new_tokens=1)
     assert part.loss.item() == pytest.approx(case.total, abs=1e-4)
