@@ -75,7 +75,7 @@ def penalize(rewards: Rewards, truncated: Sequence[bool]) -> list[float | None]:
 def less_divergence(rewards: Rewards, divergences: Sequence[float], *, beta: float) -> list[float | None]:
     """Rewards less β times the divergence from the reference model, before advantages.
 
-    So TRL's `RLOOTrainer` uses β (arXiv:2402.14740, equation 2); `GRPOTrainer` has the divergence
+    So TRL's `RLOOTrainer` uses β (arXiv:2402.14740); `GRPOTrainer` has the divergence
     in the loss (`policy.k3`).
 
     Args:

@@ -18,7 +18,7 @@ up to the same loss for any number of micro batches and ranks:
 | rloo    | as dapo, r of the sum of new - old    | answers                                       |
 
 `reference` adds β · r · k3 of each token, divided alike: for gspo the mean, for rloo the sum over
-the tokens of an answer. With the factor r (DeepSeek-V3.2, arXiv:2512.02556, equation 7), which has
+the tokens of an answer. With the factor r (DeepSeek-V3.2, arXiv:2512.02556), which has
 a gradient, the gradient is that of the divergence; without it, as in arXiv:2402.03300 and for
 `use_bias_correction_kl: false` of TRL, it is another one, even where r is 1.
 
@@ -69,7 +69,8 @@ class PolicyBatch:
         reference: (N,), those under the reference model; None: no divergence in the loss.
         advantages: (A,).
         counts: loss tokens of each answer; they sum to N.
-        has_loss: (A,) bool; False for answers that count but have no loss.
+        has_loss: (A,) bool; False for answers that count but have no loss. They may as well be
+            absent.
     """
 
     new: torch.Tensor
@@ -136,7 +137,7 @@ def clipped_losses(
     dual_clip: float | None = None,
 ) -> torch.Tensor:
     """(N,): the clipped surrogate (PPO, arXiv:1707.06347, equation 7), with bounds of their own on
-    both sides (DAPO, arXiv:2503.14476, equation 10).
+    both sides (DAPO, arXiv:2503.14476).
 
     Args:
         ratios: (N,), of new and old probability, with a gradient.
@@ -156,7 +157,7 @@ def cispo_losses(
     new: torch.Tensor, ratios: torch.Tensor, advantages: torch.Tensor, *, clip: tuple[float, float]
 ) -> torch.Tensor:
     """(N,): log-probabilities weighted by advantage and clipped ratio, which has no gradient: every
-    token keeps one (CISPO, arXiv:2506.13585, equation 4).
+    token keeps one (CISPO, arXiv:2506.13585).
 
     Args:
         new: (N,), log-probabilities, with a gradient.
