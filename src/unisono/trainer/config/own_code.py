@@ -102,13 +102,11 @@ def _digest(code: OwnCode) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
-    """The class and the source of its file, which is executed if its content is that on which the
-    nodes agreed.
+def agreed_source(code: OwnCode, digest: str) -> bytes:
+    """The source of a file, if its content is that on which the nodes agreed.
 
     Raises:
         ConfigError: if it is not.
-        Exception: what the file raises; see `refusing`.
     """
     path, what = code.path, code.what
     try:
@@ -126,11 +124,32 @@ def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
             where=str(path),
             fix="start again, with the same file on all nodes",
         )
-    module = ModuleType(f"unisono_{what}_{path.stem}")
-    module.__file__ = str(path)
+    return source
+
+
+def execute_source(code: OwnCode, source: bytes) -> ModuleType:
+    """The module of a file, from its source.
+
+    Raises:
+        Exception: what the file raises; see `refusing`.
+    """
+    module = ModuleType(f"unisono_{code.what}_{code.path.stem}")
+    module.__file__ = str(code.path)
     sys.modules[module.__name__] = module  # where dataclasses look for their annotations
-    exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
-    return getattr(module, code.name), source
+    exec(compile(source, str(code.path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
+    return module
+
+
+def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
+    """The class and the source of its file, which is executed if its content is that on which the
+    nodes agreed.
+
+    Raises:
+        ConfigError: if it is not.
+        Exception: what the file raises; see `refusing`.
+    """
+    source = agreed_source(code, digest)
+    return getattr(execute_source(code, source), code.name), source
 
 
 @contextmanager
