@@ -1,7 +1,9 @@
 """Code of the user's own, as configs name it: `FILE.py:CLASS`, and that of a model's repository."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
 """Python code of a model's repository: its name, by the folder to which transformers copies it."""
@@ -36,3 +38,16 @@ def own_code(*, objective: str, optimizer: str) -> list[OwnCode]:
     return [
         OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))
     ]
+
+
+def execute_source(code: OwnCode, source: bytes) -> ModuleType:
+    """The module of a file, from its source.
+
+    Raises:
+        Exception: what the file raises; see `unisono.trainer.config.own_code.refusing`.
+    """
+    module = ModuleType(f"unisono_{code.what}_{code.path.stem}")
+    module.__file__ = str(code.path)
+    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
+    exec(compile(source, str(code.path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
+    return module

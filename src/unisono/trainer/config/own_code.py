@@ -6,18 +6,16 @@ Reading and executing it.
 
 import ast
 import hashlib
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import nearest, one_line
-from unisono.base.user_code import OwnCode, own_code
+from unisono.base.user_code import OwnCode, execute_source, own_code
 from unisono.trainer.config.schema import RunConfig
 
 
@@ -125,19 +123,6 @@ def agreed_source(code: OwnCode, digest: str) -> bytes:
             fix="start again, with the same file on all nodes",
         )
     return source
-
-
-def execute_source(code: OwnCode, source: bytes) -> ModuleType:
-    """The module of a file, from its source.
-
-    Raises:
-        Exception: what the file raises; see `refusing`.
-    """
-    module = ModuleType(f"unisono_{code.what}_{code.path.stem}")
-    module.__file__ = str(code.path)
-    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
-    exec(compile(source, str(code.path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
-    return module
 
 
 def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:

@@ -1,20 +1,20 @@
 """What a run minimizes: the objectives by their names.
 
-Importing this loads no torch: `objectives.rewards` has processes that must not.
+Importing this loads no torch and no pydantic: `objectives.rewards` has processes that are started
+often.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from unisono.trainer.config.own_code import own_code_of
-from unisono.trainer.config.schema import RunConfig
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from unisono.trainer.config.schema import RunConfig
     from unisono.trainer.config.sections import PreferenceSection
     from unisono.trainer.objectives.objective import Objective
 
 
-def _preference(config: RunConfig) -> "Objective":
+def _preference(config: "RunConfig") -> "Objective":
     from unisono.trainer.objectives import preference
 
     named: dict[str, Callable[[PreferenceSection], Objective]] = {
@@ -26,27 +26,27 @@ def _preference(config: RunConfig) -> "Objective":
     return named[config.objective](config.preference)
 
 
-def _reward(config: RunConfig) -> "Objective":
+def _reward(config: "RunConfig") -> "Objective":
     from unisono.trainer.objectives.preference import Reward
 
     del config
     return Reward()
 
 
-def _diffusion(config: RunConfig) -> "Objective":
+def _diffusion(config: "RunConfig") -> "Objective":
     from unisono.trainer.families.pictures.pipeline import trains_text
     from unisono.trainer.objectives.diffusion import Diffusion
 
     return Diffusion(config.diffusion, trains_text=trains_text(config))
 
 
-def _tokens(config: RunConfig) -> "Objective":
+def _tokens(config: "RunConfig") -> "Objective":
     from unisono.trainer.objectives.preference import TokenObjective
 
     return TokenObjective(config.optim.label_smoothing, dft=config.optim.loss_weight == "dft")
 
 
-_MADE: dict[str, Callable[[RunConfig], "Objective"]] = {
+_MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
     "sft": _tokens,
     "pretrain": _tokens,
     "reward": _reward,
@@ -55,7 +55,7 @@ _MADE: dict[str, Callable[[RunConfig], "Objective"]] = {
 }
 
 
-def objective_of(config: RunConfig, *, digest: str = "") -> "Objective":
+def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
     """The objective that a config names, with its settings.
 
     Args:
@@ -64,6 +64,8 @@ def objective_of(config: RunConfig, *, digest: str = "") -> "Objective":
     Raises:
         ConfigError: if an own objective is refused.
     """
+    from unisono.trainer.config.own_code import own_code_of
+
     for code in own_code_of(config):
         if code.key == "objective":
             from unisono.trainer.objectives.user_objective import load_objective

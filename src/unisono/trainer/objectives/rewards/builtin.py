@@ -6,11 +6,13 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.base.errors import ConfigError
 from unisono.base.text import one_line
 from unisono.trainer.objectives.rewards.calls import Text, text_of
+
+if TYPE_CHECKING:
+    from unisono.base.errors import ConfigError
 
 RewardFunction = Callable[..., Any]
 
@@ -103,6 +105,8 @@ def _json_schema(settings: Mapping[str, Any]) -> RewardFunction:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
+        from unisono.base.errors import ConfigError
+
         raise ConfigError.of(
             f"the file of the reward json_schema is not a JSON Schema: {one_line(error.message, limit=200)}",
             where=f"{settings['path']}#/{'/'.join(map(str, error.path))}",
@@ -150,7 +154,9 @@ def _math(settings: Mapping[str, Any]) -> RewardFunction:
     return reward
 
 
-def _missing(reward: str, error: ModuleNotFoundError, extra: str) -> ConfigError:
+def _missing(reward: str, error: ModuleNotFoundError, extra: str) -> "ConfigError":
+    from unisono.base.errors import ConfigError
+
     return ConfigError.of(
         f"the reward {reward} needs {error.name}",
         where="rewards",

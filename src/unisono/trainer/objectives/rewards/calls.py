@@ -4,10 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from unisono.base.user_code import own_class
-from unisono.trainer.config.rollout_sections import RewardSection
+
+if TYPE_CHECKING:
+    from unisono.trainer.config.rollout_sections import RewardSection
 
 Text = str | list[dict[str, object]]
 """A prompt or an answer: a text, or messages with `role` and `content`."""
@@ -188,7 +190,7 @@ def total(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> 
     return math.fsum(terms) if terms else None
 
 
-def reward_names(entries: Sequence[RewardSection]) -> list[str]:
+def reward_names(entries: "Sequence[RewardSection]") -> list[str]:
     """A name for each entry of `rewards`: of its function; where several have the same, with its
     number among the entries.
     """

@@ -13,9 +13,10 @@ then one call in each line:
 At SIGUSR1 it writes its stack to the socket instead, also while C code runs.
 """
 
-import asyncio
 import contextlib
+import ctypes
 import faulthandler
+import functools
 import inspect
 import json
 import math
@@ -25,21 +26,22 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.base.child import end_with_front
-from unisono.base.errors import ConfigError
 from unisono.base.text import nearest, one_line, redact
-from unisono.base.user_code import OwnCode
-from unisono.trainer.config.own_code import execute_source, refusing
+from unisono.base.user_code import OwnCode, execute_source
 from unisono.trainer.objectives.rewards.builtin import BUILT_IN, UnusableValueError
+
+if TYPE_CHECKING:
+    import asyncio
 
 MOST_BYTES = 1 << 24
 """Of an answer's line."""
+_PR_SET_PDEATHSIG = 1
 _MOST_TEXT = 500  # characters of an exception
 
 
@@ -103,7 +105,7 @@ def _load_from_file(entry: Mapping[str, Any], modules: dict[str, ModuleType]) ->
     code = OwnCode("rewards", "reward", Path(path), entry["name"])
     if str(code.path.parent.absolute()) not in sys.path:
         sys.path.insert(0, str(code.path.parent.absolute()))
-    with refusing(code, "fix the file: each process of the rewards loads it at its start"):
+    with _refusing(code):
         if path not in modules:
             modules[path] = execute_source(code, entry["source"].encode("latin-1"))
         call = _member(modules[path], code)
@@ -113,12 +115,27 @@ def _load_from_file(entry: Mapping[str, Any], modules: dict[str, ModuleType]) ->
         return _LoadedFunction(call, _names(call), path, _where_defined(call, path))
 
 
+@contextlib.contextmanager
+def _refusing(code: OwnCode) -> Iterator[None]:
+    """Makes what the file raises a refusal with its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        # Not at the top: with pydantic, it would take most of the time in which a process starts.
+        from unisono.trainer.config.own_code import refusing
+
+        with refusing(code, "fix the file: each process of the rewards loads it at its start"):
+            raise error from None
+
+
 def _member(module: ModuleType, code: OwnCode) -> Any:
     if hasattr(module, code.name):
         return getattr(module, code.name)
     names = [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
     ]
+    from unisono.base.errors import ConfigError
+
     near = nearest(code.name, names)
     raise ConfigError.of(
         f"the file of the reward has no function {code.name}",
@@ -150,7 +167,7 @@ def _where_defined(call: Callable[..., Any], path: str) -> str:
 # ---- calling
 
 
-def _reply(function: _LoadedFunction, request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def _reply(function: _LoadedFunction, request: Mapping[str, Any]) -> dict[str, Any]:
     """What comes of one call."""
     count = len(request["completions"])
     notes = _Notes(count)
@@ -168,13 +185,20 @@ def _reply(function: _LoadedFunction, request: Mapping[str, Any], runner: asynci
             **{name: value for name, value in arguments.items() if names is None or name in names}
         )
         if inspect.isawaitable(result):
-            # One event loop for all calls: clients that are kept between calls belong to it.
-            result = runner.run(_awaited(result))
+            result = _runner().run(_awaited(result))
         return {"values": _values(result, count), "metrics": notes.metrics, "extras": notes.extras}
     except UnusableValueError as error:
         return {"kind": "value", "text": str(error), "where": function.where}
     except BaseException as error:  # noqa: BLE001 - sys.exit in the function must not end the process
         return _failure(error, function)
+
+
+@functools.cache
+def _runner() -> "asyncio.Runner":
+    """The event loop of all calls: clients that are kept between calls belong to it."""
+    import asyncio  # not at the top: it takes half as long as all other modules
+
+    return asyncio.Runner()
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -248,27 +272,39 @@ def _bound_memory(spare_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
+def _end_with(parent: int) -> None:
+    """Has the kernel end this process with its parent, as `unisono.base.child.end_with_front`,
+    whose module takes long to import.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
 def main(words: Sequence[str]) -> None:
     """Answers until the socket is closed."""
     fd, parent = map(int, words)
     os.set_inheritable(fd, False)
-    end_with_front(parent)
+    _end_with(parent)
     connection = socket.socket(fileno=fd)
     requests = connection.makefile("rb")
     setup = json.loads(requests.readline())
     try:
         functions = _load(setup["functions"])
-    except ConfigError as error:
+    except Exception as error:
+        from unisono.base.errors import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
         connection.sendall(json.dumps({"refused": error.to_json()["problems"]}).encode() + b"\n")
         return
     # After loading: a reward model that a file loads does not count.
     _bound_memory(setup["memory_bytes"])
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
     connection.sendall(json.dumps({"ready": [function.where for function in functions]}).encode() + b"\n")
-    with asyncio.Runner() as runner:
-        for line in requests:
-            request = json.loads(line)
-            connection.sendall(_encoded(_reply(functions[request["function"]], request, runner)))
+    for line in requests:
+        request = json.loads(line)
+        connection.sendall(_encoded(_reply(functions[request["function"]], request)))
 
 
 if __name__ == "__main__":

@@ -264,10 +264,6 @@ class RewardPool:
         return [max(0.0, w.since + w.attempt.scoring.left_s - now) for w in self._workers if w.attempt]
 
     def _begin(self, worker: _Worker, attempt: _Attempt) -> None:
-        scoring = attempt.scoring
-        if scoring.left_s <= 0.0:
-            self._fail(attempt, "timeout", self._late_words(scoring), seconds=0.0)
-            return
         worker.attempt, worker.since = attempt, time.monotonic()
         worker.process.send(attempt.request())
 
@@ -295,11 +291,11 @@ class RewardPool:
         elif worker.attempt is not None:
             attempt, seconds = worker.attempt, time.monotonic() - worker.since
             worker.attempt = None
-            attempt.scoring.left_s -= seconds if attempt.answer is not None else 0.0
             if "kind" in message:
                 self._fail(attempt, message["kind"], message["text"], seconds=seconds, where=message["where"])
             else:
                 self._succeed(attempt, message, seconds=seconds)
+            self._spend(attempt, seconds)
 
     def _take_timeout(self, worker: _Worker, attempt: _Attempt) -> None:
         scoring = attempt.scoring
@@ -307,8 +303,8 @@ class RewardPool:
         where = worker.process.line_of(path) if path else ""
         seconds = time.monotonic() - worker.since
         self._end(worker)
-        scoring.left_s = 0.0
         self._fail(attempt, "timeout", self._late_words(scoring), seconds=seconds, where=where)
+        self._spend(attempt, seconds)
 
     def _take_death(self, worker: _Worker) -> None:
         attempt, seconds = worker.attempt, time.monotonic() - worker.since
@@ -323,10 +319,20 @@ class RewardPool:
                 )
             )
         if attempt is not None:
-            deadline = self._deadlines[attempt.scoring.index]
-            if attempt.answer is not None:
-                attempt.scoring.left_s -= max(seconds, deadline * _LEAST_COST)
             self._fail(attempt, "died", f"its process ended {words}", seconds=seconds)
+            self._spend(attempt, max(seconds, self._deadlines[attempt.scoring.index] * _LEAST_COST))
+
+    def _spend(self, attempt: _Attempt, seconds: float) -> None:
+        """Takes the time of a call for a single answer from what the others have."""
+        scoring = attempt.scoring
+        if attempt.answer is None:
+            return
+        scoring.left_s -= seconds
+        if scoring.left_s <= 0.0:
+            late = [other for other in self._queue if other.scoring is scoring]
+            self._queue = deque(other for other in self._queue if other.scoring is not scoring)
+            for other in late:
+                self._fail(other, "timeout", self._late_words(scoring), seconds=0.0)
 
     def _refuse(self, *problems: Problem) -> NoReturn:
         """Raises ConfigError before the first call, and RewardError for a process that replaces
@@ -430,15 +436,16 @@ class RewardPool:
 
 
 def _read_schema(path: Path, key: str) -> dict[str, Any]:
+    why = "it is not an object"
     try:
         schema = parse_json(read_bytes(path, most_bytes=SOURCE_BYTES))
-        if not isinstance(schema, dict):
-            raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
+        schema, why = None, why_unreadable(error)
+    if not isinstance(schema, dict):
         raise ConfigError.of(
             "the file of the reward json_schema cannot be read",
             where=str(path),
-            why=why_unreadable(error),
+            why=why,
             fix=f"check the path in `{key}.schema`",
-        ) from None
+        )
     return schema
