@@ -28,7 +28,7 @@ def test_each_name_of_the_config_has_a_function() -> None:
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_exact_compares_stripped_texts_with_a_column(as_messages: bool) -> None:
+def test_exact_compares_stripped_texts_with_a_column(*, as_messages: bool) -> None:
     texts = ["4", " 4\n", "44", ""]
     answers = [[{"role": "assistant", "content": text}] for text in texts] if as_messages else texts
     for value in ("4", "4 ", 4):

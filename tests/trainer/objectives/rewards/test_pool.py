@@ -23,7 +23,7 @@ from unisono.trainer.objectives.rewards.pool import RewardPool
 
 LIMIT_S = 60.0  # of a wait; a test that works needs a second or two
 FUNCTIONS = """
-import asyncio, ctypes, dataclasses, json, os, re, time
+import asyncio, dataclasses, os, re, resource, time
 import beside
 
 @dataclasses.dataclass
@@ -65,6 +65,9 @@ def notes(completions, log_metric, log_extra):
     log_metric("chars", float("nan"))
     log_extra("upper", [text.upper() for text in completions])
     return beside.ONE * len(completions)
+
+def bounded(completions):
+    return [float(resource.getrlimit(resource.RLIMIT_AS)[0] < 8 << 30)] * len(completions)
 
 def prints(completions, **kwargs):
     print("printed by the function")
@@ -244,10 +247,10 @@ def test_none_applies_to_no_sum_and_notes_are_kept(file: Path) -> None:
     assert scored.extras == {"upper": ["AA", "B"]}
 
 
-def test_prints_go_to_the_log(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pool_of(file, "prints") as pool:
+def test_prints_go_to_the_log_and_memory_is_bounded(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pool_of(file, "prints", "bounded") as pool:
         (scored,) = pool.score([group("ab")])
-    assert scored.totals == [1.0, 1.0]
+    assert scored.totals == [2.0, 2.0]
     captured = capfd.readouterr()
     assert "printed by the function\n" in captured.err
     assert "written by the function\n" in captured.err
@@ -294,8 +297,8 @@ ALL_BAD = {
 def test_the_answer_that_fails_is_known_and_the_others_keep_their_reward(file: Path) -> None:
     with pool_of(file, *BAD, processes=2, on_error=-1.0) as pool:
         bad, good = pool.score([group("abc"), group("aca", row="train.jsonl:18")])
-    assert by_function(bad) == dict.fromkeys(BAD, [1.0, -1.0, 1.0])
-    assert by_function(good) == dict.fromkeys(BAD, [1.0, 1.0, 1.0])
+    assert by_function(bad) == {name: [1.0, -1.0, 1.0] for name in BAD}
+    assert by_function(good) == {name: [1.0, 1.0, 1.0] for name in BAD}
     assert good.failures == []
     assert len(bad.failures) == len(BAD)
     for failure in bad.failures:
