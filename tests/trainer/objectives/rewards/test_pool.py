@@ -285,7 +285,7 @@ BAD = {
     "texts": ("value", "it gives '1.0', which is not a number", "def texts"),
     "bomb": ("memory", "MemoryError", "bytearray"),
     "dies": ("died", "its process ended with exit code 3", "def dies"),
-    "crashes": ("died", "its process ended by SIGSEGV", "def crashes"),
+    "crashes": ("died", "its process ended by SIGSEGV", "os.kill(os.getpid(), 11)"),
 }
 ALL_BAD = {
     "too_few": ("value", "it gives 1 values for 3 answers"),
@@ -374,6 +374,15 @@ def test_who_waits_is_told_the_row_and_the_function_and_may_end_it(file: Path) -
         pool._on_wait = None
         assert pool.score([group("a")])[0].totals == [1.0]
     assert words == [f"rewards.py:sleeps on train.jsonl:17 for {seconds} s" for seconds in (1, 2)]
+
+
+def test_a_process_that_ended_between_two_calls_fails_no_function(file: Path) -> None:
+    with pool_of(file, "prints", "sleeps") as pool:
+        (pid,) = children()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(pid))
+        assert pool.score([group("a")])[0].totals == [2.0]
+        assert children() != {pid}
 
 
 # ---- what is refused before the first call

@@ -10,7 +10,7 @@ then one call in each line:
     {"function": index, "prompt", "completions", "completion_ids", "columns"}
     {"values": [number, null or what is wrong], "metrics", "extras"} or {"kind", "text", "where"}
 
-At SIGUSR1 it writes its stack to the socket instead, also while C code runs.
+At SIGUSR1 and at a fatal signal it writes its stack to the socket instead, also while C code runs.
 """
 
 import contextlib
@@ -300,6 +300,7 @@ def main(words: Sequence[str]) -> None:
         return
     # After loading: a reward model that a file loads does not count.
     _bound_memory(setup["memory_bytes"])
+    faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
     connection.sendall(json.dumps({"ready": [function.where for function in functions]}).encode() + b"\n")
     for line in requests:

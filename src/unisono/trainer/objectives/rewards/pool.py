@@ -191,6 +191,9 @@ class RewardPool:
         self._queue = deque(_Attempt(scoring) for scoring in self._scorings if scoring.call.completions)
         self._told = time.monotonic()
         try:
+            # A process that ended since the latest call fails no function.
+            for worker in list(self._workers):
+                self._look_at(worker)
             self._fill_up()
             while self._queue or any(worker.attempt for worker in self._workers):
                 self._turn()
@@ -298,16 +301,14 @@ class RewardPool:
             self._spend(attempt, seconds)
 
     def _take_timeout(self, worker: _Worker, attempt: _Attempt) -> None:
-        scoring = attempt.scoring
-        path = self._wheres[scoring.index].rpartition(":")[0]
-        where = worker.process.line_of(path) if path else ""
-        seconds = time.monotonic() - worker.since
+        where, seconds = self._line_of(worker), time.monotonic() - worker.since
         self._end(worker)
-        self._fail(attempt, "timeout", self._late_words(scoring), seconds=seconds, where=where)
+        self._fail(attempt, "timeout", self._late_words(attempt.scoring), seconds=seconds, where=where)
         self._spend(attempt, seconds)
 
     def _take_death(self, worker: _Worker) -> None:
         attempt, seconds = worker.attempt, time.monotonic() - worker.since
+        where = self._line_of(worker)
         code = self._end(worker, patience_s=_END_S)
         words = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         if worker.is_loading:
@@ -319,8 +320,13 @@ class RewardPool:
                 )
             )
         if attempt is not None:
-            self._fail(attempt, "died", f"its process ended {words}", seconds=seconds)
+            self._fail(attempt, "died", f"its process ended {words}", seconds=seconds, where=where)
             self._spend(attempt, max(seconds, self._deadlines[attempt.scoring.index] * _LEAST_COST))
+
+    def _line_of(self, worker: _Worker) -> str:
+        """Where the function is that a process calls; empty for a built-in one."""
+        path = self._wheres[worker.attempt.scoring.index].rpartition(":")[0] if worker.attempt else ""
+        return worker.process.line_in(path) if path else ""
 
     def _spend(self, attempt: _Attempt, seconds: float) -> None:
         """Takes the time of a call for a single answer from what the others have."""

@@ -74,26 +74,30 @@ class RewardProcess:
             EOFError: if it has ended, or sends what is not a message.
         """
         self._flush()
-        lines = self._received
         is_open = self._read()
-        *messages, rest = bytes(lines).split(b"\n")
-        del lines[: len(lines) - len(rest)]
+        *messages, rest = bytes(self._received).split(b"\n")
         try:
             arrived = [json.loads(line) for line in messages]
-        except ValueError as error:
+        except ValueError as error:  # the stack of a fatal signal; see `line_in`
             raise EOFError from error
         if not arrived and (not is_open or len(rest) > MOST_BYTES or self._has_ended()):
             raise EOFError
+        self._received = bytearray(rest)
         return arrived
 
-    def line_of(self, path: str) -> str:
-        """`FILE.py:LINE` in which it is now, also within C code; empty if it is not in the file."""
+    def line_in(self, path: str) -> str:
+        """`FILE.py:LINE` in which it is now, or was at a fatal signal, also within C code; empty if
+        it is not in the file.
+        """
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)
+        frame = re.compile(rf'File "{re.escape(path)}", line (\d+)'.encode())
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
-        while readable.poll(_STACK_S * 1000) and self._read():
-            if match := re.search(rf'File "{re.escape(path)}", line (\d+)'.encode(), self._received):
+        is_open = True
+        while is_open:
+            is_open = bool(readable.poll(_STACK_S * 1000)) and self._read()
+            if match := frame.search(self._received):
                 return f"{path}:{int(match[1])}"
         return ""
 
