@@ -67,7 +67,7 @@ def notes(completions, log_metric, log_extra):
     return beside.ONE * len(completions)
 
 def bounded(completions):
-    return [float(resource.getrlimit(resource.RLIMIT_AS)[0] < 8 << 30)] * len(completions)
+    return [float(0 < resource.getrlimit(resource.RLIMIT_AS)[0] < 8 << 30)] * len(completions)
 
 def prints(completions, **kwargs):
     print("printed by the function")
