@@ -227,6 +227,13 @@ def test_the_gradient_of_the_divergence_is_exact_in_expectation() -> None:
     assert torch.allclose(torch.autograd.grad(estimate, logits)[0], wanted, rtol=1e-9)
 
 
+def test_the_divergence_of_rloo_is_that_of_the_whole_answer() -> None:
+    answers = [Answer([(-1.0, -1.1, -0.6), (-2.0, -1.7, -2.5)], 0.0, has_loss=True)]
+    part = policy_loss(_batch(answers, reference=True), _section("rloo", beta=0.5), **_totals(answers))
+    of_tokens = [math.exp(0.4) - 1.4, math.exp(-0.5) - 0.5]
+    assert part.loss.item() == pytest.approx(0.5 * math.exp(-0.2) * sum(of_tokens), rel=1e-5)
+
+
 def test_a_divergence_without_a_reference_is_a_mistake_but_in_rloo() -> None:
     answers = [Answer([(-1.0, -1.0, -1.0)], 1.0, has_loss=True)]
     batch = _batch(answers, reference=False)
