@@ -1,6 +1,7 @@
 """Code of the user's own, as configs name it: `FILE.py:CLASS`, and that of a model's repository."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +18,13 @@ def own_class(name: str) -> tuple[Path, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """A class of the user's own that a config names.
+    """A class, or the function of a reward, of the user's own that a config names.
 
     Attributes:
-        key: of the config.
-        what: objective or optimizer.
+        key: of the config; that of a reward is `rewards.` and its index.
+        what: objective, optimizer or reward.
         path: of the file.
-        name: of the class.
+        name: of the class or function.
     """
 
     key: str
@@ -32,9 +33,10 @@ class OwnCode:
     name: str
 
 
-def own_code(*, objective: str, optimizer: str) -> list[OwnCode]:
-    """The user's own classes among two values of a config."""
-    values = (("objective", "objective", objective), ("optim.kind", "optimizer", optimizer))
+def own_code(*, objective: str, optimizer: str, rewards: Sequence[str] = ()) -> list[OwnCode]:
+    """The user's own classes and functions among values of a config."""
+    values = [("objective", "objective", objective), ("optim.kind", "optimizer", optimizer)]
+    values += [(f"rewards.{number}", "reward", reward) for number, reward in enumerate(rewards)]
     return [
         OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))
     ]

@@ -1,14 +1,13 @@
 """Sections of `objective: grpo`: rewards, how answers are sampled, and the loss on them."""
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from unisono.base.text import Duration, nearest, one_line
+from unisono.base.text import nearest, one_line
 from unisono.base.user_code import own_class
 from unisono.trainer.config.sections import (
-    GRPO,
     NamesFile,
     NotNegative,
     Pattern,
@@ -16,12 +15,8 @@ from unisono.trainer.config.sections import (
     SecondsText,
     Section,
     float_of_yaml,
-    lf_name,
 )
 from unisono.trainer.config.yaml_file import Takes
-
-if TYPE_CHECKING:
-    from unisono.trainer.config.schema import RunConfig
 
 REWARDS: dict[str, tuple[str, ...]] = {
     "exact": ("column",),
@@ -35,7 +30,6 @@ REWARDS: dict[str, tuple[str, ...]] = {
 """The built-in rewards, and the keys that each of them uses beside those of all rewards."""
 
 Number = Annotated[float, BeforeValidator(float_of_yaml)]
-_FILE = re.compile(r"^.+\.py:[A-Za-z_]\w*$")
 
 
 class RewardSection(Section):
@@ -172,84 +166,57 @@ class GrpoSection(Section):
         return value
 
 
-def grpo_contradictions(config: "RunConfig") -> list[str]:
-    """The keys of rewards and rollouts that contradict each other, or other sections."""
-    if config.objective != GRPO:
-        return []
-    rollout, section, adapter, size = config.rollout, config.grpo, config.adapter, config.batch.global_
+def grpo_contradictions(
+    rewards: Sequence[RewardSection],
+    rollout: RolloutSection,
+    *,
+    answers: int,
+    max_length: int,
+    is_compared: bool,
+    has_reference: bool,
+) -> list[str]:
+    """The keys of rewards and rollouts that contradict each other, or other sections, each as `key:
+    problem; remedy`.
+
+    Args:
+        rewards: of the config.
+        rollout: of the config.
+        answers: of a step.
+        max_length: tokens of prompt and answer.
+        is_compared: whether the loss compares the model with a reference.
+        has_reference: whether the model without its adapter is the one that the run starts from.
+    """
+    size, group = answers, rollout.group
     rules = [
         (
-            not config.rewards,
+            not rewards,
             "rewards: without a reward there is nothing to learn from; name at least one, e.g. exact",
         ),
+        (group < 2, "rollout.group: an answer is compared with others of its group; set it to 2 or more"),
         (
-            config.batch.per_rank is None and size % rollout.group != 0,
+            size % group != 0,
             (
-                f"batch.global: {size} answers of a step are not whole groups of {rollout.group}; set it to a"
-                f" multiple of rollout.group, e.g. {-(-size // rollout.group) * rollout.group}"
+                f"batch.global: {size} answers of a step are not whole groups of {group}; set it to a multiple"
+                f" of rollout.group, e.g. {-(-size // group) * group}"
             ),
         ),
         (
-            config.batch.per_rank is not None,
-            "batch.per_rank: answers of a step are counted over all ranks; set `batch.global` instead",
-        ),
-        (
-            rollout.group < 2,
-            "rollout.group: an answer is compared with others of its group; set it to 2 or more",
-        ),
-        (
-            rollout.max_new_tokens >= config.data.max_length,
+            rollout.max_new_tokens >= max_length,
             (
                 f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
                 " `data.max_length`, which is that of prompt and answer"
             ),
         ),
         (
-            config.data.too_long not in ("error", "drop"),
-            "data.too_long: a prompt is not changed; set it to error or drop",
-        ),
-        (
-            section.beta > 0 and adapter is None,
+            is_compared and not has_reference,
             (
-                "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}`, or"
-                " `beta: 0`"
+                "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}` without"
+                " `from` and `modules_to_save`, or `beta: 0`"
             ),
-        ),
-        (
-            section.beta > 0 and adapter is not None and bool(adapter.modules_to_save or adapter.from_),
-            (
-                "grpo.beta: the model without its adapter is not the one that the run starts from; set `beta:"
-                " 0`, or remove adapter.from and modules_to_save"
-            ),
-        ),
-        (
-            Duration.parse(config.duration).unit == "tokens",
-            "duration: how long answers will be is not known; write it in steps or epochs",
-        ),
-        (
-            config.eval.exact_match or config.eval.samples > 0,
-            "eval: prompts without an answer are evaluated by their rewards; remove exact_match and samples",
-        ),
-        (
-            lf_name(config.data.template) is not None,
-            "data.template: prompts are rendered with chat templates; set it to a file, or null",
-        ),
-        (
-            adapter is not None and adapter.dropout > 0,
-            (
-                "adapter.dropout: the probabilities of answers would not be those they were sampled with; set"
-                " it to 0"
-            ),
-        ),
-        (
-            config.model.embedding_noise > 0
-            or config.optim.label_smoothing > 0
-            or config.optim.loss_weight != "uniform",
-            "optim: embedding_noise, label_smoothing and loss_weight are of rows with answers; remove them",
         ),
     ]
     problems = [text for is_wrong, text in rules if is_wrong]
-    for number, reward in enumerate(config.rewards):
+    for number, reward in enumerate(rewards):
         problems += _reward_contradictions(reward, f"rewards.{number}")
     return problems
 

@@ -713,11 +713,11 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss", "reward_accuracy"] | None = Field(
+    best: Literal["eval_loss", "reward_accuracy", "reward"] | None = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`"
         ),
     )
     storage: StorageText | None = Field(
@@ -868,6 +868,16 @@ class RunConfig(Section):
         min_length=1, description="the directory to which the run writes everything"
     )
 
+    @property
+    def best_metric(self) -> str:
+        """The metric of evaluations by which steps are compared."""
+        return self.checkpoint.best or ("reward" if self.objective == GRPO else "eval_loss")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a global batch: sequences, or the prompts of its answers."""
+        return self.batch.global_ // (self.rollout.group if self.objective == GRPO else 1)
+
     @model_validator(mode="before")
     @classmethod
     def _model_by_name(cls, value: Any) -> Any:
@@ -1009,7 +1019,7 @@ def contradictions(config: RunConfig) -> list[str]:
     return (
         problems
         + _objective_contradictions(config)
-        + grpo_contradictions(config)
+        + _grpo_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1170,6 +1180,31 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
         [text for is_wrong, text in rules if is_wrong]
         + _unused_keys(config)
         + refused_values(config, objective)
+    )
+
+
+def _grpo_contradictions(config: RunConfig) -> list[str]:
+    if config.objective != GRPO:
+        return []
+    adapter, template = config.adapter, lf_name(config.data.template)
+    rules = [
+        (
+            config.batch.per_rank is not None,
+            "batch.per_rank: answers of a step are counted over all ranks; set `batch.global` instead",
+        ),
+        (
+            Duration.parse(config.duration).unit == "tokens",
+            "duration: how long answers will be is not known; write it in steps or epochs",
+        ),
+        (template is not None, "data.template: prompts have chat templates; set it to a file, or null"),
+    ]
+    return [text for is_wrong, text in rules if is_wrong] + grpo_contradictions(
+        config.rewards,
+        config.rollout,
+        answers=config.batch.global_,
+        max_length=config.data.max_length,
+        is_compared=config.grpo.beta > 0,
+        has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
     )
 
 

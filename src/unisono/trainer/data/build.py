@@ -203,7 +203,8 @@ def _write_splits(
         for rows in sequences:
             writer.digest.update(stored[rows].data)
         longest = max(int(lengths[side].max()) for side in of_side)
-        figures[split] = _figures(columns, count[row], sequences, longest_row=longest)
+        room = config.rollout.max_new_tokens if config.objective == GRPO else 0
+        figures[split] = _figures(columns, count[row], sequences, longest_row=longest, answer_tokens=room)
         _count(ledger, usable["source"], columns, count, row, split=split)
     _refuse_nothing(config, ledger, figures)
     return figures, warnings
@@ -288,16 +289,22 @@ def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list
 
 
 def _figures(
-    columns: dict[str, Ints], often: Ints, sequences: list[list[int]], *, longest_row: int
+    columns: dict[str, Ints],
+    often: Ints,
+    sequences: list[list[int]],
+    *,
+    longest_row: int,
+    answer_tokens: int = 0,
 ) -> dict[str, int]:
+    """The figures of a split; the longest row and sequence with room for an answer behind it."""
     lengths = columns["length"]
     return {
         "rows": int(often.sum()),
         "sequences": len(sequences),
         "tokens": int((lengths * often).sum()),
         "loss_tokens": int((columns["loss"] * often).sum()),
-        "longest_row": longest_row,
-        "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences),
+        "longest_row": longest_row + answer_tokens,
+        "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences) + answer_tokens,
     }
 
 

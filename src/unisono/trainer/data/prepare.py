@@ -441,8 +441,7 @@ def digest_text(*parts: str) -> str:
 
 def _total_steps(config: RunConfig, train: SplitSummary, directory: Path) -> int:
     duration = Duration.parse(config.duration)
-    batch = 1 if config.batch.per_rank is not None else config.batch.global_  # the plan divides by it
-    batch //= config.rollout.group if config.objective == GRPO else 1  # answers of a step
+    batch = 1 if config.batch.per_rank is not None else config.rows_per_step  # the plan divides by it
     if duration.unit == "steps":
         return int(duration.amount)
     if duration.unit == "epochs":

@@ -81,6 +81,7 @@ class TokenTable:
             rated answer with a mismatched one.
         has_shares: whether a token of the table counts in part, in either split.
         records: the record batches of records.arrow; empty without it.
+        stop_ids: the tokens that end an answer.
     """
 
     split: Split
@@ -94,6 +95,7 @@ class TokenTable:
     sides: int = 1
     has_shares: bool = False
     records: Sequence[Any] = ()
+    stop_ids: frozenset[int] = frozenset()
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -124,6 +126,7 @@ class TokenTable:
             eos=meta.get("eos"),
             sides=meta.get("sides", 1),
             has_shares=meta.get("has_shares", False),
+            stop_ids=frozenset(meta.get("stop_ids", ())),
             records=[records.get_batch(i) for i in range(records.num_record_batches)] if records else (),
         )
 

@@ -33,6 +33,12 @@ def _reward(config: "RunConfig") -> "Objective":
     return Reward()
 
 
+def _grpo(config: "RunConfig") -> "Objective":
+    from unisono.trainer.objectives.grpo import Grpo
+
+    return Grpo(config.rollout, config.grpo)
+
+
 def _diffusion(config: "RunConfig") -> "Objective":
     from unisono.trainer.families.pictures.pipeline import trains_text
     from unisono.trainer.objectives.diffusion import Diffusion
@@ -51,6 +57,7 @@ _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
     "pretrain": _tokens,
     "reward": _reward,
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), _preference),
+    "grpo": _grpo,
     "diffusion": _diffusion,
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from unisono.base.errors import ConfigError
 from unisono.base.user_code import OwnCode
-from unisono.trainer.batches.source import BatchSource, Counts, Micro, RankSum
+from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRank
 from unisono.trainer.config.own_code import execute, refusing
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.forward import Forward, Rows
@@ -45,7 +45,7 @@ class OwnObjective(Objective):
         self._path = path
         self.where = f"{path}:{self._line('loss')}"
 
-    def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
+    def source(self, rows: BatchSource, forward: Forward, group: SourceRank) -> BatchSource:
         """Its own, checked."""
         result = self._call("source", rows, forward, group)
         self._require(isinstance(result, BatchSource), "source", result, "a BatchSource")
@@ -123,8 +123,8 @@ class _WatchedForward(Forward):
     def loss(self, rows: Rows, *, count: int, smoothing: float = 0.0) -> torch.Tensor:
         return self._noted(super().loss(rows, count=count, smoothing=smoothing))
 
-    def log_probs(self, rows: Rows) -> torch.Tensor:
-        return self._noted(super().log_probs(rows))
+    def log_probs(self, rows: Rows, *, temperature: float = 1.0) -> torch.Tensor:
+        return self._noted(super().log_probs(rows, temperature=temperature))
 
     def _noted(self, values: torch.Tensor) -> torch.Tensor:
         self.given.append(values.detach().isfinite().all())

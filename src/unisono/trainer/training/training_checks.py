@@ -325,7 +325,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
             seconds = (seconds + _time_of(run, micro)) / 2
         run.optimizers.zero_grad()
         del held
-        if run.evaluation is not None:
+        if run.evaluation is not None and not run.source.measures:
             first = next(run.evaluation.rounds())
             with torch.no_grad(), evaluating(run):
                 evaluation_part(run, first, counts=run.evaluation.rows.counts(first))
