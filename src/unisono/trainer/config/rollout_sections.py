@@ -139,16 +139,16 @@ class GrpoSection(Section):
         default=None,
         description="largest ratio that counts for a negative advantage (arXiv:1912.09729); 3 is usual; null: any",
     )
-    scale: Literal["group", "batch", "none"] = Field(
-        default="group",
+    scale: Literal["auto", "group", "batch", "none"] = Field(
+        default="auto",
         description=(
             "what an advantage (the reward less the mean of its group) is divided by: the standard deviation"
-            " of the group, that of all answers of the rollout, or nothing"
+            " of the group, that of all answers of the rollout, or nothing; auto: group, and none with rloo"
         ),
     )
     beta: NotNegative = Field(
         default=0.0,
-        description="weight of the divergence (k3) from the model without its adapter; 0: no reference model",
+        description="weight of the divergence (k3, times the ratio) from the model without its adapter; 0: none",
     )
     truncated: Literal["mask", "keep", "penalize"] = Field(
         default="mask",
@@ -172,7 +172,7 @@ def grpo_contradictions(
     *,
     answers: int,
     max_length: int,
-    is_compared: bool,
+    section: GrpoSection,
     has_reference: bool,
 ) -> list[str]:
     """The keys of rewards and rollouts that contradict each other, or other sections, each as `key:
@@ -183,7 +183,7 @@ def grpo_contradictions(
         rollout: of the config.
         answers: of a step.
         max_length: tokens of prompt and answer.
-        is_compared: whether the loss compares the model with a reference.
+        section: of the loss.
         has_reference: whether the model without its adapter is the one that the run starts from.
     """
     size, group = answers, rollout.group
@@ -208,11 +208,17 @@ def grpo_contradictions(
             ),
         ),
         (
-            is_compared and not has_reference,
+            section.beta > 0 and not has_reference,
             (
                 "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}` without"
                 " `from` and `modules_to_save`, or `beta: 0`"
             ),
+        ),
+    ]
+    rules += [
+        (
+            section.loss == "cispo" and section.dual_clip is not None,
+            "grpo.dual_clip: cispo limits ratios by `clip` alone; remove it",
         ),
     ]
     problems = [text for is_wrong, text in rules if is_wrong]

@@ -1203,7 +1203,7 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
         config.rollout,
         answers=config.batch.global_,
         max_length=config.data.max_length,
-        is_compared=config.grpo.beta > 0,
+        section=config.grpo,
         has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
     )
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -239,13 +239,15 @@ class RolloutSource(BatchSource):
 
     def _set_advantages(self, groups: Sequence[Group], sums: RewardSums) -> None:
         section = self._grpo
+        automatic: Literal["group", "none"] = "none" if section.loss == "rloo" else "group"
+        scale = automatic if section.scale == "auto" else section.scale
         for group in groups:
             rewards: Sequence[float | None] = [answer.reward for answer in group.answers]
             if section.truncated == "penalize":
                 rewards = penalize(rewards, [answer.is_truncated for answer in group.answers])
             advantages = group_advantages(
                 rewards,
-                scale="none" if section.loss == "rloo" else section.scale,
+                scale=scale,
                 batch_std=sums.std,
                 leave_one_out=section.loss == "rloo",
             )
