@@ -16,7 +16,7 @@ from unisono.base.events import Reporter
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import RowError
 from unisono.trainer.data.prepare import prepare_data
-from unisono.trainer.data.prompt_rows import read_question
+from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.token_table import TokenTable
 
 _TURNS = [
@@ -57,7 +57,7 @@ _ANSWER = {"role": "assistant", "content": "6"}
 def test_a_row_gives_its_prompt_and_its_other_columns(
     row: dict[str, Any], prompt: object, columns: dict[str, Any]
 ) -> None:
-    question = read_question(row, {}, None)
+    question = read_open_prompt(row, {}, None)
     assert question.prompt == prompt
     assert json.loads(question.columns) == columns
     assert json.loads(question.record) == {"prompt": prompt, "columns": columns}
@@ -76,13 +76,13 @@ def test_a_row_gives_its_prompt_and_its_other_columns(
 )
 def test_rows_that_cannot_be_used_say_why(row: dict[str, Any], why: str) -> None:
     with pytest.raises(RowError) as refused:
-        read_question(row, {}, None)
+        read_open_prompt(row, {}, None)
     assert refused.value.why.startswith(why)
     assert refused.value.fix
 
 
 def test_columns_name_the_prompt() -> None:
-    question = read_question({"ask": "hi", "prompt": "not this"}, {"prompt": "ask"}, None)
+    question = read_open_prompt({"ask": "hi", "prompt": "not this"}, {"prompt": "ask"}, None)
     assert question.prompt == "hi"
     assert json.loads(question.columns) == {"prompt": "not this"}
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from tests import needs
 from tests.grouped_files import write_grouped
 from tests.trainer.batches import rollouts
+from tests.trainer.objectives.grpo import rewards
 from tests.trainer.ranks.front import Ended, Front
 from unisono.base.events import Reporter
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
@@ -65,6 +66,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "gptq": {"model": {"path": _GPTQ, "dtype": "float32"}, "duration": "4 steps"},
     "experts": _ROUTED,
     "experts_whole": {**_ROUTED, "batch": {"global": 10, "micro": 10}},
+    "grpo": {
+        "objective": "grpo", "rewards": [f"{rewards.__file__}:thirds", {"use": "length", "max": 4, "weight": 0.1}],
+        "rollout": {"group": 4, "max_new_tokens": 6}, "grpo": {"truncated": "keep", "beta": 0.1},
+        "data": {"eval": 0.1}, "eval": {"every": "4 steps"}, "batch": {"global": 12, "micro": 2}, "duration": "8 steps",
+    },
     "rollouts": {"objective": f"{rollouts.__file__}:Reinforce", "batch": {"global": 8, "micro": 1}, "duration": "10 steps"},
 }  # fmt: skip
 Key = TypeVar("Key")

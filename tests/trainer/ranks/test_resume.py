@@ -17,7 +17,7 @@ Pairs = dict[tuple[str, str, str], Resumed]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["dropout", "compact", "rollouts", "experts"])
+@pytest.mark.parametrize("kind", ["dropout", "compact", "rollouts", "grpo", "experts"])
 def test_two_ranks_continue_from_their_own_checkpoint_to_the_same_bits(
     resumed: Pairs, kind: str, way: str
 ) -> None:

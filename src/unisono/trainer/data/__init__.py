@@ -233,7 +233,7 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class OpenPrompt:
     """A prompt that the model answers itself.
 
     Attributes:
@@ -252,7 +252,7 @@ class Question:
         return f'{{"prompt": {json.dumps(self.prompt, ensure_ascii=False)}, "columns": {self.columns}}}'
 
 
-Example = Conversation | Completion | Text | Exchange | Preference | Question
+Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt
 
 
 _COUNTS = (

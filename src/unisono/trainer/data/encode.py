@@ -19,8 +19,8 @@ from unisono.trainer.data import (
     Example,
     Exchange,
     Message,
+    OpenPrompt,
     Preference,
-    Question,
     RowError,
     Text,
     grouped,
@@ -34,7 +34,7 @@ from unisono.trainer.data.control_tokens import (
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
-from unisono.trainer.data.prompt_rows import read_question
+from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
 from unisono.trainer.data.template import (
     CHARACTERS,
@@ -134,7 +134,7 @@ class RowEncoder(Protocol):
         """
         ...
 
-    def encode_questions(self, examples: Sequence[Question]) -> list[EncodedUnit | RowError]:
+    def encode_prompts(self, examples: Sequence[OpenPrompt]) -> list[EncodedUnit | RowError]:
         """For each example, a question, what the model continues; or its error."""
         ...
 
@@ -231,7 +231,7 @@ class Encoder:
         if name == "preference":
             return read_preference(row, source.columns, source.tags)
         if name == "prompt":
-            return read_question(row, source.columns, source.tags)
+            return read_open_prompt(row, source.columns, source.tags)
         return to_example(name, row, source.columns, source.tags)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
@@ -271,7 +271,7 @@ class Encoder:
                     encoded[i] = self._finish(job, job_tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
 
-    def encode_questions(self, examples: Sequence[Question]) -> list[EncodedUnit | RowError]:
+    def encode_prompts(self, examples: Sequence[OpenPrompt]) -> list[EncodedUnit | RowError]:
         """For each example what the model continues, without loss tokens; or its error."""
         rows = self._encoded(self._jobs(examples))
         return [
@@ -378,8 +378,8 @@ class Encoder:
                 return self._text_job(example)
             # An exchange is of another encoder; a preference is encoded answer by answer.
             assert not isinstance(example, Exchange | Preference)
-            if isinstance(example, Question):
-                return self._question_job(example)
+            if isinstance(example, OpenPrompt):
+                return self._prompt_job(example)
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)
@@ -392,7 +392,7 @@ class Encoder:
         except RowError as error:
             return error
 
-    def _question_job(self, example: Question) -> _EncodeJob:
+    def _prompt_job(self, example: OpenPrompt) -> _EncodeJob:
         """A prompt up to where the answer begins."""
         if self.template is None:
             assert isinstance(example.prompt, str)
@@ -586,7 +586,7 @@ class Encoder:
 
 def _is_conversation(example: Example) -> bool:
     return isinstance(example, Conversation) or (
-        isinstance(example, Question) and not isinstance(example.prompt, str)
+        isinstance(example, OpenPrompt) and not isinstance(example.prompt, str)
     )
 
 

@@ -18,8 +18,8 @@ from unisono.trainer.data import (
     Exchange,
     FunctionCall,
     Message,
+    OpenPrompt,
     Preference,
-    Question,
     RowError,
     Text,
     ThoughtKey,
@@ -676,7 +676,7 @@ def all_text(example: Example) -> str:
         return "\0".join((example.system, example.tools, *turns))
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
-    if isinstance(example, Question):
+    if isinstance(example, OpenPrompt):
         return all_strings(example.prompt, example.columns, example.tools)
     return all_strings(example.messages, example.tools)
 

@@ -21,9 +21,9 @@ from unisono.trainer.data import (
     Example,
     Exchange,
     Ledger,
+    OpenPrompt,
     Place,
     Preference,
-    Question,
     RawRow,
     Row,
     RowError,
@@ -502,7 +502,7 @@ class Ingest:
         if self._objective in RATINGS:
             return self._encoder.encode_ratings(examples)
         if self._objective == GRPO:
-            return self._encoder.encode_questions([one for one in examples if isinstance(one, Question)])
+            return self._encoder.encode_prompts([one for one in examples if isinstance(one, OpenPrompt)])
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from unisono.base.text import nearest
 from unisono.trainer.config.schema import TagsSection
-from unisono.trainer.data import Message, Question, RowError
+from unisono.trainer.data import Message, OpenPrompt, RowError
 from unisono.trainer.data.formats import (
     Renamed,
     RowColumns,
@@ -43,7 +43,7 @@ def prompt_column(row: Mapping[str, object], renamed: Renamed) -> str | None:
     return next((name for name in _PROMPTS if row.get(column_of(name, renamed) or "") is not None), None)
 
 
-def read_question(row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> Question:
+def read_open_prompt(row: Mapping[str, object], renamed: Renamed, tags: TagsSection | None) -> OpenPrompt:
     """The question of a row: its prompt without an answer, and all columns that are not the prompt.
 
     Args:
@@ -71,7 +71,7 @@ def read_question(row: Mapping[str, object], renamed: Renamed, tags: TagsSection
     others = {str(column): value for column, value in row.items() if column not in used}
     if answer is not None:
         others.setdefault(ANSWER, answer)
-    question = Question(prompt, _json_of(others), tools)
+    question = OpenPrompt(prompt, _json_of(others), tools)
     refuse_surrogates(question)
     return question
 

@@ -22,12 +22,12 @@ from typing import Any
 from unisono.base.errors import IntegrityError
 from unisono.base.files import make_private_dir, whole_file
 from unisono.trainer.objectives.rewards.calls import RewardFailure
-from unisono.trainer.objectives.sampled import Answer, Group
+from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 
 FOLDER, FAILURES = "rollouts", "rewards.jsonl"
 
 
-def write_rollout(directory: Path, first: int, rank: int, groups: Sequence[Group]) -> None:
+def write_rollout(directory: Path, first: int, rank: int, groups: Sequence[AnswerGroup]) -> None:
     """Writes the answers of a rank before the first step that trains on them.
 
     Raises:
@@ -85,7 +85,7 @@ def note_failures(directory: Path, failures: Sequence[RewardFailure]) -> None:
         file.write(lines.encode(errors="replace"))
 
 
-def read_rollout(directory: Path, first: int, groups: Sequence[Group]) -> None:
+def read_rollout(directory: Path, first: int, groups: Sequence[AnswerGroup]) -> None:
     """Gives groups their answers, which were sampled before the run was interrupted.
 
     Raises:
@@ -109,8 +109,8 @@ def read_rollout(directory: Path, first: int, groups: Sequence[Group]) -> None:
         )
 
 
-def _answer(row: dict[str, Any]) -> Answer:
-    return Answer(
+def _answer(row: dict[str, Any]) -> SampledAnswer:
+    return SampledAnswer(
         row["prompt_ids"],
         row["ids"],
         row["log_probs"],

@@ -41,7 +41,7 @@ from unisono.trainer.objectives.rewards.calls import (
     reward_names,
 )
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
-from unisono.trainer.objectives.sampled import Answer, Group
+from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 from unisono.trainer.plan import deal
 from unisono.trainer.plan.task_requests import SamplingParams
 
@@ -84,7 +84,7 @@ class RolloutSource(BatchSource):
         self._prompts, self._forward, self._rank, self._scorer = prompts, forward, rank, scorer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
         self._names = reward_names(config.rewards)
-        self._groups: dict[int, list[Group]] = {}  # by step, those of the present rollout
+        self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
         self._times = _Times(0.0, 0.0)
         tokenizer = forward.loaded.tokenizer
         table = prompts.rows.table
@@ -114,7 +114,7 @@ class RolloutSource(BatchSource):
 
     # ---- a rollout
 
-    def _rollout_of(self, step: int) -> dict[int, list[Group]]:
+    def _rollout_of(self, step: int) -> dict[int, list[AnswerGroup]]:
         """The groups of this rank by step, of the rollout that a step belongs to."""
         first = step - (step - 1) % self._section.steps
         steps = range(first, min(first + self._section.steps, self._rank.plan.total_steps + 1))
@@ -130,7 +130,7 @@ class RolloutSource(BatchSource):
         write_rollout(self._rank.directory, first, self._rank.rank, mine)
         return groups
 
-    def _own_groups(self, step: int) -> list[Group]:
+    def _own_groups(self, step: int) -> list[AnswerGroup]:
         """The prompts of a step that this rank answers, in order; all ranks call it alike."""
         prompts, table = self._prompts, self._prompts.rows.table
         sequences = prompts.sequences(step)
@@ -141,7 +141,7 @@ class RolloutSource(BatchSource):
         for index in share:
             (unit,) = prompts.rows.units_of([sequences[index]])
             groups.append(
-                Group(
+                AnswerGroup(
                     step=step,
                     place=first + index,
                     sequence=sequences[index],
@@ -152,11 +152,11 @@ class RolloutSource(BatchSource):
             )
         return groups
 
-    def _sample(self, groups: Sequence[Group], *, greedy: bool = False) -> None:
+    def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> None:
         """Samples the answers of some groups with the present weights."""
         began = time.perf_counter()
         size = 1 if greedy else self._section.group
-        waiting: list[tuple[Group, list[GeneratedAnswer]]] = []
+        waiting: list[tuple[AnswerGroup, list[GeneratedAnswer]]] = []
         for group in groups:
             sampling = SamplingParams(
                 temperature=0.0 if greedy else self._section.temperature,
@@ -173,7 +173,7 @@ class RolloutSource(BatchSource):
             self._forward.within(lambda: self._generate(model, [one for _, of in waiting for one in of]))
         tokenizer = self._forward.loaded.tokenizer
         for group, answers in waiting:
-            group.answers = [Answer.of(group.prompt, one, tokenizer) for one in answers]
+            group.answers = [SampledAnswer.of(group.prompt, one, tokenizer) for one in answers]
         self._times = replace(self._times, sample_s=time.perf_counter() - began)
 
     def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
@@ -194,7 +194,7 @@ class RolloutSource(BatchSource):
                 tokens += 1
                 self._rank.enter("rollout", done=tokens)
 
-    def _score(self, groups: Sequence[Group]) -> RewardFailure | None:
+    def _score(self, groups: Sequence[AnswerGroup]) -> RewardFailure | None:
         """Gives all answers their rewards; or what has failed, if the run ends then."""
         began = time.perf_counter()
         self._rank.enter("reward", total=len(groups))
@@ -210,7 +210,7 @@ class RolloutSource(BatchSource):
         self._times = replace(self._times, reward_s=time.perf_counter() - began)
         return None
 
-    def _agree(self, groups: Sequence[Group], failure: RewardFailure | None) -> RewardSums:
+    def _agree(self, groups: Sequence[AnswerGroup], failure: RewardFailure | None) -> RewardSums:
         """The sums of all rewards of the rollout. All ranks must call it.
 
         Raises:
@@ -237,7 +237,7 @@ class RolloutSource(BatchSource):
         rank.sum(data)
         return Verdict.from_json(json.loads(bytes(map(int, rank.figures(data))).rstrip(b"\0")))
 
-    def _set_advantages(self, groups: Sequence[Group], sums: RewardSums) -> None:
+    def _set_advantages(self, groups: Sequence[AnswerGroup], sums: RewardSums) -> None:
         section = self._grpo
         automatic: Literal["group", "none"] = "none" if section.loss == "rloo" else "group"
         scale = automatic if section.scale == "auto" else section.scale
@@ -259,17 +259,17 @@ class RolloutSource(BatchSource):
 
     # ---- batches
 
-    def _micros(self, groups: Sequence[Group]) -> list[MicroBatch]:
+    def _micros(self, groups: Sequence[AnswerGroup]) -> list[MicroBatch]:
         """Those of the answers that have a part in the gradient, and at least one."""
         all_units = [(group, number) for group in groups for number in range(len(group.answers))]
         units = [one for one in all_units if self._has_gradient(one[0].answers[one[1]])] or all_units[:1]
         size = self._prompts.micro_batch
         return [self._micro(units[i : i + size]) for i in range(0, len(units), size)]
 
-    def _has_gradient(self, answer: Answer) -> bool:
+    def _has_gradient(self, answer: SampledAnswer) -> bool:
         return answer.has_loss and (answer.advantage != 0 or self._grpo.beta > 0)
 
-    def _micro(self, units: Sequence[tuple[Group, int]]) -> MicroBatch:
+    def _micro(self, units: Sequence[tuple[AnswerGroup, int]]) -> MicroBatch:
         return MicroBatch(
             [group.sequence for group, _ in units],
             [group.place * self._section.group + number for group, number in units],
@@ -277,7 +277,7 @@ class RolloutSource(BatchSource):
             lambda sides: self._load(units),
         )
 
-    def _load(self, units: Sequence[tuple[Group, int]]) -> Micro:
+    def _load(self, units: Sequence[tuple[AnswerGroup, int]]) -> Micro:
         answers = [group.answers[number] for group, number in units]
         device = self._rank.device
         columns = {
@@ -304,8 +304,8 @@ class RolloutSource(BatchSource):
         unit = int(lengths.argmax() if longest else lengths.argmin())
         tokens = [self._pad_id] * (self._section.max_new_tokens if longest else 1)
         prompt = table.row(unit)[0].tolist()
-        answer = Answer(prompt, tokens, [-1.0] * len(tokens), "", is_truncated=False, reward=0.0)
-        group = Group(0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count)
+        answer = SampledAnswer(prompt, tokens, [-1.0] * len(tokens), "", is_truncated=False, reward=0.0)
+        group = AnswerGroup(0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count)
         return self._micro([(group, number) for number in range(count)])
 
     def close(self) -> None:
@@ -328,7 +328,7 @@ class RolloutSource(BatchSource):
         table, rank = evaluation.rows.table, self._rank
         units = range(table.rows)[rank.rank :: rank.world_size]
         groups = [
-            Group(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
+            AnswerGroup(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
             for unit in units
         ]
         self._sample(groups, greedy=True)
@@ -343,7 +343,7 @@ class RolloutSource(BatchSource):
         return {"reward": total / count if count else 0.0, "answer_tokens": tokens / max(1, number)}
 
 
-def answer_figures(groups: Sequence[Group], names: Sequence[str], rank: SourceRank) -> dict[str, float]:
+def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: SourceRank) -> dict[str, float]:
     """Figures of the answers of a step on all ranks, which must all call it: the mean reward and
     that of each function, tokens of an answer, shares of truncated answers, of those in groups with
     equal rewards, and of those that have left their group.

@@ -8,7 +8,7 @@ from unisono.trainer.objectives.rewards.calls import RewardCall, Scored
 
 
 @dataclass
-class Answer:
+class SampledAnswer:
     """An answer that the model has sampled.
 
     Attributes:
@@ -47,7 +47,7 @@ class Answer:
 
 
 @dataclass
-class Group:
+class AnswerGroup:
     """The answers to a prompt.
 
     Attributes:
@@ -67,7 +67,7 @@ class Group:
     row: str
     prompt: list[int]
     record: dict[str, Any]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[SampledAnswer] = field(default_factory=list)
     is_equal: bool = False
 
     def call(self) -> RewardCall:
