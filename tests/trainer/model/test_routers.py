@@ -50,11 +50,25 @@ def _model(kind: str) -> Any:
     return base
 
 
-def _forward(base: Any, section: RouterLossSection | None = _BALANCED) -> Forward:
+def _forward(
+    base: Any,
+    section: RouterLossSection | None = _BALANCED,
+    *,
+    layout: str = "flat",
+    checkpointing: bool = False,
+) -> Forward:
     loaded = LoadedModel(base, base, None, dict(base.named_parameters()), 0)
-    return choose_forward(
-        loaded, dtype="float32", quick_adapter=False, gradient_checkpointing=False, router_loss=section
+    forward = choose_forward(
+        loaded,
+        dtype="float32",
+        quick_adapter=False,
+        gradient_checkpointing=checkpointing,
+        router_loss=section,
     )
+    if layout == "padded":
+        base.set_attn_implementation(forward.own_attention)
+        forward.layout = "padded"
+    return forward
 
 
 def _losses(
@@ -100,16 +114,31 @@ def _halves() -> tuple[Rows, list[Rows], list[torch.Tensor]]:
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("kind", _FAMILIES)
 def test_parts_of_a_batch_give_its_losses_and_gradient(kind: str, layout: str) -> None:
-    forward = _forward(_model(kind))
-    if layout == "padded":
-        forward.loaded.base.set_attn_implementation(forward.own_attention)
-        forward.layout = "padded"
+    forward = _forward(_model(kind), layout=layout)
     whole, parts, _ = _halves()
     for together in (False, True):
         one = _losses(forward, [whole], together=together)
         four = _losses(forward, parts, together=together)
         for mine, other in zip(four, one, strict=True):
             assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_recomputed_activations_give_the_same_gradients(layout: str) -> None:
+    whole, _, _ = _halves()
+    gradients = []
+    for checkpointing in (False, True):
+        base = _model("mixtral")
+        forward = _forward(base, layout=layout, checkpointing=checkpointing)
+        base.train()
+        loss, decisions = forward.loss(whole, count=len(whole.labels)), _taken(forward)
+        tokens = sum(whole.lengths)
+        balancing = decisions.load_balancing(decisions.load(), tokens=tokens, together=False)
+        (loss + balancing + decisions.z_loss(tokens=tokens)).backward()
+        gradients.append({name: parameter.grad for name, parameter in base.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.any()
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in _FAMILIES if kind != "deepseek_v3"])
