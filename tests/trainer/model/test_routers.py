@@ -17,6 +17,7 @@ from unisono.trainer.config.schema import RouterLossSection
 from unisono.trainer.model.forward import Forward, Rows, choose_forward
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.routers import Decisions
+from unisono.trainer.plan import ModelFacts, estimate_memory
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3,
@@ -191,3 +192,30 @@ def test_a_model_without_such_routers_is_refused(kind: str, why: str) -> None:
     assert why in str(refused.value.problems[0].why)
     assert refused.value.problems[0].where == "optim.router_loss"
     assert _forward(_model(kind), None).routers is None
+
+
+def test_the_estimate_of_router_losses_is_what_their_backward_keeps() -> None:
+    layers, experts, tokens, hidden = 3, 8, 1000, 32
+    logits = [torch.randn(tokens, experts, dtype=torch.bfloat16, requires_grad=True) for _ in range(layers)]
+    chosen = [one.topk(2).indices for one in logits]
+    kept: dict[int, torch.Tensor] = {}  # holds them, so that no two have the same place
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    decisions = Decisions(logits, chosen, lambda values: values.softmax(-1))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        balancing = decisions.load_balancing(decisions.load(), tokens=tokens, together=False)
+        (balancing + decisions.z_loss(tokens=tokens)).backward()
+    wanted = sum(tensor.untyped_storage().nbytes() for tensor in [*kept.values(), *logits])
+    facts = ModelFacts(
+        directory="", model_type="", parameters=1, hidden_size=hidden, layers=layers, intermediate_size=64, vocab_size=9,
+        linear_parameters=1, linear_in_out=1, weight_bytes=1, digest="", parts={"router": layers * experts * hidden},
+    )  # fmt: skip
+    settings: Any = {"dtype": "bfloat16", "adapter_rank": 4, "micro_tokens": tokens, "longest_row": tokens}
+    with_loss, without = (
+        estimate_memory(facts, gradient_checkpointing=True, router_loss=flag, **settings).activations
+        for flag in (True, False)
+    )
+    assert with_loss - without == pytest.approx(wanted, rel=0.1)
