@@ -20,7 +20,7 @@ from peft import PeftModel
 from tests import needs
 from tests.conftest import Listening
 from tests.front.talk.multimodal_families import FAMILIES
-from tests.front.talk.test_multimodal import PROCESSOR, assert_alike, assert_whole, logits, opened
+from tests.front.talk.test_multimodal import PROCESSOR, assert_alike, assert_whole, logits, opened, tensors
 from tests.stored_files import write_mxfp4, write_stored
 from tests.trainer.architectures.tiny_models import write_tiny_model
 from tests.trainer.ranks.conftest import Done, MadeOnDemand, Workshop
@@ -133,8 +133,6 @@ def runs(shop: Workshop) -> dict[str, _Runs]:
 
 
 def _tensors(run: Done) -> dict[str, torch.Tensor]:
-    from tests.front.talk.test_multimodal import tensors
-
     (directory,) = [*run.directory.glob("adapter"), *run.directory.glob("model")]
     return tensors(directory)
 
@@ -200,7 +198,7 @@ def test_a_multimodal_checkpoint_of_ranks_is_whole(
 
 
 def test_dora_of_quantized_files_is_refused_before_sharding(shop: Workshop) -> None:
-    section = {"adapter": {"kind": "dora", **_SOME}}
+    section: dict[str, Any] = {"adapter": {"kind": "dora", **_SOME}}
     assert shop.plan("mxfp4", world=2, **section).strategy == "ddp"
     with pytest.raises(ConfigError, match=r"adapter\.kind dora, and the weights are quantized") as refused:
         shop.plan("mxfp4", world=2, strategy="fsdp", **section)
