@@ -135,6 +135,22 @@ def test_an_adapter_works_in_the_own_class_merged_and_not(
     assert_whole(merged, checkpoint, FAMILIES[name][1], text=ours)
 
 
+@pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)
+def test_modules_that_an_adapter_trains_whole_are_those_of_the_language_model(
+    checkpoint: Path, train_here: Callable[..., Any], tmp_path: Path, listening: Any
+) -> None:
+    """The vision part has norms, too, whose names end alike."""
+    run = train_here(adapter={"rank": 2, "kind": "dora", "modules_to_save": ["norm"]}, optim={"lr": 5e-3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = PeftModel.from_pretrained(opened(checkpoint), str(run.directory / "adapter")).eval()
+    assert not [name for name, _ in model.named_modules() if "vision" in name and "modules_to_save" in name]
+    ours = trained(run)
+    assert_alike(logits(model), ours)
+    merged = exported(run, tmp_path / "merged", listening, merge=True)
+    assert_whole(merged, checkpoint, FAMILIES["gemma3"][1], text=ours)
+
+
 @each_family
 def test_full_fine_tuning_keeps_what_rows_of_text_do_not_reach(
     checkpoint: Path, name: str, train_here: Callable[..., Any], tmp_path: Path, listening: Any

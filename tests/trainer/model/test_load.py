@@ -298,12 +298,23 @@ def test_layers_are_counted_where_config_json_stores_no_usual_number(kind: str, 
     assert (facts.layers, facts.hidden_size) == (3, 32)
 
 
-def test_an_adapter_with_which_the_model_fails_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trains", "where", "fix"),
+    [(True, "adapter.targets", "set adapter.targets"), (False, "RUN|MODEL", "pip install --upgrade")],
+)
+def test_an_adapter_with_which_the_model_fails_is_refused(
+    tmp_path: Path, where: str, fix: str, *, trains: bool
+) -> None:
     """DeepSeek V4 has a linear layer for groups of heads, whose product is not that of peft's."""
     write_tiny_model("deepseek_v4", tmp_path)
     loaded = _load(tmp_path, adapter={"targets": "all-linear"})
-    with pytest.raises(ModelError, match="fails on two short rows with its adapter"):
-        choose_forward(loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=False)
+    with pytest.raises(ModelError, match="fails on two short rows with its adapter") as refused:
+        choose_forward(
+            loaded, dtype="float32", quick_adapter=True, gradient_checkpointing=False, trains=trains
+        )
+    (problem,) = refused.value.problems
+    assert problem.where == where
+    assert problem.fix.startswith(fix)
 
 
 def test_an_adapter_that_peft_would_not_load_again_is_refused(tmp_path: Path) -> None:

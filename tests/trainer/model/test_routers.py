@@ -17,6 +17,7 @@ from unisono.trainer.config.schema import RouterLossSection
 from unisono.trainer.model.forward import Forward, Rows, choose_forward
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.model.routers import Decisions
+from unisono.trainer.plan import ModelFacts, estimate_memory
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 3,
@@ -50,11 +51,25 @@ def _model(kind: str) -> Any:
     return base
 
 
-def _forward(base: Any, section: RouterLossSection | None = _BALANCED) -> Forward:
+def _forward(
+    base: Any,
+    section: RouterLossSection | None = _BALANCED,
+    *,
+    layout: str = "flat",
+    checkpointing: bool = False,
+) -> Forward:
     loaded = LoadedModel(base, base, None, dict(base.named_parameters()), 0)
-    return choose_forward(
-        loaded, dtype="float32", quick_adapter=False, gradient_checkpointing=False, router_loss=section
+    forward = choose_forward(
+        loaded,
+        dtype="float32",
+        quick_adapter=False,
+        gradient_checkpointing=checkpointing,
+        router_loss=section,
     )
+    if layout == "padded":
+        base.set_attn_implementation(forward.own_attention)
+        forward.layout = "padded"
+    return forward
 
 
 def _losses(
@@ -100,16 +115,31 @@ def _halves() -> tuple[Rows, list[Rows], list[torch.Tensor]]:
 @pytest.mark.parametrize("layout", ["flat", "padded"])
 @pytest.mark.parametrize("kind", _FAMILIES)
 def test_parts_of_a_batch_give_its_losses_and_gradient(kind: str, layout: str) -> None:
-    forward = _forward(_model(kind))
-    if layout == "padded":
-        forward.loaded.base.set_attn_implementation(forward.own_attention)
-        forward.layout = "padded"
+    forward = _forward(_model(kind), layout=layout)
     whole, parts, _ = _halves()
     for together in (False, True):
         one = _losses(forward, [whole], together=together)
         four = _losses(forward, parts, together=together)
         for mine, other in zip(four, one, strict=True):
             assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_recomputed_activations_give_the_same_gradients(layout: str) -> None:
+    whole, _, _ = _halves()
+    gradients = []
+    for checkpointing in (False, True):
+        base = _model("mixtral")
+        forward = _forward(base, layout=layout, checkpointing=checkpointing)
+        base.train()
+        loss, decisions = forward.loss(whole, count=len(whole.labels)), _taken(forward)
+        tokens = sum(whole.lengths)
+        balancing = decisions.load_balancing(decisions.load(), tokens=tokens, together=False)
+        (loss + balancing + decisions.z_loss(tokens=tokens)).backward()
+        gradients.append({name: parameter.grad for name, parameter in base.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.any()
+        assert torch.allclose(gradients[1][name], gradient, rtol=1e-5, atol=1e-7), name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in _FAMILIES if kind != "deepseek_v3"])
@@ -162,3 +192,30 @@ def test_a_model_without_such_routers_is_refused(kind: str, why: str) -> None:
     assert why in str(refused.value.problems[0].why)
     assert refused.value.problems[0].where == "optim.router_loss"
     assert _forward(_model(kind), None).routers is None
+
+
+def test_the_estimate_of_router_losses_is_what_their_backward_keeps() -> None:
+    layers, experts, tokens, hidden = 3, 8, 1000, 32
+    logits = [torch.randn(tokens, experts, dtype=torch.bfloat16, requires_grad=True) for _ in range(layers)]
+    chosen = [one.topk(2).indices for one in logits]
+    kept: dict[int, torch.Tensor] = {}  # holds them, so that no two have the same place
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    decisions = Decisions(logits, chosen, lambda values: values.softmax(-1))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        balancing = decisions.load_balancing(decisions.load(), tokens=tokens, together=False)
+        (balancing + decisions.z_loss(tokens=tokens)).backward()
+    wanted = sum(tensor.untyped_storage().nbytes() for tensor in [*kept.values(), *logits])
+    facts = ModelFacts(
+        directory="", model_type="", parameters=1, hidden_size=hidden, layers=layers, intermediate_size=64, vocab_size=9,
+        linear_parameters=1, linear_in_out=1, weight_bytes=1, digest="", parts={"router": layers * experts * hidden},
+    )  # fmt: skip
+    settings: Any = {"dtype": "bfloat16", "adapter_rank": 4, "micro_tokens": tokens, "longest_row": tokens}
+    with_loss, without = (
+        estimate_memory(facts, gradient_checkpointing=True, router_loss=flag, **settings).activations
+        for flag in (True, False)
+    )
+    assert with_loss - without == pytest.approx(wanted, rel=0.1)

@@ -172,9 +172,9 @@ class Workshop:
         result = run_plan(plan, report, StopRequest(), hooks=faults_of(plan))
         return Done(plan, Ended([[*report.messages, {"kind": "result", **result}]], [0], [], 0.0))
 
-    def together(self, plans: list[RunPlan]) -> list[Done]:
+    def together(self, plans: list[RunPlan], *options: str) -> list[Done]:
         """Several runs of the same ranks, one after the other."""
-        found = Front(plans, self._folder()).listen()
+        found = Front(plans, self._folder(), options=options).listen()
         assert found[0].codes == [0] * plans[0].world_size, "\n".join(
             log.read_text()[-3000:] for log in found[0].logs
         )

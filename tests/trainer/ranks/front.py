@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ class Front:
         *,
         on_message: Callable[[int, dict[str, Any], list[RankProcess]], None] | None = None,
         environment: Callable[[int], dict[str, str]] = lambda rank: {},
+        options: Sequence[str] = (),
     ) -> None:
+        """`options` are those of `several_runs`."""
         self.world = plans[0].world_size
         self._on_message = on_message
         self._runs = len(plans)
@@ -82,7 +84,7 @@ class Front:
             files[-1].write_text(json.dumps(plan.to_json()))
         program = WORKER if len(plans) == 1 else SEVERAL
         self.ranks = [
-            self._start([*program, *map(str, files)], rank, folder, environment(rank))
+            self._start([*program, *map(str, files), *options], rank, folder, environment(rank))
             for rank in range(self.world)
         ]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from unisono.base.child import end_with_front
 from unisono.base.events import Reporter
 from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.memory import KEPT_WHOLE_BYTES
+from unisono.trainer.training import sharding
 from unisono.trainer.training.front_io import StopRequest
 from unisono.trainer.training.process_group import close_group
 from unisono.trainer.training.rank_run import run_plan
@@ -22,8 +24,10 @@ def main() -> int:
     parser.add_argument("plans", nargs="+", type=Path)
     parser.add_argument("--report-fd", type=int)
     parser.add_argument("--front-pid", type=int)
+    parser.add_argument("--kept-whole-bytes", type=int, default=KEPT_WHOLE_BYTES)
     arguments = parser.parse_args()
     end_with_front(arguments.front_pid)
+    vars(sharding)["KEPT_WHOLE_BYTES"] = arguments.kept_whole_bytes  # 0: layers as in a large model
     for file in arguments.plans:
         report = Reporter(arguments.report_fd, fallback=sys.stderr)
         plan = RunPlan.model_validate(json.loads(file.read_text()))

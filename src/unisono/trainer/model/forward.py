@@ -442,15 +442,17 @@ def _reference(forward: Forward, *, trains: bool) -> torch.Tensor:
         raise
     except LIBRARY_ERRORS as error:
         adapted = forward.loaded.model is not forward.loaded.base
+        where, fix = "model.path" if trains else "RUN|MODEL", "pip install --upgrade transformers"
+        if adapted and trains:
+            where = "adapter.targets"
+            fix = "set adapter.targets to fewer parts, e.g. attention, or adapter: null"
+        elif adapted:
+            fix = "pip install --upgrade transformers peft"
         raise ModelError.of(
             f"the model fails on two short rows{' with its adapter' if adapted else ''}",
-            where="adapter.targets" if adapted else "model.path",
+            where=where,
             why=library_words(error),
-            fix=(
-                "set adapter.targets to fewer parts, e.g. attention, or adapter: null"
-                if adapted
-                else "pip install --upgrade transformers"
-            ),
+            fix=fix,
         ) from error
 
 

@@ -126,20 +126,28 @@ def text_prefixes(base: Any) -> tuple[str, ...]:
     return tuple(f"{name}." for name, module in base.named_modules() if module in parts)
 
 
-def exact_targets(model: Any) -> list[str] | None:
-    """The full names of the layers that an adapter of a multimodal model adapts: peft would find
-    shorter names in the vision part, too. None for other models.
+def name_exactly(settings: Any, model: Any) -> None:
+    """Names the layers that an adapter of a multimodal model adapts, and the modules that it trains
+    whole, in full: peft would find shorter names in the vision part, too.
+
+    Args:
+        settings: of the adapter, of peft; changed in place. Those of other models stay as they are.
+        model: of peft.
     """
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.utils import ModulesToSaveWrapper
 
     base = model.get_base_model()
     if base.config.get_text_config() is base.config:
-        return None
-    return [
+        return
+    modules = dict(base.named_modules())
+    settings.target_modules = [
         name
-        for name, layer in base.named_modules()
+        for name, layer in modules.items()
         if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
-    ]
+    ] or settings.target_modules
+    whole = [name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)]
+    settings.modules_to_save = whole or None
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,9 @@ class Routers:
         self.numbers = list(modules)
         self.experts = experts
         self._probabilities = probabilities
-        self._recorded: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in modules]
+        self._recorded: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]] = [
+            [] for _ in modules
+        ]
         self._records = False
         self._real: torch.Tensor | None = None
         for layer, module in enumerate(modules.values()):
@@ -99,11 +101,10 @@ class Routers:
     def _hook(self, layer: int) -> Callable[[torch.nn.Module, Any, Any], None]:
         def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             del module, inputs
-            if self._records:  # not while activations are recomputed
+            # Not while activations are recomputed: so nothing here may save a tensor for backward.
+            if self._records:
                 logits, experts = output[0].flatten(0, -2), output[2].flatten(0, -2)
-                if self._real is not None:
-                    logits, experts = logits[self._real], experts[self._real]
-                self._recorded[layer].append((logits, experts))
+                self._recorded[layer].append((logits, experts, self._real))
 
         return record
 
@@ -124,11 +125,17 @@ class Routers:
         """What was recorded since the last call; None for nothing."""
         if not self._recorded[0]:
             return None
-        parts = [list(zip(*layer, strict=True)) for layer in self._recorded]
+        parts = [list(zip(*[_chosen(*each) for each in layer], strict=True)) for layer in self._recorded]
         for layer in self._recorded:
             layer.clear()
         logits, experts = ([_joined(part[index]) for part in parts] for index in (0, 1))
         return Decisions(logits, experts, self._probabilities)
+
+
+def _chosen(
+    logits: torch.Tensor, experts: torch.Tensor, real: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (logits, experts) if real is None else (logits[real], experts[real])
 
 
 def _joined(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:

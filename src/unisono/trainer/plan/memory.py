@@ -40,6 +40,7 @@ def estimate_memory(
     fast_layers: bool = False,
     one_backward: bool = False,
     optimizer_bytes: int = 8,
+    router_loss: bool = False,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -56,6 +57,8 @@ def estimate_memory(
       hidden values for each layer, without an adapter in float32.
     - weights of experts that an adapter changes: their sums with the adapter, for all layers, or
       one with gradient checkpointing; and the gradient of one layer's.
+    - losses of routers: for each token and expert of every layer the logit in `dtype`, its copy and
+      its probability in float32, with gradient checkpointing, too.
     - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
       × intermediate + 7 × r values, where attention is the width of queries and keys together;
       without an adapter 6 × hidden instead of 4. Norms of heads add attention once, without an
@@ -85,6 +88,7 @@ def estimate_memory(
         fast_layers: whether the fast layers of `model.decoder` are used, on a GPU.
         one_backward: see `has_one_backward`.
         optimizer_bytes: bytes of the optimizer's state for a trained value.
+        router_loss: whether there are losses of routers.
     """
     rank = _EstimatedRank(
         model=model,
@@ -99,6 +103,7 @@ def estimate_memory(
         fast_layers=fast_layers,
         one_backward=one_backward,
         optimizer_bytes=optimizer_bytes,
+        router_loss=router_loss,
     )
     parts = dict.fromkeys(("weights", "trainable", "activations", "loss_head", "dequantized"), 0)
     for term in _TERMS:
@@ -125,6 +130,7 @@ class _EstimatedRank:
     fast_layers: bool
     one_backward: bool
     optimizer_bytes: int
+    router_loss: bool
 
     @property
     def size(self) -> int:
@@ -319,6 +325,9 @@ _TERMS = (
     _Term("activations", "layer_inputs",
           lambda r: r.of_tokens * r.model.layers * r.model.hidden_size * (1 + r.is_mixed),
           lambda r: r.gradient_checkpointing and family_of(r.model).decodes_tokens),
+    _Term("activations", "router_losses",
+          lambda r: r.micro_tokens * (r.model.parts.get("router", 0) // r.model.hidden_size) * (r.size + 8),
+          lambda r: r.router_loss),
     _Term("activations", "other_blocks", lambda r: r.other_activations * r.size),
     _Term("loss_head", "hidden_values", lambda r: r.of_tokens * r.model.hidden_size * 2),
     _Term("loss_head", "logits_on_gpu",

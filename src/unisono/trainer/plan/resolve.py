@@ -423,6 +423,7 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
             config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
         ),
         optimizer_bytes=optimizer_named(config.optim.kind).state_bytes(config.optim.state_dtype),
+        router_loss=config.optim.router_loss is not None,
     )
 
 

@@ -432,6 +432,7 @@ def _savings(run: Run) -> list[str]:
                 config, micro=micro, global_batch=plan.global_batch, world_size=run.group.world_size
             ),
             optimizer_bytes=optimizer_bytes,
+            router_loss=config.optim.router_loss is not None,
         ).total
 
     now = total(plan.micro_batch, checkpointing=plan.gradient_checkpointing)

@@ -32,8 +32,8 @@ from unisono.trainer.model.files import read_contents, read_safetensors_header, 
 from unisono.trainer.model.load import DTYPES, LoadedModel
 from unisono.trainer.model.multimodal import (
     KeptTensor,
-    exact_targets,
     kept_tensors,
+    name_exactly,
     other_names,
     text_names,
 )
@@ -443,7 +443,7 @@ def write_adapter(
     settings = copy.copy(model.peft_config["default"])
     settings.inference_mode, settings.revision = True, base_revision
     stored_settings(settings, model, changes or {})
-    settings.target_modules = exact_targets(model) or settings.target_modules
+    name_exactly(settings, model)
     settings.save_pretrained(str(directory))
     return entries
 
