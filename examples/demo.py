@@ -1,17 +1,19 @@
 """Fine-tunes the built-in model and shows the results before and after: the program behind `make
-demo` and `make demo-dpo`.
+demo`, `make demo-dpo` and `make demo-grpo`.
 
-    python examples/demo.py [sft | dpo] [--seed 0] [key=value ...]
+    python examples/demo.py [sft | dpo | grpo] [--seed 0] [key=value ...]
 
 `sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers
-is preferred (`examples/demo-dpo.yaml`). The run measures all figures; this program reads them from
-its directory.
+is preferred (`examples/demo-dpo.yaml`), `grpo` which of the model's own answers is right, by a
+reward (`examples/demo-grpo.yaml`). The run measures all figures; this program reads them from its
+directory.
 """
 
 import argparse
 import itertools
 import json
 import math
+import random
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = 60
 _SHOWN = 3
+_RIGHT = 0.3
 
 Lines = list[dict[str, Any]]
 
@@ -33,13 +36,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Fine-tune the built-in model and show the results before and after."
     )
-    parser.add_argument("objective", choices=["sft", "dpo"], nargs="?", default="sft")
+    parser.add_argument("objective", choices=["sft", "dpo", "grpo"], nargs="?", default="sft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
     args = parser.parse_args()
-    name, show = {"sft": ("demo", show_sft), "dpo": ("demo-dpo", show_dpo)}[args.objective]
-    command = [sys.executable, "-m", "unisono", "train", f"examples/{name}.yaml", "--fresh"]
-    code = subprocess.run([*command, f"seed={args.seed}", *args.overrides], cwd=ROOT, check=False).returncode
+    name, show = {
+        "sft": ("demo", show_sft),
+        "dpo": ("demo-dpo", show_dpo),
+        "grpo": ("demo-grpo", show_grpo),
+    }[args.objective]
+    options = [f"seed={args.seed}", *args.overrides]
+    if args.objective == "grpo":
+        options = ["--nproc", "2", *options]  # each samples half of the answers
+        write_start(ROOT / "runs" / "demo-grpo-start.jsonl")
+        code = train("demo-grpo-start", ["--nproc", "2", f"seed={args.seed}"])
+        if code:
+            return code
+    code = train(name, options)
     if code:
         return code
     run = ROOT / "runs" / name
@@ -48,6 +61,39 @@ def main() -> int:
     print(f"\nResults: {run.relative_to(ROOT)}, with the curve of the loss in loss.svg")
     print(f"Chat with it: unisono chat {run.relative_to(ROOT)}")
     return 0
+
+
+def train(name: str, options: list[str]) -> int:
+    """Trains by a config of the examples; gives the exit code."""
+    command = [sys.executable, "-m", "unisono", "train", f"examples/{name}.yaml", "--fresh", *options]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def write_start(path: Path) -> None:
+    """Rows of which three in ten have the right form, and the others repeat the request."""
+    path.parent.mkdir(exist_ok=True)
+    draws = random.Random(0)  # noqa: S311 - not a secret
+    rows = _read_lines(ROOT / "examples" / "data" / "train.jsonl")
+    for row in rows:
+        if draws.random() >= _RIGHT:
+            row["completion"] = f"ok, {row['prompt']}"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+def show_grpo(run: Path, samples: Lines) -> None:
+    """Answers of the first and of the last step with their rewards, the curve of the reward, and
+    the reward of the likeliest answers to the held-out requests.
+    """
+    from pyarrow import parquet
+
+    files = sorted((run / "rollouts").glob("*.parquet"))
+    for title, file in (("first", files[0]), ("last", files[-1])):
+        print(f"\nAnswers sampled in the {title} step, with their rewards:\n")
+        for row in parquet.read_table(file).to_pylist()[:: len(files[:8]) + 1][:_SHOWN]:
+            print(f"request  {json.loads(row['prompt'])}\n  {row['reward']:.0f}  {row['text']}\n")
+    show_curve("reward", _metric(run, "reward"))
+    print()
+    show_share(run, "reward")
 
 
 def show_sft(run: Path, samples: Lines) -> None:

@@ -121,3 +121,12 @@ def test_the_whole_demo_of_preferences_changes_the_answers(project: Path) -> Non
     before, after = _answers(text)
     assert before == 0
     assert after >= 7
+
+
+@pytest.mark.long
+def test_the_demo_of_rewards_goes_from_nothing_to_nine_in_ten(project: Path) -> None:
+    text = _run(project, "grpo")
+    assert _share("reward before", text) <= 5
+    assert _share("reward after", text) >= 90
+    assert len(re.findall(r"^  [01]  ", text, re.MULTILINE)) == 6
+    assert re.search(r"^reward .*[▁▂▃▄▅▆▇█]{60} ", text, re.MULTILINE), text
