@@ -20,6 +20,7 @@ from tests.grouped_files import write_grouped
 from tests.trainer.batches import rollouts
 from tests.trainer.ranks.front import Ended, Front
 from unisono.base.events import Reporter
+from unisono.base.messages import Message
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.own_code import own_code_digests
@@ -114,8 +115,8 @@ class _Kept(Reporter):
         super().__init__(None)
         self.messages: list[dict[str, Any]] = []
 
-    def send(self, kind: str, **fields: Any) -> None:
-        self.messages.append({"kind": kind, **fields})
+    def send(self, message: Message) -> None:
+        self.messages.append({**message})
 
 
 class Workshop:
