@@ -15,7 +15,7 @@ from typing_extensions import TypedDict, TypeIs  # pydantic reads that of typing
 from unisono.base.files import parse_json
 
 
-class _Message(TypedDict):
+class _Fields(TypedDict):
     """The fields of every kind.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Message(TypedDict):
 # ---- of ranks and tasks
 
 
-class PhaseMessage(_Message):
+class PhaseMessage(_Fields):
     """A phase begins, or makes progress: `done` of `total` units of work.
 
     Attributes:
@@ -47,14 +47,14 @@ class PhaseMessage(_Message):
     started: NotRequired[str]
 
 
-class ReadyMessage(_Message):
+class ReadyMessage(_Fields):
     """Training begins; the worker alone knows the `facts`, e.g. parameters, attention, memory."""
 
     kind: Literal["ready"]
     facts: Mapping[str, object]
 
 
-class ReferenceMessage(_Message):
+class ReferenceMessage(_Fields):
     """How many units have log-probabilities under the reference: computed now, or read from the
     run's store.
 
@@ -69,7 +69,7 @@ class ReferenceMessage(_Message):
     cpu_time_s: NotRequired[float]
 
 
-class StepMessage(_Message):
+class StepMessage(_Fields):
     """One line of metrics.jsonl, with the figures of the objective; ranks other than 0 send `step`
     alone. Programs of `unisono run` send a loss that is not finite as text.
     """
@@ -81,7 +81,7 @@ class StepMessage(_Message):
     tokens_per_second: NotRequired[float | None]
 
 
-class EvalMessage(_Message):
+class EvalMessage(_Fields):
     """Figures of an evaluation, one of them `eval_loss`."""
 
     kind: Literal["eval"]
@@ -89,7 +89,7 @@ class EvalMessage(_Message):
     best: NotRequired[bool]
 
 
-class SampleMessage(_Message):
+class SampleMessage(_Fields):
     """An answer of the model in training; `reference` is that of the row."""
 
     kind: Literal["sample"]
@@ -99,7 +99,7 @@ class SampleMessage(_Message):
     reference: NotRequired[str]
 
 
-class CheckpointMessage(_Message):
+class CheckpointMessage(_Fields):
     """A checkpoint was saved in `seconds`; training waited for `blocking_s` of them. That of the
     first one has an estimate for all of the run, once it has been read back.
     """
@@ -113,7 +113,7 @@ class CheckpointMessage(_Message):
     estimate: NotRequired[Mapping[str, object]]
 
 
-class ShardWrittenMessage(_Message):
+class ShardWrittenMessage(_Fields):
     """This rank's part of a checkpoint is on its disk, or `error` says why not.
 
     Attributes:
@@ -130,7 +130,7 @@ class ShardWrittenMessage(_Message):
     verdict: NotRequired[Mapping[str, object] | None]
 
 
-class ShardMovesMessage(_Message):
+class ShardMovesMessage(_Fields):
     """This rank's part is being transferred and makes progress; repeated until it arrives."""
 
     kind: Literal["shard_moves"]
@@ -138,7 +138,7 @@ class ShardMovesMessage(_Message):
     temporary: str
 
 
-class ShardsOverMessage(_Message):
+class ShardsOverMessage(_Fields):
     """Rank 0 does not (or no longer) wait for parts of this checkpoint."""
 
     kind: Literal["shards_over"]
@@ -146,14 +146,14 @@ class ShardsOverMessage(_Message):
     temporary: str
 
 
-class MovedMessage(_Message):
+class MovedMessage(_Fields):
     """Rank 0 writes to `path` from now on, since the run's directory is lost."""
 
     kind: Literal["moved"]
     path: str
 
 
-class DigestMessage(_Message):
+class DigestMessage(_Fields):
     """A digest of the weights that a rank trains, and what determines its rounding."""
 
     kind: Literal["digest"]
@@ -162,14 +162,14 @@ class DigestMessage(_Message):
     arithmetic: str
 
 
-class AskedMessage(_Message):
+class AskedMessage(_Fields):
     """The name of a signal that the rank received, from its front or from outside."""
 
     kind: Literal["asked"]
     signal: str
 
 
-class KeptMessage(_Message):
+class KeptMessage(_Fields):
     """Cost of the memory snapshots of an adapter, as medians of the first steps, and the memory;
     from here on every n-th step is kept, null: none.
     """
@@ -181,7 +181,7 @@ class KeptMessage(_Message):
     every: int | None
 
 
-class RankReportMessage(_Message):
+class RankReportMessage(_Fields):
     """The facts of one of several ranks, `RankReport.to_json()`; it then waits for `go` on
     stdin.
     """
@@ -190,7 +190,7 @@ class RankReportMessage(_Message):
     report: Mapping[str, object]
 
 
-class WarningMessage(_Message):
+class WarningMessage(_Fields):
     """A warning.
 
     Attributes:
@@ -213,21 +213,21 @@ class WarningMessage(_Message):
     verdict: NotRequired[Mapping[str, object]]
 
 
-class NoteMessage(_Message):
+class NoteMessage(_Fields):
     """A line for people."""
 
     kind: Literal["note"]
     text: str
 
 
-class TokenMessage(_Message):
+class TokenMessage(_Fields):
     """A piece of an answer, streamed (generate, chat)."""
 
     kind: Literal["token"]
     text: str
 
 
-class ProgressMessage(_Message):
+class ProgressMessage(_Fields):
     """How many bytes of a copy are done."""
 
     kind: Literal["progress"]
@@ -235,7 +235,7 @@ class ProgressMessage(_Message):
     of: int
 
 
-class RoomMessage(_Message):
+class RoomMessage(_Fields):
     """Space on the disk of checkpoints, before one is read again: `trainer.checkpoint` has the
     terms.
     """
@@ -246,14 +246,14 @@ class RoomMessage(_Message):
     steps: list[int]
 
 
-class StoreMessage(_Message):
+class StoreMessage(_Fields):
     """The port on which rank 0 of a trial collective listens."""
 
     kind: Literal["store"]
     port: int
 
 
-class RefusedMessage(_Message):
+class RefusedMessage(_Fields):
     """An error that ended a process or a run, from `UnisonoError.to_json`; a callback in another
     program sends its `text`.
     """
@@ -265,7 +265,7 @@ class RefusedMessage(_Message):
     text: NotRequired[str]
 
 
-class CrashedMessage(_Message):
+class CrashedMessage(_Fields):
     """An unexpected exception; `peer_lost`: it results from the failure of a different rank."""
 
     kind: Literal["crashed"]
@@ -277,7 +277,7 @@ class CrashedMessage(_Message):
     step: NotRequired[int]
 
 
-class ResultMessage(_Message):
+class ResultMessage(_Fields):
     """The last message: the fields of the `Result` that a task's request names, or of a
     `RunResult`, of which a rank sends a part. Named are those that are read here.
     """
@@ -299,42 +299,34 @@ class ResultMessage(_Message):
     held_by: NotRequired[str]
 
 
-class TalkNews(_Message):
+class TalkNews(_Fields):
     """What `chat` and `serve` answer: `trainer.plan.talk_messages` has a dataclass for each kind,
     and `decode_message` reads it. `pong` is a sign of life.
     """
 
     kind: Literal[
-        "opened",
-        "answer",
-        "refused_turn",
-        "begun",
-        "pieces",
-        "answered",
-        "refused_ask",
-        "failed_ask",
-        "pong",
-    ]
+        "opened", "answer", "refused_turn", "begun", "pieces", "answered", "refused_ask", "failed_ask", "pong"
+    ]  # fmt: skip
 
 
 # ---- of programs of `unisono run`
 
 
-class FactsMessage(_Message):
+class FactsMessage(_Fields):
     """What a callback has read of its trainer."""
 
     kind: Literal["facts"]
     facts: Mapping[str, object]
 
 
-class FrameworkMessage(_Message):
+class FrameworkMessage(_Fields):
     """The framework that the program has loaded."""
 
     kind: Literal["framework"]
     name: str
 
 
-class UnguardedMessage(_Message):
+class UnguardedMessage(_Fields):
     """Why a process of the program is not watched."""
 
     kind: Literal["unguarded"]
@@ -344,7 +336,7 @@ class UnguardedMessage(_Message):
 # ---- of fronts
 
 
-class PlanMessage(_Message):
+class PlanMessage(_Fields):
     """The object of plan.json: `RunPlan.to_json()`."""
 
     kind: Literal["plan"]
@@ -354,7 +346,7 @@ class PlanMessage(_Message):
     ranks: list[Mapping[str, object]]
 
 
-class VerdictMessage(_Message):
+class VerdictMessage(_Fields):
     """The object of verdict.json: `Verdict.to_json()`."""
 
     kind: Literal["verdict"]
@@ -362,7 +354,7 @@ class VerdictMessage(_Message):
     hosts: list[str]
 
 
-class ConnectedMessage(_Message):
+class ConnectedMessage(_Fields):
     """The driver has reached the head of the Ray cluster."""
 
     kind: Literal["connected"]
@@ -370,7 +362,7 @@ class ConnectedMessage(_Message):
     host: str
 
 
-class PlacedMessage(_Message):
+class PlacedMessage(_Fields):
     """The hosts of a job's nodes under Ray; `shared`: whether the first one sees the run's
     directory.
     """
@@ -380,21 +372,21 @@ class PlacedMessage(_Message):
     hosts: list[str]
 
 
-class RestartingMessage(_Message):
+class RestartingMessage(_Fields):
     """A job under Ray is started again; `restart` is the dump of a `Restart`."""
 
     kind: Literal["restarting"]
     restart: Mapping[str, object]
 
 
-class FrontEndedMessage(_Message):
+class FrontEndedMessage(_Fields):
     """The exit code of a node's front under Ray."""
 
     kind: Literal["front_ended"]
     code: int
 
 
-class StartRefusedMessage(_Message):
+class StartRefusedMessage(_Fields):
     """The error of a front before it had a run, from `UnisonoError.to_json`; `type`: its class."""
 
     kind: Literal["start_refused"]
@@ -404,14 +396,14 @@ class StartRefusedMessage(_Message):
     verdict: Mapping[str, object] | None
 
 
-class StoppedMessage(_Message):
+class StoppedMessage(_Fields):
     """A signal ended a front before there was anything to save."""
 
     kind: Literal["stopped"]
     exit_code: int
 
 
-class ReportMessage(_Message):
+class ReportMessage(_Fields):
     """The report of `unisono doctor`, with the fields of its JSON object."""
 
     kind: Literal["report"]
@@ -421,46 +413,17 @@ class ReportMessage(_Message):
 
 FinalMessage = RefusedMessage | CrashedMessage | ResultMessage
 Message = (
-    PhaseMessage
-    | ReadyMessage
-    | ReferenceMessage
-    | StepMessage
-    | EvalMessage
-    | SampleMessage
-    | CheckpointMessage
-    | ShardWrittenMessage
-    | ShardMovesMessage
-    | ShardsOverMessage
-    | MovedMessage
-    | DigestMessage
-    | AskedMessage
-    | KeptMessage
-    | RankReportMessage
-    | WarningMessage
-    | NoteMessage
-    | TokenMessage
-    | ProgressMessage
-    | RoomMessage
-    | StoreMessage
-    | FinalMessage
-    | TalkNews
-    | FactsMessage
-    | FrameworkMessage
-    | UnguardedMessage
-    | PlanMessage
-    | VerdictMessage
-    | ConnectedMessage
-    | PlacedMessage
-    | RestartingMessage
-    | FrontEndedMessage
-    | StartRefusedMessage
-    | StoppedMessage
-    | ReportMessage
-)
+    PhaseMessage | ReadyMessage | ReferenceMessage | StepMessage | EvalMessage | SampleMessage |
+    CheckpointMessage | ShardWrittenMessage | ShardMovesMessage | ShardsOverMessage | MovedMessage |
+    DigestMessage | AskedMessage | KeptMessage | RankReportMessage | WarningMessage | NoteMessage |
+    TokenMessage | ProgressMessage | RoomMessage | StoreMessage | FinalMessage | TalkNews | FactsMessage |
+    FrameworkMessage | UnguardedMessage | PlanMessage | VerdictMessage | ConnectedMessage | PlacedMessage |
+    RestartingMessage | FrontEndedMessage | StartRefusedMessage | StoppedMessage | ReportMessage
+)  # fmt: skip
 Show = Callable[[Message], None]
 """How a front presents a message: on the screen, as JSON, or in a test."""
 
-Kind = TypeVar("Kind", bound=_Message)
+Kind = TypeVar("Kind", bound=_Fields)
 
 
 def message_of(kind: type[Kind], fields: Mapping[str, object]) -> Kind:
