@@ -393,12 +393,12 @@ def profile(plan_file: Path, work: Path, warmup: int, steps: int) -> str:
     profiler = profiler_of(activities=kinds)
     original, seen, times = loop.optimizer_step, [0], []
 
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **options: Any) -> Any:
         seen[0] += 1
         if seen[0] == warmup + 1:
             profiler.start()
         began = time.perf_counter()
-        found = original(*args)
+        found = original(*args, **options)
         if on_gpu:
             torch.cuda.synchronize()
         if warmup < seen[0] <= warmup + steps:
@@ -407,7 +407,7 @@ def profile(plan_file: Path, work: Path, warmup: int, steps: int) -> str:
             profiler.stop()
         return found
 
-    loop.optimizer_step = step  # type: ignore[assignment]
+    loop.optimizer_step = step
     code = run_rank([str(own)])
     return describe(profiler, steps, times, walls) + f"\nthe rank ended with {code}\n"
 

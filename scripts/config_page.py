@@ -18,7 +18,7 @@ from key_types import type_of
 from page_parts import Translate
 from unisono.jobs.runs.config_changes import RULES, rule_of
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import DIFFUSION, USED, Section
+from unisono.trainer.config.sections import DIFFUSION, GRPO, USED, Section
 from unisono.trainer.config.yaml_file import Takes, section_in
 
 LABELS = {
@@ -207,11 +207,27 @@ def with_keys(entry: Entry, about: About) -> tuple[str, ...]:
     """Other keys that the example needs; that of image models is said of their section."""
     if entry.name.startswith((f"{DIFFUSION}.", "data.train.pictures")) or entry.name == DIFFUSION:
         return (f"objective: {DIFFUSION}", *about.with_)
-    return about.with_
+    if entry.name.partition(".")[0] in ("rollout", "grpo"):
+        return (f"objective: {GRPO}", "rewards: [exact]", *about.with_)
+    return (f"objective: {GRPO}", *about.with_) if entry.name.startswith("rewards") else about.with_
+
+
+_REWARD = {
+    "rewards.use": "[{",
+    **{f"rewards.{name}": "[{use: exact, " for name in ("weight", "deadline", "on_error", "column")},
+    "rewards.pattern": "[{use: regex, ",
+    "rewards.min": "[{use: length, ",
+    "rewards.max": "[{use: length, ",
+    "rewards.tags": "[{use: format, ",
+    "rewards.schema": "[{use: json_schema, ",
+}
+"""Of an example its beginning: the reward that has the key."""
 
 
 def example_line(key: str, value: str) -> str:
     """E.g. `optim: {lr: 1.0e-4}`; of a key of a source with its list."""
+    if key.startswith("rewards."):
+        return f"rewards: [{nested(key.removeprefix('rewards.'), value)}]".replace("[{", _REWARD.get(key, "[{"))
     before, _, inner = key.partition("data.train.")
     if before or not inner:
         return nested(key, value)[1:-1]

@@ -1,7 +1,10 @@
 """Code of the user's own, as configs name it: `FILE.py:CLASS`, and that of a model's repository."""
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 MODEL_CODE = {"/transformers_modules/": "the model's own code (model.trust_remote_code)"}
 """Python code of a model's repository: its name, by the folder to which transformers copies it."""
@@ -15,13 +18,13 @@ def own_class(name: str) -> tuple[Path, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCode:
-    """A class of the user's own that a config names.
+    """A class, or the function of a reward, of the user's own that a config names.
 
     Attributes:
-        key: of the config.
-        what: objective or optimizer.
+        key: of the config; that of a reward is `rewards.` and its index.
+        what: objective, optimizer or reward.
         path: of the file.
-        name: of the class.
+        name: of the class or function.
     """
 
     key: str
@@ -30,9 +33,23 @@ class OwnCode:
     name: str
 
 
-def own_code(*, objective: str, optimizer: str) -> list[OwnCode]:
-    """The user's own classes among two values of a config."""
-    values = (("objective", "objective", objective), ("optim.kind", "optimizer", optimizer))
+def own_code(*, objective: str, optimizer: str, rewards: Sequence[str] = ()) -> list[OwnCode]:
+    """The user's own classes and functions among values of a config."""
+    values = [("objective", "objective", objective), ("optim.kind", "optimizer", optimizer)]
+    values += [(f"rewards.{number}", "reward", reward) for number, reward in enumerate(rewards)]
     return [
         OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))
     ]
+
+
+def execute_source(code: OwnCode, source: bytes) -> ModuleType:
+    """The module of a file, from its source.
+
+    Raises:
+        Exception: what the file raises; see `unisono.trainer.config.own_code.refusing`.
+    """
+    module = ModuleType(f"unisono_{code.what}_{code.path.stem}")
+    module.__file__ = str(code.path)
+    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
+    exec(compile(source, str(code.path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
+    return module

@@ -32,6 +32,7 @@ WARNINGS = 3  # of a rank for which others wait: after about 5, 10 and 20 s
 _WARNING = re.compile(r"warning: (rank 0, .* for (\d+) s, .*)")
 # The first warning may come before the stack of the rank has arrived; it is an investigation then.
 _WARNING_WITH_LINE = re.compile(r"warning: rank 0, .*stalls\.py:\d+ in sleep")
+_LINE_OF_SLEEP = re.compile(r"stalls\.py:\d+ in sleep")
 _IDLE = re.compile(r"warning: no rank computes, .* for (\d+) s: (.*?); the run is ended if nothing moves for")
 _FIXES = {"prompt": "Answer by a setting"} | dict.fromkeys(
     ("fork", "spawn", "forkserver"), "Prepare the data once"
@@ -157,11 +158,21 @@ def test_a_reward_of_trl_that_never_returns_is_reported_with_its_line(
     assert "move again" not in text
 
 
+def _has_line(run: Path) -> bool:
+    """Whether the timeline on disk has the warning with the line of the stack."""
+    return any(
+        _LINE_OF_SLEEP.search(entry) and "investigating" not in entry
+        for path in run.glob("events/timeline-*.jsonl")
+        for entry in path.read_text().splitlines()
+    )
+
+
 def test_what_a_killed_front_leaves_is_diagnosed_by_its_last_warning(tmp_path: Path) -> None:
     guarded = Guarded(STALLS, tmp_path, "--fault", "sleep")
     try:
         limit = time.monotonic() + LIMIT_S
-        while not _WARNING_WITH_LINE.search(guarded.front.text()):
+        # The timeline is written by a thread, soon after the warning is shown.
+        while not (_WARNING_WITH_LINE.search(guarded.front.text()) and _has_line(guarded.output_dir)):
             assert time.monotonic() < limit, guarded.front.text()
             time.sleep(0.2)
         os.kill(guarded.front.pid, signal.SIGKILL)
@@ -172,4 +183,4 @@ def test_what_a_killed_front_leaves_is_diagnosed_by_its_last_warning(tmp_path: P
         words = [sys.executable, "-m", "unisono", "diagnose", "--json", str(left)]
         verdict = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
         assert (verdict["cause"], verdict["ranks"]) == ("user_code_stuck", [0])
-        assert re.search(r"stalls\.py:\d+ in sleep", verdict["summary"])
+        assert _LINE_OF_SLEEP.search(verdict["summary"])

@@ -149,10 +149,10 @@ def train_both(
     ]
 
 
-def run_trl(folder: Path, specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What tests.trainer.objectives.trl_losses finds for some specs."""
+def run_trl(folder: Path, specs: list[dict[str, Any]], *, module: str = "trl_losses") -> list[dict[str, Any]]:
+    """What a module of this folder, in a process of its own, finds for some specs."""
     (folder / "specs.json").write_text(json.dumps(specs))
-    command = [sys.executable, "-m", "tests.trainer.objectives.trl_losses", str(folder / "specs.json"), str(folder / "results.json")]  # fmt: skip
+    command = [sys.executable, "-m", f"tests.trainer.objectives.{module}", str(folder / "specs.json"), str(folder / "results.json")]  # fmt: skip
     with front_server.start_rank(
         command, env=child_environment(threads=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

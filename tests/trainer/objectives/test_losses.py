@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.trainer.objectives import (
+from unisono.trainer.objectives.preference import (
     dft_losses,
     dpo_losses,
     kto_losses,

@@ -25,7 +25,7 @@ from unisono.guard.watch import Beats
 from unisono.trainer.batches.table import TableRows, TableSource
 from unisono.trainer.data.build import pack
 from unisono.trainer.data.token_table import TokenBlock, TokenTable, collate
-from unisono.trainer.objectives import Kto
+from unisono.trainer.objectives.preference import Kto
 from unisono.trainer.plan import SequenceStream
 from unisono.trainer.training import rank_run
 

@@ -24,6 +24,7 @@ from unisono.front.board.follow import TRAINER_STATE, FollowedRun, inside, train
 from unisono.guard.rundir.merged_logs import LogLine
 from unisono.guard.rundir.records import STOPPED_WITHOUT_A_STALL, best_evaluated
 from unisono.trainer.checkpoint.retention import row_of
+from unisono.trainer.config.sections import GRPO
 from unisono.trainer.config.yaml_file import read_yaml
 from unisono.trainer.plan.families import family_for
 
@@ -405,7 +406,8 @@ def _checkpoints(run: FollowedRun, reader: _RunFileReader, query: Query, key: by
     ]
     rows = [row_of(path, key=key) for path in paths]
     section = (plan.get("config") or {}).get("checkpoint") or {}
-    metric = section.get("best") or "eval_loss"
+    is_grpo = (plan.get("config") or {}).get("objective") == GRPO
+    metric = section.get("best") or ("reward" if is_grpo else "eval_loss")
     best = (
         best_evaluated(run.run.metrics, {row["step"] for row in rows}, metric=str(metric))
         if rows and run.accepts(run.run.metrics)

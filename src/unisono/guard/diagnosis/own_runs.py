@@ -427,7 +427,11 @@ def _own_code(config: Any) -> dict[str, str]:
     values = config if isinstance(config, dict) else {}
     optim = values.get("optim")
     optimizer = optim.get("kind") if isinstance(optim, dict) else ""
-    both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer))
+    entries = values.get("rewards")
+    rewards = (
+        [str(one.get("use")) for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    )
+    both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer), rewards=rewards)
     return {str(code.path): f"the {code.what}" for code in both}
 
 

@@ -302,6 +302,11 @@ def best_evaluated(path: Path, steps: Collection[int], *, metric: str) -> tuple[
     return step, measured[step]
 
 
+def is_evaluation(line: Mapping[str, object]) -> bool:
+    """Whether a line of the metrics is that of an evaluation, not of a step."""
+    return any(name.startswith("eval_") for name in line)
+
+
 def best_key(metric: str) -> tuple[str, int]:
     """The key of a metric in an evaluation's line, and 1 if lower values are better, -1 if higher
     ones are.
@@ -324,7 +329,7 @@ def _stays(line: bytes, step: int, *, evaluated: bool) -> bool:
     value = parse_metrics_line(line)
     if value is None or value["step"] > step:
         return False
-    return evaluated or value["step"] < step or "eval_loss" not in value
+    return evaluated or value["step"] < step or not is_evaluation(value)
 
 
 def parse_metrics_line(line: bytes) -> dict[str, Any] | None:

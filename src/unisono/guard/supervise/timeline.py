@@ -307,6 +307,7 @@ class Timeline:
         Raises:
             OSError: from the file system.
         """
+        self._written_at = time.monotonic()  # first, as `warn` resets it while this waits for the storage
         while self._copied:
             node_rank, lines, ranks = self._copied.popleft()
             file = self._file(node_rank)
@@ -320,7 +321,6 @@ class Timeline:
         # from ending.
         if not responds(self._run_dir.root, limit_s=_ANSWER_S):
             raise OSError(errno.EIO, "the storage does not answer", str(self._run_dir.root))
-        self._written_at = time.monotonic()
         for file in files:
             file.write()
 

@@ -19,7 +19,7 @@ from unisono.guard.control.connection import FileReceived, Left, NodeMessage
 from unisono.guard.control.file_transfer import FileReceiver, FileSender, Offer, OfferRefused, TransferOutcome
 from unisono.guard.rendezvous.meeting_rules import parse_stop
 from unisono.guard.rundir import RunDir
-from unisono.guard.rundir.records import MetricsWriter, truncate_after
+from unisono.guard.rundir.records import MetricsWriter, is_evaluation, truncate_after
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.guard.supervise.local_ranks import SharedMemory
@@ -195,7 +195,7 @@ def _report_checkpoint(
     lost = attempt.step - snapshot.step
     messages: list[Message] = []
     if lost < 0:  # the step was finished, but its message did not arrive
-        messages += [message_of(StepMessage, line) for line in snapshot.lines if "eval_loss" not in line]
+        messages += [message_of(StepMessage, line) for line in snapshot.lines if not is_evaluation(line)]
     size = sum(file.stat().st_size for file in path.iterdir())
     messages.append(
         {

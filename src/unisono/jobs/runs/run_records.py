@@ -27,6 +27,7 @@ from unisono.guard.rundir.records import (
     Progress,
     Restart,
     RunResult,
+    is_evaluation,
     iterate_metrics,
     outcome_of,
     read_result,
@@ -74,7 +75,7 @@ def read_progress(run: RunDir) -> Progress:
     step = 0
     for line in iterate_metrics(run.metrics):
         step = line["step"]
-        if "eval_loss" in line:
+        if is_evaluation(line):
             known["eval"] = {k.removeprefix("eval_"): v for k, v in line.items() if k.startswith("eval_")}
         else:
             known |= {name: line[name] for name in ("tokens", "loss", "tokens_per_second") if name in line}

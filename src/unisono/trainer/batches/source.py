@@ -11,11 +11,14 @@ starts. A source has batches for each of them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 
+from unisono.base.causes import Verdict
 from unisono.trainer.model.forward import Rows
+from unisono.trainer.plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Micro:
         row_ids: the origin of each row of tokens, for messages.
         columns: named values of the units, each (U, …): `label` (U,) bool, whether a rated answer
             is desirable; `reference` (U, 2) float32, the reference model's log-probability of the
-            answer of each side; and the columns of your own source.
+            answer of each side; and the columns of your own source, which may also be values of the
+            loss tokens, (N,).
     """
 
     rows: Rows
@@ -87,6 +91,7 @@ class StepBatches:
         rounds: the largest number of micro batches on any rank.
         tokens: input tokens of the global batch.
         counts: of the global batch; the loss is divided by them.
+        figures: more figures of this step for the metrics, of this rank.
     """
 
     step: int
@@ -95,14 +100,38 @@ class StepBatches:
     rounds: int
     tokens: int
     counts: Counts
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class SourceFailed(Exception):  # noqa: N818 - named for what happened
+    """A source cannot make the rows of a step; raised on all ranks.
+
+    Attributes:
+        verdict: why; the same on all ranks.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.summary)
+        self.verdict = verdict
 
 
 class BatchSource(ABC):
-    """What the steps of a run are made of."""
+    """What the steps of a run are made of.
+
+    Attributes:
+        measures: whether `measure` gives the figures of evaluations, instead of the objective's
+            loss.
+    """
+
+    measures: ClassVar[bool] = False
 
     @abstractmethod
     def step(self, step: int) -> StepBatches:
-        """The batches of a step, from 1. All ranks must call it, once for each step, in order."""
+        """The batches of a step, from 1. All ranks must call it, once for each step, in order.
+
+        Raises:
+            SourceFailed: on all ranks, if the rows cannot be made.
+        """
 
     @abstractmethod
     def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:
@@ -133,6 +162,17 @@ class BatchSource(ABC):
         back.
         """
 
+    def measure(self, evaluation: object) -> Mapping[str, float]:
+        """The figures of an evaluation. All ranks must call it, which get the same.
+
+        Args:
+            evaluation: the `batches.table.EvaluationRows` of the run.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Ends what the source has started."""
+
     def state(self) -> Mapping[str, object]:
         """What a resume needs beyond the number of steps done, after a step; the same on all
         ranks.
@@ -155,14 +195,41 @@ class RankSum(Protocol):
     All ranks must call the methods at the same point.
     """
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, bit-identical on all ranks."""
 
     def figures(self, summed: torch.Tensor) -> list[float]:
         """The values of a sum, (n,); on a GPU this waits for the other ranks."""
+
+
+class SourceRank(RankSum, Protocol):
+    """The rank of a run, as a source needs it that generates its rows."""
+
+    @property
+    def plan(self) -> RunPlan:
+        """The plan of the run."""
+
+    @property
+    def device(self) -> torch.device:
+        """The computation's."""
+
+    @property
+    def directory(self) -> Path:
+        """That of the run."""
+
+    def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
+        """Tells the watch what the rank does, or that it made progress."""
+
+    def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
+        """Shows people what the rank does."""
 
 
 def agree_on(batches: StepBatches, group: RankSum, device: torch.device) -> StepBatches:

@@ -135,9 +135,10 @@ class TableSource(BatchSource):
         groups = table.columns.get("group")
         firsts = [table.rows_of(i)[0] for i in range(table.sequences)] if groups is not None else []
         of_sequences = groups[firsts].tolist() if groups is not None else []
-        stream = SequenceStream(table.sequences, plan.config.seed, of_sequences, plan.global_batch)
+        per_step = plan.config.rows_per_step
+        stream = SequenceStream(table.sequences, plan.config.seed, of_sequences, per_step)
         share = {"dp_rank": plan.mesh.dp_rank(place.rank), "dp_size": plan.mesh.dp_size}
-        return cls(rows, stream, plan.global_batch, plan.micro_batch, plan.total_sequences, **share)
+        return cls(rows, stream, per_step, plan.micro_batch, plan.total_sequences, **share)
 
     def __post_init__(self) -> None:
         self._tokens = self.rows.table.sequence_tokens()

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import get_args
 
-from unisono.trainer.config.sections import DIFFUSION, PREFERENCE, RATINGS, Objective, Section, rows_of
+from unisono.trainer.config.sections import DIFFUSION, GRPO, PREFERENCE, RATINGS, Objective, Section, rows_of
 from unisono.trainer.config.yaml_file import words_in
 
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 _TEXT = tuple(name for name in OBJECTIVES if name != DIFFUSION)
-_NO_TARGETS = (*PREFERENCE, DIFFUSION)  # of tokens
-_NO_PAIRS = ("sft", "pretrain", *RATINGS, DIFFUSION)
+_NO_TARGETS = (*PREFERENCE, GRPO, DIFFUSION)  # of tokens
+_NO_PAIRS = ("sft", "pretrain", *RATINGS, GRPO, DIFFUSION)
+_NO_GRPO = tuple(name for name in OBJECTIVES if name != GRPO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ _LANGUAGE = "it is for language models"
 LIMITS = (
     Limit(_TEXT, "adapter.targets", "it names modules of image models", ("unet", "unet+text")),
     Limit(_NO_PAIRS, "checkpoint.best", "it compares the answers of pairs", ("reward_accuracy",)),
+    Limit(_NO_GRPO, "checkpoint.best", "it is that of sampled answers", ("reward",)),
+    Limit((GRPO,), "checkpoint.best", "prompts have no answers to compute it on", ("eval_loss",)),
     Limit(("pretrain",), "data.loss_on", "pretraining counts all tokens", ("last-answer",)),
     Limit(PREFERENCE, "data.loss_on", "the tokens of the answers count", ("all",)),
     Limit(PREFERENCE, "data.too_long", "whole answers are compared", ("split",)),
@@ -36,6 +39,11 @@ LIMITS = (
     Limit(_NO_TARGETS, "optim.loss_weight", "its loss has no weights of tokens"),
     Limit(_NO_TARGETS, "eval.exact_match", "there is no single right answer (`eval.samples` shows some)"),
     Limit(("reward",), "eval.samples", "a reward model writes no answers"),
+    Limit((GRPO,), "eval.samples", "answers are in the rollouts, and evaluated by their rewards"),
+    Limit((GRPO,), "data.loss_on", "the tokens of sampled answers count"),
+    Limit((GRPO,), "data.too_long", "a prompt is not changed", ("cut", "split", "keep-answer", "balanced")),
+    Limit((GRPO,), "adapter.dropout", "answers would have other probabilities than when they were sampled"),
+    Limit((GRPO,), "model.embedding_noise", "answers would have other probabilities than when sampled"),
     Limit((DIFFUSION,), "adapter", "image models are trained with LoRA only", (None,)),
     Limit((DIFFUSION,), "adapter.kind", "image models are trained with LoRA only"),
     Limit((DIFFUSION,), "adapter.init", _LANGUAGE),

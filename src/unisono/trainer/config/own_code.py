@@ -6,29 +6,34 @@ Reading and executing it.
 
 import ast
 import hashlib
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import nearest, one_line
-from unisono.base.user_code import OwnCode, own_code
+from unisono.base.user_code import OwnCode, execute_source, own_code
 from unisono.trainer.config.schema import RunConfig
+
+_REWARDS = "rewards"
 
 
 def own_code_of(config: RunConfig) -> list[OwnCode]:
-    """The user's own classes that a config names."""
-    return own_code(objective=config.objective, optimizer=config.optim.kind)
+    """The user's own classes and functions that a config names."""
+    rewards = [reward.use for reward in config.rewards]
+    return own_code(objective=config.objective, optimizer=config.optim.kind, rewards=rewards)
 
 
 def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
     """A config with a different path of a file."""
     section, _, last = code.key.rpartition(".")
+    if section == _REWARDS:
+        rewards = list(config.rewards)
+        rewards[int(last)] = rewards[int(last)].model_copy(update={"use": f"{path}:{code.name}"})
+        return config.model_copy(update={"rewards": rewards})
     update = {last: f"{path}:{code.name}"}
     if not section:
         return config.model_copy(update=update)
@@ -38,6 +43,9 @@ def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
 def put_path(body: dict[str, Any], code: OwnCode, path: str) -> None:
     """Replaces the path of a file in a config as a dict."""
     *sections, last = code.key.split(".")
+    if sections == [_REWARDS]:
+        body["rewards"][int(last)]["use"] = f"{path}:{code.name}"
+        return
     for section in sections:
         body = body[section]
     body[last] = f"{path}:{code.name}"
@@ -88,27 +96,29 @@ def _digest(code: OwnCode) -> str:
             why=why,
             fix=f"check the path in `{code.key}`",
         ) from None
-    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    if code.name not in kinds:
-        near = nearest(code.name, kinds)
+    kinds: tuple[type[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef], ...] = (ast.ClassDef,)
+    kind = "class"
+    if code.what == "reward":
+        kind, kinds = "function", (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    if code.name not in names:
+        near = nearest(code.name, names)
         raise ConfigError.of(
-            f"the file of the {what} has no class {code.name}",
+            f"the file of the {what} has no {kind} {code.name}",
             where=str(path),
-            why=f"its classes are {', '.join(kinds)}" if kinds else "it has no class at its top",
+            why=f"it has {', '.join(names)}" if names else f"it has no {kind} at its top",
             fix=f"did you mean `{path.name}:{near}`?"
             if near
-            else "name a class of the file, as FILE.py:CLASS",
+            else f"name a {kind} of the file, as FILE.py:{kind.upper()}",
         )
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
-    """The class and the source of its file, which is executed if its content is that on which the
-    nodes agreed.
+def agreed_source(code: OwnCode, digest: str) -> bytes:
+    """The source of a file, if its content is that on which the nodes agreed.
 
     Raises:
         ConfigError: if it is not.
-        Exception: what the file raises; see `refusing`.
     """
     path, what = code.path, code.what
     try:
@@ -126,11 +136,19 @@ def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
             where=str(path),
             fix="start again, with the same file on all nodes",
         )
-    module = ModuleType(f"unisono_{what}_{path.stem}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where dataclasses look for their annotations
-    exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - trusted with --trust-code
-    return getattr(module, code.name), source
+    return source
+
+
+def execute(code: OwnCode, digest: str) -> tuple[Any, bytes]:
+    """The class and the source of its file, which is executed if its content is that on which the
+    nodes agreed.
+
+    Raises:
+        ConfigError: if it is not.
+        Exception: what the file raises; see `refusing`.
+    """
+    source = agreed_source(code, digest)
+    return getattr(execute_source(code, source), code.name), source
 
 
 @contextmanager

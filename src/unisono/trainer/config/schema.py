@@ -25,9 +25,16 @@ from pydantic_core import PydanticCustomError
 from unisono.base.text import Duration, nearest, one_line
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
+from unisono.trainer.config.rollout_sections import (
+    GrpoSection,
+    RewardSection,
+    RolloutSection,
+    grpo_contradictions,
+)
 from unisono.trainer.config.schedules import SCHEDULES, schedule_named
 from unisono.trainer.config.sections import (
     DIFFUSION,
+    GRPO,
     USED,
     BytesText,
     DateText,
@@ -706,11 +713,11 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss", "reward_accuracy"] | None = Field(
+    best: Literal["eval_loss", "reward_accuracy", "reward"] | None = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`"
         ),
     )
     storage: StorageText | None = Field(
@@ -776,6 +783,9 @@ class WatchSection(Section):
     )
 
 
+_OF_GRPO = ("rewards", "rollout", "grpo")
+
+
 class RunConfig(Section):
     """A complete config."""
 
@@ -796,13 +806,23 @@ class RunConfig(Section):
         description=(
             "sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs;"
             " dpo (arXiv:2305.18290), orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers;"
-            " kto (arXiv:2402.01306): rated answers; diffusion: a LoRA for a Stable Diffusion model, of"
+            " kto (arXiv:2402.01306): rated answers; grpo (arXiv:2402.03300): answers that the model samples to"
+            " prompts, by their rewards; diffusion: a LoRA for a Stable Diffusion model, of"
             " pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`"
         ),
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),
         description="settings of dpo, kto, orpo and simpo; each objective accepts only the keys that it uses",
+    )
+    rewards: list[RewardSection] = Field(
+        default=[], description="with `objective: grpo`: the rewards of answers, which are added up"
+    )
+    rollout: RolloutSection = Field(
+        default=RolloutSection(), description="with `objective: grpo`: how answers are sampled"
+    )
+    grpo: GrpoSection = Field(
+        default=GrpoSection(), description="with `objective: grpo`: the loss on sampled answers"
     )
     diffusion: DiffusionSection = Field(
         default=DiffusionSection(),
@@ -848,6 +868,16 @@ class RunConfig(Section):
         min_length=1, description="the directory to which the run writes everything"
     )
 
+    @property
+    def best_metric(self) -> str:
+        """The metric of evaluations by which steps are compared."""
+        return self.checkpoint.best or ("reward" if self.objective == GRPO else "eval_loss")
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a global batch: sequences, or the prompts of its answers."""
+        return self.batch.global_ // (self.rollout.group if self.objective == GRPO else 1)
+
     @model_validator(mode="before")
     @classmethod
     def _model_by_name(cls, value: Any) -> Any:
@@ -873,6 +903,8 @@ class RunConfig(Section):
             values["preference"] = {key: value for key, value in values["preference"].items() if key in used}
             if not used:
                 del values["preference"]
+        if self.objective != GRPO:
+            values = {key: value for key, value in values.items() if key not in _OF_GRPO}
         if self.objective != DIFFUSION:
             values.pop("diffusion", None)
             if isinstance(values.get("data"), dict):
@@ -987,6 +1019,7 @@ def contradictions(config: RunConfig) -> list[str]:
     return (
         problems
         + _objective_contradictions(config)
+        + _grpo_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1089,6 +1122,10 @@ def _unused_keys(config: RunConfig) -> list[str]:
         of_pictures += ["data.resolution"] * (data.resolution is not None)
         of_pictures += [f"{key}.pictures" for key, source in sources_of(data) if source.pictures is not None]
         unused |= {key: [DIFFUSION] for key in of_pictures}
+    if objective != GRPO:
+        sections = {"rollout": config.rollout, "grpo": config.grpo}
+        of_grpo = [f"{name}.{key}" for name, one in sections.items() for key in sorted(one.model_fields_set)]
+        unused |= {key: [GRPO] for key in (*of_grpo, *(["rewards"] if config.rewards else []))}
     why = f"it uses {', '.join(used)}" if used else ""
     problems = []
     for key, names in unused.items():
@@ -1143,6 +1180,31 @@ def _objective_contradictions(config: RunConfig) -> list[str]:
         [text for is_wrong, text in rules if is_wrong]
         + _unused_keys(config)
         + refused_values(config, objective)
+    )
+
+
+def _grpo_contradictions(config: RunConfig) -> list[str]:
+    if config.objective != GRPO:
+        return []
+    adapter, template = config.adapter, lf_name(config.data.template)
+    rules = [
+        (
+            config.batch.per_rank is not None,
+            "batch.per_rank: answers of a step are counted over all ranks; set `batch.global` instead",
+        ),
+        (
+            Duration.parse(config.duration).unit == "tokens",
+            "duration: how long answers will be is not known; write it in steps or epochs",
+        ),
+        (template is not None, "data.template: prompts have chat templates; set it to a file, or null"),
+    ]
+    return [text for is_wrong, text in rules if is_wrong] + grpo_contradictions(
+        config.rewards,
+        config.rollout,
+        answers=config.batch.global_,
+        max_length=config.data.max_length,
+        section=config.grpo,
+        has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
     )
 
 

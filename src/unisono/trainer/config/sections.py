@@ -26,6 +26,7 @@ from unisono.base.user_code import own_class
 from unisono.trainer.config.yaml_file import Takes, section_in
 
 DIFFUSION = "diffusion"
+GRPO = "grpo"
 
 TargetWord = Literal["all-linear", "unet", "unet+text"]
 """Words of `adapter.targets`; the last two are for image models."""
@@ -228,7 +229,7 @@ Positive = Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0)]
 NotNegative = Annotated[float, BeforeValidator(float_of_yaml), Field(ge=0.0)]
 
 
-Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "diffusion"]
+Objective = Literal["sft", "pretrain", "reward", "dpo", "kto", "orpo", "simpo", "grpo", "diffusion"]
 
 OwnObjective = Annotated[
     str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"), Takes("a class in a file of yours, `FILE.py:CLASS`")
@@ -320,7 +321,7 @@ def sides_of(objective: str) -> int:
     return 2 if objective in PREFERENCE else 1
 
 
-assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", *PREFERENCE}
+assert set(get_args(Objective)) == {"sft", "pretrain", "diffusion", GRPO, *PREFERENCE}
 
 
 Resolution = (

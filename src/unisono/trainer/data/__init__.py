@@ -232,7 +232,27 @@ class Preference:
     desirable: bool | None = None
 
 
-Example = Conversation | Completion | Text | Exchange | Preference
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt that the model answers itself.
+
+    Attributes:
+        prompt: text, or messages that end before the answer.
+        columns: the other columns of the row, as JSON.
+        tools: function schemas.
+    """
+
+    prompt: str | list[Message]
+    columns: str
+    tools: list[Any] | None = None
+
+    @property
+    def record(self) -> str:
+        """What rewards get of it, as JSON: prompt and columns."""
+        return f'{{"prompt": {json.dumps(self.prompt, ensure_ascii=False)}, "columns": {self.columns}}}'
+
+
+Example = Conversation | Completion | Text | Exchange | Preference | Question
 
 
 _COUNTS = (

@@ -19,7 +19,7 @@ from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import MixSection, RunConfig, SourceSection
-from unisono.trainer.config.sections import PREFERENCE, RATINGS, lf_name, sides_of
+from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, sides_of
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
 from unisono.trainer.data.ingest import Ingest, IngestProgress, UsableRows, expected_rows, explain_fit
@@ -52,7 +52,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncod
         directory=directory,
         template_file=data.template if name is None else None,
         loss_on="all" if pretrain else "last-answer" if config.objective in PREFERENCE else data.loss_on,
-        check_template=data.check_template and not pretrain,
+        check_template=data.check_template and config.objective not in ("pretrain", GRPO),
         end_at_stop=config.objective != "reward",
         show_first=None if name is None else unknown,
         thoughts=data.thoughts,
@@ -87,6 +87,7 @@ def build_table(
                 progress,
                 objective=config.objective,
                 limit_rows=limit_rows,
+                answer_tokens=config.rollout.max_new_tokens if config.objective == GRPO else 0,
             )
             for source in sources:
                 intake.read(source)
@@ -193,13 +194,17 @@ def _write_splits(
         if sides > 1:
             writer.digest.update(f"{sides} sides".encode())
         sequences = _sequences(
-            columns["length"], count[row], packing=config.data.packing, limit=config.data.max_length * sides
+            columns["length"],
+            count[row],
+            packing=config.data.packing and config.objective != GRPO,
+            limit=config.data.max_length * sides,
         )
         write_split(directory, split, columns, sequences)
         for rows in sequences:
             writer.digest.update(stored[rows].data)
         longest = max(int(lengths[side].max()) for side in of_side)
-        figures[split] = _figures(columns, count[row], sequences, longest_row=longest)
+        room = config.rollout.max_new_tokens if config.objective == GRPO else 0
+        figures[split] = _figures(columns, count[row], sequences, longest_row=longest, answer_tokens=room)
         _count(ledger, usable["source"], columns, count, row, split=split)
     _refuse_nothing(config, ledger, figures)
     return figures, warnings
@@ -284,16 +289,22 @@ def _sequences(lengths: Ints, often: Ints, *, packing: bool, limit: int) -> list
 
 
 def _figures(
-    columns: dict[str, Ints], often: Ints, sequences: list[list[int]], *, longest_row: int
+    columns: dict[str, Ints],
+    often: Ints,
+    sequences: list[list[int]],
+    *,
+    longest_row: int,
+    answer_tokens: int = 0,
 ) -> dict[str, int]:
+    """The figures of a split; the longest row and sequence with room for an answer behind it."""
     lengths = columns["length"]
     return {
         "rows": int(often.sum()),
         "sequences": len(sequences),
         "tokens": int((lengths * often).sum()),
         "loss_tokens": int((columns["loss"] * often).sum()),
-        "longest_row": longest_row,
-        "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences),
+        "longest_row": longest_row + answer_tokens,
+        "longest_sequence": max(int(lengths[rows].sum()) for rows in sequences) + answer_tokens,
     }
 
 

@@ -20,6 +20,7 @@ from unisono.trainer.data import (
     Exchange,
     Message,
     Preference,
+    Question,
     RowError,
     Text,
     grouped,
@@ -33,6 +34,7 @@ from unisono.trainer.data.control_tokens import (
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
+from unisono.trainer.data.prompt_rows import read_question
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
 from unisono.trainer.data.template import (
     CHARACTERS,
@@ -67,7 +69,7 @@ class _EncodeJob:
 
     Attributes:
         text: the text.
-        answers: trained characters; None: all of them.
+        answers: trained characters; None: all of them; empty: it is a prompt.
         whole: whether it is a complete text: the tokenizer adds its special tokens, and end of
             sequence is appended.
         not_rendered: parts of the row that are not in the text, in words.
@@ -83,6 +85,11 @@ class _EncodeJob:
     escaped: tuple[Span, ...] = ()
     has_control_tokens: bool = False
     weights: Sequence[float] = ()
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a prompt, which the model continues."""
+        return self.answers == []
 
 
 class RowEncoder(Protocol):
@@ -125,6 +132,10 @@ class RowEncoder(Protocol):
         """For each example, a pair, the prompt with the chosen answer, and with the rejected one;
         or its error.
         """
+        ...
+
+    def encode_questions(self, examples: Sequence[Question]) -> list[EncodedUnit | RowError]:
+        """For each example, a question, what the model continues; or its error."""
         ...
 
     def encode_ratings(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
@@ -219,6 +230,8 @@ class Encoder:
         """
         if name == "preference":
             return read_preference(row, source.columns, source.tags)
+        if name == "prompt":
+            return read_question(row, source.columns, source.tags)
         return to_example(name, row, source.columns, source.tags)
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
@@ -257,6 +270,14 @@ class Encoder:
                     )
                     encoded[i] = self._finish(job, job_tokens)
         return [job if isinstance(job, RowError) else encoded[i] for i, job in enumerate(jobs)]
+
+    def encode_questions(self, examples: Sequence[Question]) -> list[EncodedUnit | RowError]:
+        """For each example what the model continues, without loss tokens; or its error."""
+        rows = self._encoded(self._jobs(examples))
+        return [
+            row if isinstance(row, RowError) else EncodedUnit((row,), record=example.record)
+            for row, example in zip(rows, examples, strict=True)
+        ]
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example, a pair, the prompt with the chosen answer, and with the rejected one;
@@ -310,7 +331,7 @@ class Encoder:
         ends an answer.
         """
         if self.template is None:
-            if not any(isinstance(example, Conversation) for example in examples):
+            if not any(map(_is_conversation, examples)):
                 self._probed = False
                 return
             substitute = fallback_template(self.tokenizer)
@@ -357,6 +378,8 @@ class Encoder:
                 return self._text_job(example)
             # An exchange is of another encoder; a preference is encoded answer by answer.
             assert not isinstance(example, Exchange | Preference)
+            if isinstance(example, Question):
+                return self._question_job(example)
             if isinstance(example, Completion):
                 if self.template is None:
                     return self._completion_job(example)
@@ -368,6 +391,32 @@ class Encoder:
             return self._conversation_job(example)
         except RowError as error:
             return error
+
+    def _question_job(self, example: Question) -> _EncodeJob:
+        """A prompt up to where the answer begins."""
+        if self.template is None:
+            assert isinstance(example.prompt, str)
+            return self._plain_job(example.prompt, [], control=self._control_in([example.prompt]))
+        prompt = example.prompt
+        turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        conversation = Conversation(turns, example.tools)
+        control = self._control_in(_contents_of(conversation))
+        escapes = control is not None and self._control_mode == "escape"
+        hidden = self._control.hidden(conversation) if escapes else None
+        conversation = conversation if hidden is None else hidden.conversation
+        if has_keys(conversation):
+            key, in_content = self.template.thought_key, self.template.keeps_thoughts_in_content
+            conversation = placed(conversation, key=key, in_content=in_content)
+        text = self.template.render(conversation.messages, conversation.tools, prompt=True)
+        lost = self._parts.lost(conversation, text)
+        for part in lost:
+            if part.kind != "thought" or part.role != "assistant":
+                raise RowError(f"{part} is not rendered by the chat template", _fix_of(part))
+        notes = tuple(part.quoted for part in lost)
+        if hidden is not None:
+            restored = hidden.restored(text, [])
+            return _EncodeJob(restored.text, [], False, notes, tuple(restored.escaped))
+        return _EncodeJob(text, [], False, notes, has_control_tokens=control is not None)
 
     def _completion_job(self, example: Completion) -> _EncodeJob:
         """Without a template, prompt and completion are concatenated unchanged."""
@@ -473,7 +522,12 @@ class Encoder:
     def _finish(self, job: _EncodeJob, tokens: Tokens) -> Encoded | RowError:
         ids, array = tokens.ids, tokens.array
         eos = self.tokenizer.eos_token_id if job.whole else None
-        if eos is not None and ids[-1:] != [eos]:
+        if job.is_prompt:
+            end = len(array)
+            while end > 1 and array[end - 1] == eos:
+                end -= 1
+            array = array[:end]
+        elif eos is not None and ids[-1:] != [eos]:
             array = np.append(array, np.int32(eos))
         targets = np.zeros(len(array), np.bool_)
         shares = np.zeros(len(array), np.uint8) if any(map(share_of, job.weights)) else None
@@ -528,6 +582,12 @@ class Encoder:
             if ids[position] in self.stop_ids:
                 return position + 1
         return None if self._check else end
+
+
+def _is_conversation(example: Example) -> bool:
+    return isinstance(example, Conversation) or (
+        isinstance(example, Question) and not isinstance(example.prompt, str)
+    )
 
 
 def _bounded(job: _EncodeJob | RowError) -> _EncodeJob | RowError:

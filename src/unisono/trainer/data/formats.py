@@ -19,13 +19,16 @@ from unisono.trainer.data import (
     FunctionCall,
     Message,
     Preference,
+    Question,
     RowError,
     Text,
     ThoughtKey,
     ToolCall,
 )
 
-FormatName = Literal["alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference"]
+FormatName = Literal[
+    "alpaca", "sharegpt", "messages", "openai", "text", "prompt-completion", "preference", "prompt"
+]
 Renamed = Mapping[str, str | None]
 """The file's column name for each standard name; None: the column is not read."""
 
@@ -673,6 +676,8 @@ def all_text(example: Example) -> str:
         return "\0".join((example.system, example.tools, *turns))
     if isinstance(example, Completion):
         return example.prompt + "\0" + example.completion
+    if isinstance(example, Question):
+        return all_strings(example.prompt, example.columns, example.tools)
     return all_strings(example.messages, example.tools)
 
 

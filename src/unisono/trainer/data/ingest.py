@@ -14,7 +14,7 @@ import numpy as np
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
 from unisono.trainer.config.schema import DataSection
-from unisono.trainer.config.sections import PAIRS, PREFERENCE, RATINGS
+from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
     BadRow,
     EmptyAnswerError,
@@ -23,6 +23,7 @@ from unisono.trainer.data import (
     Ledger,
     Place,
     Preference,
+    Question,
     RawRow,
     Row,
     RowError,
@@ -354,8 +355,11 @@ class Ingest:
         *,
         objective: str = "sft",
         limit_rows: int | None = None,
+        answer_tokens: int = 0,
     ) -> None:
+        """Nothing is read yet; `answer_tokens` are left free behind each row, for its answer."""
         self._objective = objective
+        self._answer_tokens = answer_tokens
         self.files: dict[str, bool] = {}
         self.usable = UsableRows()
         self.formats: list[str] = []
@@ -439,7 +443,7 @@ class Ingest:
         elif omitted:
             problems.append(Problem(f"{omitted} more rows are refused"))
         if self._longest:
-            fix = f"data.max_length={self._longest} fits all of them"
+            fix = f"data.max_length={self._longest + self._answer_tokens} fits all of them"
             problems.append(
                 Problem(f"the longest row has {self._longest} tokens", "data.max_length", fix=fix)
             )
@@ -497,6 +501,8 @@ class Ingest:
             return self._encoder.encode_pairs(examples)
         if self._objective in RATINGS:
             return self._encoder.encode_ratings(examples)
+        if self._objective == GRPO:
+            return self._encoder.encode_questions([one for one in examples if isinstance(one, Question)])
         rows = self._encoder.encode(examples)
         return [row if isinstance(row, RowError) else EncodedUnit((row,)) for row in rows]
 
@@ -528,7 +534,7 @@ class Ingest:
             )
 
     def _take(self, location: Place, unit: EncodedUnit, counts: SourceCounts) -> None:
-        max_length = self._data.max_length
+        max_length = self._data.max_length - self._answer_tokens
         try:
             too_long = self._data.too_long
             opening = self._encoder.opening if too_long == "keep-answer" else ()
@@ -537,6 +543,8 @@ class Ingest:
         except RowError as error:
             self._take_bad(error.at(location), counts)
             return
+        if unit.record is not None and fitted.what == "used":  # a prompt has no loss tokens
+            fitted = Fitted(list(unit.sides), "used")
         if fitted.pieces:
             self._keep(location, unit, fitted)
             return
@@ -555,6 +563,7 @@ class Ingest:
         elif fitted.what == "error":
             self._longest = max(self._longest, *(len(side.ids) for side in _decisive(unit)))
             ways = "cut, drop or split" if len(unit.sides) == 1 else "keep-answer, cut or drop"
+            ways = "drop" if unit.record is not None else ways
             fix = f"raise data.max_length, or set data.too_long to {ways}"
             self._refuse_row(Problem("a row is too long", str(location), why, fix))
         else:
@@ -587,7 +596,7 @@ class Ingest:
         for name, value in entry.items():
             getattr(self.usable, name).append(value)
         for piece in fitted.pieces:
-            self._writer.add(piece)
+            self._writer.add(piece, unit.record)
 
     def _take_bad(self, row: BadRow, counts: SourceCounts) -> None:
         counts.bad += 1

@@ -41,7 +41,7 @@ from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_j
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.config.sections import lf_name, rows_of
+from unisono.trainer.config.sections import GRPO, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.sources import RowSource, find_sources
@@ -99,6 +99,7 @@ def gather_ingredients(
     keys = ("max_length", "too_long", "on_bad_row", "packing", "loss_on", "check_template", "control_tokens")
     ingredients |= {f"data.{key}": getattr(data, key) for key in keys}
     ingredients["data.eval"] = split_off
+    ingredients |= _answer_ingredients(config)
     if data.ignore:
         ingredients["data.ignore"] = sorted(data.ignore)
     if data.mix.strategy != "concat":
@@ -130,6 +131,11 @@ def gather_ingredients(
     for file in tokenizer_files(tokenizer.directory):
         ingredients[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
     return ingredients | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
+
+
+def _answer_ingredients(config: RunConfig) -> Ingredients:
+    """Of prompts: the room for an answer."""
+    return {"rollout.max_new_tokens": config.rollout.max_new_tokens} if config.objective == GRPO else {}
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> CacheLookup:
@@ -435,7 +441,7 @@ def digest_text(*parts: str) -> str:
 
 def _total_steps(config: RunConfig, train: SplitSummary, directory: Path) -> int:
     duration = Duration.parse(config.duration)
-    batch = 1 if config.batch.per_rank is not None else config.batch.global_  # the plan divides by it
+    batch = 1 if config.batch.per_rank is not None else config.rows_per_step  # the plan divides by it
     if duration.unit == "steps":
         return int(duration.amount)
     if duration.unit == "epochs":

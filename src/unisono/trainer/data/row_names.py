@@ -43,6 +43,9 @@ READABLE: Mapping[FormatName, frozenset[str]] = {
     "openai": frozenset(("messages", "conversations", "system", "tools")),
     "text": frozenset(("text", "input")),
     "alpaca": frozenset((*COLUMNS["alpaca"][0], *COLUMNS["alpaca"][1], "prompt")),
+    "prompt": frozenset(
+        (*_TURNS, "instruction", "input", "history", "system", "tools", "functions", "output")
+    ),
     "preference": frozenset(
         (*_TURNS, "instruction", "input", "history", "system", "tools", "functions", "label")
     ),

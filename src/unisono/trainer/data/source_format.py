@@ -16,10 +16,11 @@ from typing import Any
 from unisono.base.errors import DataError
 from unisono.base.text import nearest
 from unisono.trainer.config.schema import COLUMN_NAMES, SourceSection
-from unisono.trainer.config.sections import PAIRS, PREFERENCE, RATINGS
+from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import BadRow, RawRow, Row
 from unisono.trainer.data.formats import COLUMNS, FormatName, Renamed, column_of, detect, kind_of, shown
 from unisono.trainer.data.preference_rows import is_rated, sides_in, turns_of_transcript
+from unisono.trainer.data.prompt_rows import prompt_column
 from unisono.trainer.data.row_names import READABLE
 
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -135,6 +136,8 @@ def settle_format(section: SourceSection, first: Row, *, objective: str, key: st
 
 def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> SourceFormat:
     configured = section.format
+    if objective == GRPO:
+        return _settle_prompt(section, first, key)
     if configured != "auto":
         if (objective in PREFERENCE) != (configured == "preference"):
             raise _other_rows(section, objective, first, key, f"data.format is {configured}")
@@ -151,6 +154,27 @@ def _settle(section: SourceSection, first: Row, *, objective: str, key: str) -> 
     if detected is None:
         raise _unknown(section, first, key)
     return SourceFormat(section, detected[0], f"{detected[1]}{_read_as(inferred)}")
+
+
+def _settle_prompt(section: SourceSection, first: Row, key: str) -> SourceFormat:
+    """The format of prompts, whose answers the model samples."""
+    if section.format != "auto":
+        raise DataError.of(
+            f"objective {GRPO} reads prompts from any row, and data.format is {section.format}",
+            where=key,
+            fix="remove data.format; set the source's columns: {prompt: NAME} if no column has a usual name",
+        )
+    if isinstance(first, BadRow):
+        return SourceFormat(section, "prompt", "")
+    name = prompt_column(first.value, section.columns)
+    if name is None:
+        raise DataError.of(
+            f"{section.path} has no column with a prompt",
+            where=key,
+            why=f"its columns are {_names(first.value)}",
+            fix="set the source's columns: {prompt: NAME}",
+        )
+    return SourceFormat(section, "prompt", f"the first row has {column_of(name, section.columns)}")
 
 
 def _settle_preference(section: SourceSection, first: RawRow, objective: str, key: str) -> SourceFormat:

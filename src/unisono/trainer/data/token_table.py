@@ -13,6 +13,8 @@ A table is a directory:
                             size, and `number` is 0. With two sides, a pair or a rated answer with a
                             mismatched one, these are the rows `stored` and `stored` + 1 of
                             tokens.arrow, and `length` and `loss` are sums over both
+    records.arrow           with prompts that have no answer: `json`, what rewards get of each row
+                            of tokens.arrow; the same record batches
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows),
                             `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
@@ -78,6 +80,8 @@ class TokenTable:
         sides: rows of tokens of each row of the table: 2 for a pair (chosen, rejected), and for a
             rated answer with a mismatched one.
         has_shares: whether a token of the table counts in part, in either split.
+        records: the record batches of records.arrow; empty without it.
+        stop_ids: the tokens that end an answer.
     """
 
     split: Split
@@ -90,6 +94,8 @@ class TokenTable:
     eos: int | None = None
     sides: int = 1
     has_shares: bool = False
+    records: Sequence[Any] = ()
+    stop_ids: frozenset[int] = frozenset()
 
     @classmethod
     def open(cls, directory: Path, split: Split) -> Self:
@@ -108,6 +114,7 @@ class TokenTable:
         rows = _open(directory / f"{split}-rows.arrow").get_batch(0)
         sequences = _open(directory / f"{split}-sequences.arrow").get_batch(0)
         lists = sequences.column("rows")
+        records = _open(directory / _RECORDS) if (directory / _RECORDS).is_file() else None
         return cls(
             split=split,
             blocks=[_block(tokens.get_batch(i)) for i in range(tokens.num_record_batches)],
@@ -119,6 +126,8 @@ class TokenTable:
             eos=meta.get("eos"),
             sides=meta.get("sides", 1),
             has_shares=meta.get("has_shares", False),
+            stop_ids=frozenset(meta.get("stop_ids", ())),
+            records=[records.get_batch(i) for i in range(records.num_record_batches)] if records else (),
         )
 
     @property
@@ -156,6 +165,12 @@ class TokenTable:
         kinds = self._stored(i, side)[1]
         kinds = kinds[kinds != 0].astype(np.float32)
         return np.where(kinds > _CLOSES, (kinds - _CLOSES) / SHARES, 1).astype(np.float32)
+
+    def record(self, i: int) -> dict[str, object]:
+        """What rewards get of a row: `prompt`, text or messages, and `columns`."""
+        number, offset = divmod(int(self.columns["stored"][i]), ROWS_PER_BATCH)
+        record: dict[str, object] = json.loads(self.records[number].column(0)[offset].as_py())
+        return record
 
     def _stored(self, i: int, side: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         assert side < self.sides
@@ -322,6 +337,8 @@ def _common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
+_RECORDS = "records.arrow"
+_RECORD_SCHEMA = pa.schema([("json", pa.large_utf8())])
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_list(pa.uint8()))])
 
 
@@ -377,10 +394,12 @@ class EncodedUnit:
         sides: one row; or those of a pair, chosen and rejected; or a rated answer and a mismatched
             one, both after the same prompt.
         label: whether a rated answer is desirable; None for other units.
+        record: of a prompt without an answer what rewards get, as JSON; None for other units.
     """
 
     sides: tuple[Encoded, ...]
     label: bool | None = None
+    record: str | None = None
 
 
 class TokenWriter:
@@ -403,6 +422,9 @@ class TokenWriter:
         self._waiting: list[Encoded] = []
         self._sink = pa.OSFile(str(path), "wb")
         self._file = pa.ipc.new_file(self._sink, _SCHEMA)
+        self._records: list[str] = []
+        self._record_file: Any = None
+        self._directory = path.parent
 
     def __enter__(self) -> Self:
         return self
@@ -410,11 +432,13 @@ class TokenWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None and self._waiting:
             self._write()
-        self._file.close()
-        self._sink.close()
+        for file in (self._file, self._sink, *(self._record_file or ())):
+            file.close()
 
-    def add(self, row: Encoded) -> None:
-        """Adds the next row."""
+    def add(self, row: Encoded, record: str | None = None) -> None:
+        """Adds the next row, with its record if rows have one."""
+        if record is not None:
+            self._records.append(record)
         self.lengths.append(len(row.ids))
         self.loss.append(int(np.count_nonzero(row.targets)))
         self.has_shares |= row.shares is not None
@@ -432,6 +456,17 @@ class TokenWriter:
         columns = [pa.LargeListArray.from_arrays(_column(ends), _column(values)) for values in (ids, targets)]
         self._file.write_batch(pa.RecordBatch.from_arrays(columns, schema=_SCHEMA))
         self._waiting.clear()
+        if self._records:
+            self._write_records()
+
+    def _write_records(self) -> None:
+        if self._record_file is None:
+            sink = pa.OSFile(str(self._directory / _RECORDS), "wb")
+            self._record_file = pa.ipc.new_file(sink, _RECORD_SCHEMA), sink
+        batch = pa.RecordBatch.from_arrays([pa.array(self._records, pa.large_utf8())], schema=_RECORD_SCHEMA)
+        self.digest.update("\0".join(self._records).encode())
+        self._record_file[0].write_batch(batch)
+        self._records.clear()
 
 
 def _kinds(row: Encoded) -> npt.NDArray[np.uint8]:

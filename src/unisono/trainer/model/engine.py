@@ -54,6 +54,9 @@ class GeneratedAnswer:
         place: with the seed, the key of its random numbers.
         tokens: the answer so far, without the stop token.
         ended: why it has ended; None while it is generated. A caller that sets it ends the answer.
+        stop_token: the token that ended it, if one did.
+        log_probs: of each token, and of the stop token, at the temperature of the sampling; if the
+            engine has them.
     """
 
     prompt: Sequence[int]
@@ -62,7 +65,9 @@ class GeneratedAnswer:
     place: int = 0
     tokens: list[int] = field(default_factory=list)
     ended: Literal["stop", "length", "dropped", "failed"] | None = None
-    numbers: torch.Tensor | None = None
+    numbers: list[float] | None = None
+    stop_token: int | None = None
+    log_probs: list[float] = field(default_factory=list)
 
 
 class Engine:
@@ -85,6 +90,7 @@ class Engine:
         rows: int,
         together: bool = True,
         part_tokens: int | None = None,
+        with_log_probs: bool = False,
     ) -> None:
         """An engine for a model, which the caller has put into `ready`.
 
@@ -96,7 +102,9 @@ class Engine:
             together: whether answers may share a forward.
             part_tokens: of a prompt in one forward, so that the same answers are always computed in
                 the same way; None: what measured times allow.
+            with_log_probs: whether answers get the log-probabilities of their tokens.
         """
+        self._with_log_probs = with_log_probs
         self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._stop_ids = stop_ids
         self._pad_id = pad_id
@@ -248,6 +256,9 @@ class Engine:
         if self.on_failure is not None:
             chosen = chosen.where(finite, -1)
         batch.unread = chosen[:, None].clamp(min=0)
+        if self._with_log_probs:
+            for answer, value in zip(batch.answers, _log_probs(logits, batch), strict=True):
+                answer.log_probs.append(value)
         for answer, token in zip(batch.answers, chosen.tolist(), strict=True):  # waits for the device
             if token < 0:
                 self._fail(
@@ -255,7 +266,7 @@ class Engine:
                 )
                 continue
             if token in self._stop_ids:
-                answer.ended = "stop"
+                answer.ended, answer.stop_token = "stop", token
                 continue
             answer.tokens.append(token)
             if len(answer.tokens) >= answer.max_new_tokens:
@@ -476,6 +487,15 @@ def _has_long_rope(base: Any) -> bool:
     return any(getattr(module, "rope_type", None) == "longrope" for module in base.modules())
 
 
+def _log_probs(logits: torch.Tensor, batch: "_Batch") -> list[float]:
+    """Those of the tokens that were chosen from logits (B, V), each at its temperature."""
+    temperatures = [answer.sampling.temperature or 1.0 for answer in batch.answers]
+    scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    chosen = scaled.gather(1, batch.unread[:, -1:])[:, 0] - scaled.logsumexp(dim=-1)
+    values: list[float] = chosen.tolist()
+    return values
+
+
 def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, V) logits → (B,) tokens, and (B,) whether the largest logit is finite, which it is not
     where any is NaN.
@@ -485,10 +505,26 @@ def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[t
             seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
             logits[row : row + 1] = penalized(logits[row : row + 1], seen, answer.sampling.repetition_penalty)
     largest, chosen = logits.max(dim=-1)
-    for row, answer in enumerate(answers):
-        if answer.sampling.temperature > 0:
-            if answer.numbers is None:
-                answer.numbers = random_numbers(answer.sampling.seed, answer.place, answer.max_new_tokens)
-            number = answer.numbers[len(answer.tokens)].reshape(1, 1).to(logits.device)
-            chosen[row] = draw_tokens(logits[row : row + 1], number, answer.sampling)[0, 0]
+    for rows in _rows_by_sampling(answers):
+        numbers = [_random_number(answers[row]) for row in rows]
+        number = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None]
+        chosen[rows] = draw_tokens(logits[rows], number, answers[rows[0]].sampling)[:, 0]
     return chosen, largest.isfinite()
+
+
+def _rows_by_sampling(answers: Sequence[GeneratedAnswer]) -> list[list[int]]:
+    """The rows that are sampled, those with equal settings together."""
+    rows: dict[tuple[float, float, int], list[int]] = {}
+    for row, answer in enumerate(answers):
+        sampling = answer.sampling
+        if sampling.temperature > 0:
+            rows.setdefault((sampling.temperature, sampling.top_p, sampling.top_k), []).append(row)
+    return list(rows.values())
+
+
+def _random_number(answer: GeneratedAnswer) -> float:
+    """The number in [0, 1) that selects the next token of an answer."""
+    if answer.numbers is None:
+        numbers = random_numbers(answer.sampling.seed, answer.place, answer.max_new_tokens)
+        answer.numbers = numbers.tolist()
+    return answer.numbers[len(answer.tokens)]

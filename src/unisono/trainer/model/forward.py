@@ -212,16 +212,24 @@ class Forward:
                 )
             return logits_loss(self._logits(rows), rows.labels, **how)
 
-    def log_probs(self, rows: Rows) -> torch.Tensor:
-        """Returns the log-probability of each loss token: (N,) float32 with a gradient."""
-        return self.within(lambda: self._log_probs(rows))
+    def log_probs(self, rows: Rows, *, temperature: float = 1.0) -> torch.Tensor:
+        """Returns the log-probability of each loss token: (N,) float32 with a gradient.
 
-    def _log_probs(self, rows: Rows) -> torch.Tensor:
+        Args:
+            rows: the micro batch.
+            temperature: that logits are divided by.
+        """
+        return self.within(lambda: self._log_probs(rows, temperature))
+
+    def _log_probs(self, rows: Rows, temperature: float) -> torch.Tensor:
         with self._precision(), self._noise(rows), self._recorded(rows):
             if self.head == "chunked":
                 weight, scale = _head_matrix(self.loaded.base)
-                return head_log_probs(self._hidden(rows), weight, rows.labels, dtype=self.dtype, scale=scale)
-            return logits_log_probs(self._logits(rows), rows.labels)
+                hidden = self._hidden(rows)
+                hidden = hidden if temperature == 1 else hidden / temperature
+                return head_log_probs(hidden, weight, rows.labels, dtype=self.dtype, scale=scale)
+            logits = self._logits(rows)
+            return logits_log_probs(logits if temperature == 1 else logits / temperature, rows.labels)
 
     def scores(self, rows: Rows) -> torch.Tensor:
         """Returns a reward model's score of each row, at its last token that is not padding: (R,)

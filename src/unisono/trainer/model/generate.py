@@ -290,6 +290,10 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: SamplingP
     exact = scores.double()
     # The largest is 0, so that no temperature, however small, divides to infinity.
     likely = torch.softmax((exact - exact.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
+    if not sampling.top_k and sampling.top_p == 1:
+        edges = likely.cumsum(dim=-1)
+        chosen = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
+        return chosen.clamp(max=likely.shape[-1] - 1)  # without the largest where rounding makes it the sum
     ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = 0.0

@@ -26,7 +26,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from unisono.trainer.batches.source import BatchSource, Counts, Micro, RankSum
+from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRank
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.forward import Forward
 
@@ -82,14 +82,14 @@ class Objective(ABC):
         del config
         return cls()
 
-    def source(self, rows: BatchSource, forward: Forward, group: RankSum) -> BatchSource:
+    def source(self, rows: BatchSource, forward: Forward, group: SourceRank) -> BatchSource:
         """Returns the source of the steps. All ranks must call it before the first step.
 
         Args:
             rows: the rows of the data.
             forward: the model, with its current weights whenever it is used.
-            group: the ranks, which must agree on what is not the same on all of them
-                (`batches.source.agree_on`).
+            group: this rank among the others, which must agree on what is not the same on all of
+                them (`batches.source.agree_on`).
         """
         del forward, group
         return rows

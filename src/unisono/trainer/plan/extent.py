@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from unisono.base.text import Duration
 from unisono.trainer.config.schema import BatchSection, RunConfig
+from unisono.trainer.config.sections import GRPO
 from unisono.trainer.plan.families import family_for
 from unisono.trainer.plan.run_plan import DataSummary
 
@@ -23,9 +24,9 @@ def steps_of(config: RunConfig, data: DataSummary) -> tuple[int, int]:
     if duration.unit == "epochs":
         # Rounded first: 0.7 × 10 is 7.000000000000001, which must not become 8 sequences.
         sequences = math.ceil(round(duration.amount * data.train.sequences, 6))
-        return -(-sequences // config.batch.global_), sequences
+        return -(-sequences // config.rows_per_step), sequences
     steps = int(duration.amount) if duration.unit == "steps" else data.total_steps
-    return steps, steps * config.batch.global_
+    return steps, steps * config.rows_per_step
 
 
 def period_of(text: str | None, config: RunConfig, data: DataSummary) -> int | None:
@@ -35,7 +36,7 @@ def period_of(text: str | None, config: RunConfig, data: DataSummary) -> int | N
     period = Duration.parse(text)
     if period.unit == "steps":
         return int(period.amount)
-    per_step = config.batch.global_
+    per_step = config.rows_per_step
     if period.unit == "epochs":
         return max(1, round(period.amount * data.train.sequences / per_step))
     return max(1, round(period.amount / (data.train.tokens / data.train.sequences * per_step)))
@@ -136,8 +137,9 @@ def ways_to_more_steps(
     _, sequences = steps_of(config, data)
     is_rough = unit == "tokens"  # its last step may be partly unused
     most = sequences // FEW_STEPS if is_rough else (sequences - 1) // (FEW_STEPS - 1)
-    longer = _longer(config, data, config.batch.global_, {})
-    batch = _batch_of(config, most, ranks=ranks, of_ranks=of_ranks)
+    longer = _longer(config, data, config.rows_per_step, {})
+    # Answers of a step are whole groups, whose number is not for us to change.
+    batch = None if config.objective == GRPO else _batch_of(config, most, ranks=ranks, of_ranks=of_ranks)
     if batch is None:
         return [longer]
     size, keys = batch
@@ -186,7 +188,8 @@ def _longer(config: RunConfig, data: DataSummary, size: int, keys: dict[str, str
     least = (FEW_STEPS - 1) * size + 1  # sequences: the last batch may be short
     epochs = -(-least // data.train.sequences)
     text = str(Duration(epochs, "epochs"))
-    longer = _with_batch(config, size).model_copy(update={"duration": text})
+    longer = config if config.objective == GRPO else _with_batch(config, size)
+    longer = longer.model_copy(update={"duration": text})
     return LongerRun({**keys, "duration": text}, steps_of(longer, data)[0], epochs)
 
 

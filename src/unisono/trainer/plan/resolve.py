@@ -163,7 +163,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     dtype = _dtype(config, given.devices, origins)
     _refuse_float16_products(config, given.devices)
     mesh, micro, checkpointing, memory = _fit(given, dtype, origins)
-    per_epoch = data.train.sequences / config.batch.global_
+    per_epoch = data.train.sequences / config.rows_per_step
     total_steps, total_sequences = steps_of(config, data)
     periods = {
         "eval.every": (

@@ -39,6 +39,10 @@ def evaluate_rows(run: Run) -> dict[str, float] | None:
     evaluation, objective = run.evaluation, run.objective
     if evaluation is None:
         return None
+    if run.source.measures:
+        run.beats.enter("evaluate")
+        with torch.no_grad(), evaluating(run):
+            return dict(run.source.measure(evaluation))
     counts = evaluation.rows.counts(range(evaluation.sequences))
     known = 0.0
     with torch.no_grad(), evaluating(run):

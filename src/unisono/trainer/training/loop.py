@@ -22,9 +22,9 @@ from unisono.base.causes import Verdict
 from unisono.base.messages import EvalMessage, StepMessage, message_of
 from unisono.guard.rundir.records import best_key
 from unisono.trainer.batches.seeds import seed_torch
-from unisono.trainer.batches.source import Micro, MicroBatch, StepBatches
+from unisono.trainer.batches.source import Micro, MicroBatch, SourceFailed, StepBatches
 from unisono.trainer.model.forward import Rows
-from unisono.trainer.objectives import OwnPart
+from unisono.trainer.objectives.user_objective import OwnPart
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.schedule import factor_at
 from unisono.trainer.training.evaluation import (
@@ -142,10 +142,15 @@ def _advance(run: Run) -> Verdict | None:
         run.stop.outcome = "directory_lost"
     for hook in run.hooks:
         hook.step_begins(run.state.step + 1)
-    batches = run.source.step(run.state.step + 1)
+    began = time.perf_counter(), time.process_time()
+    try:
+        batches = run.source.step(run.state.step + 1)
+    except SourceFailed as error:
+        save_checkpoint(run)
+        return error.verdict.model_copy(update={"step": run.state.step + 1})
     run.beats.note_batch(batches.sequences)
     try:
-        outcome = optimizer_step(run, batches)
+        outcome = optimizer_step(run, batches, began=began)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -161,7 +166,7 @@ def _advance(run: Run) -> Verdict | None:
     if not outcome.is_sound:
         note_skipped_step(run, batches, outcome)
     warn_of_starved_experts(run, outcome.routers)
-    _log_step(run, outcome, tokens=batches.tokens)
+    _log_step(run, outcome, batches)
     report_weights_digest(run)
     _report_moved_generators(run)
     _report_graphs(run)
@@ -205,7 +210,7 @@ def _evaluate(run: Run) -> None:
     state.evaluation_due = False
     state.eval |= figures
     line = {"step": state.step, **_named(figures)}
-    key, sign = best_key(run.plan.config.checkpoint.best or "eval_loss")
+    key, sign = best_key(run.plan.config.best_metric)
     value = float(line.get(key, math.nan))
     if math.isfinite(value) and (state.best_loss is None or sign * value < sign * state.best_loss):
         state.best_loss, state.best_step, state.evals_since_best = value, state.step, 0
@@ -229,7 +234,7 @@ def _named(figures: dict[str, float]) -> dict[str, float]:
 
 def _report_early_stop(run: Run) -> None:
     state = run.state
-    name, _ = best_key(run.plan.config.checkpoint.best or "eval_loss")
+    name, _ = best_key(run.plan.config.best_metric)
     run.report.warning(
         "early_stop",
         f"{name} has not improved in {state.evals_since_best} evaluations; "
@@ -241,7 +246,7 @@ def _report_early_stop(run: Run) -> None:
     )
 
 
-def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
+def _log_step(run: Run, outcome: StepOutcome, batches: StepBatches) -> None:
     run.beats.enter("log")
     state = run.state
     state.loss = outcome.loss
@@ -254,12 +259,13 @@ def _log_step(run: Run, outcome: StepOutcome, *, tokens: int) -> None:
         "grad_norm": outcome.grad_norm,
         "tokens": state.tokens,
         "loss_tokens": state.loss_tokens,
-        "tokens_per_second": tokens / outcome.step_time_s,
+        "tokens_per_second": batches.tokens / outcome.step_time_s,
         "step_time_s": outcome.step_time_s,
         "data_time_s": outcome.data_time_s,
         "comm_time_s": outcome.comm_time_s,
         "cpu_time_s": outcome.cpu_time_s,
         "memory_bytes": peak_bytes(run.device),
+        **batches.figures,
     }
     if run.snapshots is not None:  # first: a step that was shown must not be lost
         run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
@@ -301,12 +307,16 @@ def _report_graphs(run: Run) -> None:
         )
 
 
-def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
+def optimizer_step(run: Run, batches: StepBatches, *, began: tuple[float, float]) -> StepOutcome:
     """Does one step; updates nothing if the loss or the gradient is NaN or infinite.
 
     All ranks must call it.
+
+    Args:
+        run: the run.
+        batches: of the step.
+        began: when its source was asked for them: by time.perf_counter, and time.process_time.
     """
-    began, cpu_began = time.perf_counter(), time.process_time()
     section = run.plan.config.optim
     factor = factor_at(run.plan, batches.step)
     run.optimizers.set_factor(factor)
@@ -346,8 +356,8 @@ def optimizer_step(run: Run, batches: StepBatches) -> StepOutcome:
         grad_norm=norm_value,
         lr=section.lr * factor,
         data_time_s=data_time,
-        step_time_s=time.perf_counter() - began,
-        cpu_time_s=time.process_time() - cpu_began,
+        step_time_s=time.perf_counter() - began[0],
+        cpu_time_s=time.process_time() - began[1],
         comm_time_s=comm_time,
         odd_ranks=step.odd_ranks,
         origin_of_nan=step.origin_of_nan,

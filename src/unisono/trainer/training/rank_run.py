@@ -72,7 +72,7 @@ def run_plan(
     run = set_up(plan.of_rank(place.rank), place, report, stop, beats or Beats(), hooks)
     if plan.config.adapter is not None:
         run.snapshots = MemorySnapshots(snapshot_fd)
-    with StorageWatch(run.saver, report, run.beats) as run.storage:
+    with contextlib.closing(run.source), StorageWatch(run.saver, report, run.beats) as run.storage:
         try:
             return _train_and_finish(run)
         except Exception:  # raised again after the save in flight has ended

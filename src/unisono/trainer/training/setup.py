@@ -31,6 +31,7 @@ from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import shard_model
+from unisono.trainer.training.source_rank import RunRank
 
 
 def set_up(
@@ -55,7 +56,7 @@ def set_up(
     device = _bind_device(plan)
     check_device(place, device)
     torch.set_num_threads(plan.threads)
-    for own in own_code_of(plan.config):
+    for own in (one for one in own_code_of(plan.config) if one.what != "reward"):
         report.phase("objective", f"executing {own.path}")
         beats.enter("objective")
     objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""))
@@ -107,7 +108,7 @@ def set_up(
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
         sharded=sharded,
         objective=objective,
-        source=objective.source(data, forward, group),
+        source=objective.source(data, forward, RunRank(group, plan, device, files.root, report, beats)),
         evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables
         else None,

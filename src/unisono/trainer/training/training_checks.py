@@ -19,8 +19,8 @@ from unisono.base.text import show_bytes, shown_places
 from unisono.trainer.batches.source import Counts, Micro, StepBatches
 from unisono.trainer.config.optimizers import optimizer_named
 from unisono.trainer.model.load import odd_parameters
-from unisono.trainer.objectives import MODEL, OBJECTIVE, OwnObjective
 from unisono.trainer.objectives.objective import Objective
+from unisono.trainer.objectives.user_objective import MODEL, OBJECTIVE, OwnObjective
 from unisono.trainer.plan import estimate_memory
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.plan.run_plan import has_one_backward
@@ -331,7 +331,7 @@ def try_longest_batch(run: Run) -> MemoryTrial:
             seconds = (seconds + _time_of(run, micro)) / 2
         run.optimizers.zero_grad()
         del held
-        if run.evaluation is not None:
+        if run.evaluation is not None and not run.source.measures:
             first = next(run.evaluation.rounds())
             with torch.no_grad(), evaluating(run):
                 evaluation_part(run, first, counts=run.evaluation.rows.counts(first))

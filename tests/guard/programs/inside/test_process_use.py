@@ -7,12 +7,13 @@ Run: .venv/bin/python -m pytest tests/guard/programs/inside/test_process_use.py
 import fcntl
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from unisono.guard.integrations.inside.process_use import _MUCH_TRAFFIC, _Totals, _traffic
+from unisono.guard.integrations.inside.process_use import _MUCH_TRAFFIC, _thread_s, _Totals, _traffic
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -79,3 +80,32 @@ def test_connections_stay_blocking_where_the_program_has_a_default_timeout(pairs
     for pair in pairs:
         for one in pair:
             assert not fcntl.fcntl(one.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
+
+
+@pytest.mark.parametrize(
+    ("thread_s", "all_s", "works"),
+    [
+        (0.001, 0.03, False),  # polls, beside threads of gloo on a slow processor
+        (0.01, 0.01, True),
+        (0.0, 0.1, True),  # a thread of the program computes
+        (None, 0.003, False),
+        (None, 0.01, True),
+    ],
+)
+def test_the_training_thread_is_judged_by_its_cpu_time(
+    thread_s: float | None, all_s: float, *, works: bool
+) -> None:
+    thread = None if thread_s is None else 7.0
+    before = _Totals(9.0, 0, 0, {}, thread)
+    after = _Totals(9.0 + all_s, 0, 0, {}, None if thread is None else thread + (thread_s or 0.0))
+    assert after.is_more_than(before) == works
+
+
+def test_cpu_time_of_a_thread_is_read() -> None:
+    before = _thread_s(threading.get_ident())
+    assert before is not None
+    sum(range(2_000_000))
+    after = _thread_s(threading.get_ident())
+    assert after is not None
+    assert 0.001 < after - before < 10
+    assert _thread_s(-1) is None

@@ -1,0 +1,247 @@
+"""Sections of `objective: grpo`: rewards, how answers are sampled, and the loss on them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from unisono.base.text import nearest, one_line
+from unisono.base.user_code import own_class
+from unisono.trainer.config.sections import (
+    NamesFile,
+    NotNegative,
+    Pattern,
+    Positive,
+    SecondsText,
+    Section,
+    float_of_yaml,
+)
+from unisono.trainer.config.yaml_file import Takes
+
+REWARDS: dict[str, tuple[str, ...]] = {
+    "exact": ("column",),
+    "contains": ("column",),
+    "regex": ("pattern",),
+    "length": ("min", "max"),
+    "format": ("tags",),
+    "json_schema": ("schema",),
+    "math": ("column",),
+}
+"""The built-in rewards, and the keys that each of them uses beside those of all rewards."""
+
+Number = Annotated[float, BeforeValidator(float_of_yaml)]
+
+
+class RewardSection(Section):
+    """A reward of answers: a function of your own, or a built-in one."""
+
+    use: str = Field(
+        min_length=1,
+        description=(
+            "FILE.py:FUNCTION of your own, with `--trust-code`; or exact, contains, regex, length, format,"
+            " json_schema, math"
+        ),
+    )
+    weight: Number = Field(default=1.0, description="factor of this reward in the sum of rewards")
+    deadline: SecondsText = Field(
+        default="60 seconds", description="time of one call, for the answers to one prompt"
+    )
+    on_error: Literal["error", "skip"] | Number = Field(
+        default="error",
+        description=(
+            "what follows if it raises, misses the deadline, or gives something that is not a number. error:"
+            " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number:"
+            " the reward of that answer"
+        ),
+    )
+    column: str = Field(
+        default="answer",
+        min_length=1,
+        description="exact, contains, math: the column of the row to compare with",
+    )
+    pattern: Pattern | None = Field(default=None, description="regex: searched in the answer")
+    min: int = Field(default=0, ge=0, description="length: fewest tokens of an answer")
+    max: int | None = Field(
+        default=None, ge=0, description="length: most tokens of an answer; null: any number"
+    )
+    tags: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["think", "answer"],
+        description="format: the answer consists of these tags, in order, each with a text",
+    )
+    schema_: Annotated[str | None, NamesFile()] = Field(
+        default=None, alias="schema", min_length=1, description="json_schema: the file of the JSON Schema"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function in a file of the user's own."""
+        return own_class(self.use) is not None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that it uses beside those of all rewards."""
+        return REWARDS.get(self.use, ())
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the keys of other rewards, so that a written config can be read again."""
+        used = {"use", "weight", "deadline", "on_error", *self.keys}
+        return {key: value for key, value in dump(self).items() if key.rstrip("_") in used}
+
+
+class RolloutSection(Section):
+    """How answers are sampled."""
+
+    group: int = Field(
+        default=8, ge=1, le=4096, description="answers to each prompt; they are compared with each other"
+    )
+    max_new_tokens: int = Field(
+        default=256, ge=1, description="most tokens of an answer; prompts may have data.max_length less these"
+    )
+    temperature: Positive = Field(
+        default=1.0, description="of sampling; log-probabilities in the loss are those at this temperature"
+    )
+    top_p: Annotated[float, BeforeValidator(float_of_yaml), Field(gt=0.0, le=1.0)] = Field(
+        default=1.0, description="sample from the likeliest tokens with this probability in sum; 1: from all"
+    )
+    top_k: int = Field(default=0, ge=0, description="sample from so many likeliest tokens; 0: from all")
+    steps: int = Field(
+        default=1, ge=1, le=1000, description="optimizer steps for the answers that were sampled together"
+    )
+
+
+class GrpoSection(Section):
+    """The loss on sampled answers, by their advantages."""
+
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo"] = Field(
+        default="dapo",
+        description=(
+            "dapo (arXiv:2503.14476): mean over all answer tokens of the step; bnpo: the same mean; grpo"
+            " (arXiv:2402.03300): mean over answers of their means; dr_grpo (arXiv:2503.20783): divided by"
+            " answers × max_new_tokens; gspo (arXiv:2507.18071): ratios of whole answers; cispo"
+            " (arXiv:2506.13585): clipped ratios as weights; rloo (arXiv:2402.14740): whole answers, compared"
+            " with the mean of the others"
+        ),
+    )
+    clip: Annotated[
+        tuple[Annotated[Number, Field(ge=0.0)], Annotated[Number, Field(ge=0.0)]],
+        Takes("a list of two numbers, how far a ratio may be below 1 and above 1"),
+    ] = Field(
+        default=(0.2, 0.28),
+        description="how far the ratio of new and old probability counts below 1 and above 1",
+    )
+    dual_clip: Annotated[Number, Field(gt=1.0)] | None = Field(
+        default=None,
+        description="largest ratio that counts for a negative advantage (arXiv:1912.09729); 3 is usual; null: any",
+    )
+    scale: Literal["auto", "group", "batch", "none"] = Field(
+        default="auto",
+        description=(
+            "what an advantage (the reward less the mean of its group) is divided by: the standard deviation"
+            " of the group, that of all answers of the rollout, or nothing; auto: group, and none with rloo"
+        ),
+    )
+    beta: NotNegative = Field(
+        default=0.0,
+        description="weight of the divergence (k3, times the ratio) from the model without its adapter; 0: none",
+    )
+    truncated: Literal["mask", "keep", "penalize"] = Field(
+        default="mask",
+        description=(
+            "answers that reached max_new_tokens. mask: they count in their group, but have no loss; keep:"
+            " like others; penalize: their reward is the lowest of the group"
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_from_list(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("clip"), list):
+            return {**value, "clip": tuple(value["clip"])}
+        return value
+
+
+def grpo_contradictions(
+    rewards: Sequence[RewardSection],
+    rollout: RolloutSection,
+    *,
+    answers: int,
+    max_length: int,
+    section: GrpoSection,
+    has_reference: bool,
+) -> list[str]:
+    """The keys of rewards and rollouts that contradict each other, or other sections, each as `key:
+    problem; remedy`.
+
+    Args:
+        rewards: of the config.
+        rollout: of the config.
+        answers: of a step.
+        max_length: tokens of prompt and answer.
+        section: of the loss.
+        has_reference: whether the model without its adapter is the one that the run starts from.
+    """
+    size, group = answers, rollout.group
+    rules = [
+        (
+            not rewards,
+            "rewards: without a reward there is nothing to learn from; name at least one, e.g. exact",
+        ),
+        (group < 2, "rollout.group: an answer is compared with others of its group; set it to 2 or more"),
+        (
+            size % group != 0,
+            (
+                f"batch.global: {size} answers of a step are not whole groups of {group}; set it to a multiple"
+                f" of rollout.group, e.g. {-(-size // group) * group}"
+            ),
+        ),
+        (
+            rollout.max_new_tokens >= max_length,
+            (
+                f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
+                " `data.max_length`, which is that of prompt and answer"
+            ),
+        ),
+        (
+            section.beta > 0 and not has_reference,
+            (
+                "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}` without"
+                " `from` and `modules_to_save`, or `beta: 0`"
+            ),
+        ),
+    ]
+    rules += [
+        (
+            section.loss == "cispo" and section.dual_clip is not None,
+            "grpo.dual_clip: cispo limits ratios by `clip` alone; remove it",
+        ),
+    ]
+    problems = [text for is_wrong, text in rules if is_wrong]
+    for number, reward in enumerate(rewards):
+        problems += _reward_contradictions(reward, f"rewards.{number}")
+    return problems
+
+
+def _reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+    known = reward.is_own or reward.use in REWARDS
+    if not known:
+        near = nearest(reward.use, list(REWARDS))
+        hint = (
+            f"did you mean `{near}`?" if near else f"write FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"
+        )
+        return [f"{key}.use: there is no reward {one_line(reward.use, limit=60)}; {hint}"]
+    special = {name for names in REWARDS.values() for name in names}
+    given = {name.rstrip("_") for name in reward.model_fields_set} & special - set(reward.keys)
+    problems = [f"{key}.{name}: {reward.use} does not use it; remove it" for name in sorted(given)]
+    missing = [name for name in ("pattern", "schema") if name in reward.keys]
+    problems += [
+        f"{key}.{name}: {reward.use} needs it; set it"
+        for name in missing
+        if getattr(reward, "schema_" if name == "schema" else name) is None
+    ]
+    return problems

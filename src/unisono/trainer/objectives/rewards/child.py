@@ -1,0 +1,312 @@
+"""A process that calls reward functions: `python -m …rewards.child FD PID`.
+
+It reads JSON lines from a socket and answers each with one. First the functions that it loads:
+
+    {"functions": [{"use", "settings"} or {"use", "path", "name", "source"}], "memory_bytes"}
+    {"ready": [FILE.py:LINE of each]} or {"refused": problems}
+
+then one call in each line:
+
+    {"function": index, "prompt", "completions", "completion_ids", "columns"}
+    {"values": [number, null or what is wrong], "metrics", "extras"} or {"kind", "text", "where"}
+
+At SIGUSR1 and at a fatal signal it writes its stack to the socket instead, also while C code runs.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import inspect
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from unisono.base.text import nearest, one_line, redact
+from unisono.base.user_code import OwnCode, execute_source
+from unisono.trainer.objectives.rewards.builtin import BUILT_IN, UnusableValueError
+
+if TYPE_CHECKING:
+    import asyncio
+
+MOST_BYTES = 1 << 24
+"""Of an answer's line."""
+_PR_SET_PDEATHSIG = 1
+_MOST_TEXT = 500  # characters of an exception
+
+
+@dataclass(frozen=True)
+class _LoadedFunction:
+    """A function that can be called.
+
+    Attributes:
+        call: the function, or an instance of the class.
+        names: of the arguments that it takes; None: all.
+        path: of the user's file; empty for a built-in function.
+        where: the function's line in it.
+    """
+
+    call: Callable[..., Any]
+    names: frozenset[str] | None
+    path: str = ""
+    where: str = ""
+
+
+class _Notes:
+    """What a function gives beside its rewards: its `log_metric` and `log_extra`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.metrics: dict[str, list[float]] = {}
+        self.extras: dict[str, list[Any]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Notes a value, of which the mean is logged; NaN and infinity are left out."""
+        if math.isfinite(number := float(value)):
+            self.metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
+        """Notes one value for each answer."""
+        if len(values) != self._count:
+            raise ValueError(f"log_extra got {len(values)} values for {self._count} answers")
+        self.extras[str(column)] = list(values)
+
+
+# ---- loading
+
+
+def _load(functions: Sequence[Mapping[str, Any]]) -> list[_LoadedFunction]:
+    """Loads all functions; a file is executed once.
+
+    Raises:
+        ConfigError: if one cannot be loaded.
+    """
+    modules: dict[str, ModuleType] = {}
+    return [_load_from_file(entry, modules) if "path" in entry else _built_in(entry) for entry in functions]
+
+
+def _built_in(entry: Mapping[str, Any]) -> _LoadedFunction:
+    call = BUILT_IN[entry["use"]](entry["settings"])
+    return _LoadedFunction(call, _names(call))
+
+
+def _load_from_file(entry: Mapping[str, Any], modules: dict[str, ModuleType]) -> _LoadedFunction:
+    path = entry["path"]
+    code = OwnCode("rewards", "reward", Path(path), entry["name"])
+    if str(code.path.parent.absolute()) not in sys.path:
+        sys.path.insert(0, str(code.path.parent.absolute()))
+    with _refusing(code):
+        if path not in modules:
+            modules[path] = execute_source(code, entry["source"].encode("latin-1"))
+        call = _member(modules[path], code)
+        call = call() if inspect.isclass(call) else call
+        if not callable(call):
+            raise TypeError(f"{code.name} is {type(call).__name__}, and cannot be called")
+        return _LoadedFunction(call, _names(call), path, _where_defined(call, path))
+
+
+@contextlib.contextmanager
+def _refusing(code: OwnCode) -> Iterator[None]:
+    """Makes what the file raises a refusal with its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        # Not at the top: with pydantic, it would take most of the time in which a process starts.
+        from unisono.trainer.config.own_code import refusing
+
+        with refusing(code, "fix the file: each process of the rewards loads it at its start"):
+            raise error from None
+
+
+def _member(module: ModuleType, code: OwnCode) -> Any:
+    if hasattr(module, code.name):
+        return getattr(module, code.name)
+    names = [
+        name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
+    ]
+    from unisono.base.errors import ConfigError
+
+    near = nearest(code.name, names)
+    raise ConfigError.of(
+        f"the file of the reward has no function {code.name}",
+        where=str(code.path),
+        why=f"its functions and classes are {', '.join(names)}" if names else "it has no function",
+        fix=f"did you mean `{code.path.name}:{near}`?"
+        if near
+        else "name a function of the file, as FILE.py:FUNCTION",
+    )
+
+
+def _names(call: Callable[..., Any]) -> frozenset[str] | None:
+    parameters = inspect.signature(call).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    )
+
+
+def _where_defined(call: Callable[..., Any], path: str) -> str:
+    function = call if inspect.isroutine(call) else type(call).__call__
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{path}:{code.co_firstlineno}" if code is not None and code.co_filename == path else path
+
+
+# ---- calling
+
+
+def _reply(function: _LoadedFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+    """What comes of one call."""
+    count = len(request["completions"])
+    notes = _Notes(count)
+    arguments = {
+        **{name: [value] * count for name, value in request["columns"].items()},
+        "prompts": [request["prompt"]] * count,
+        "completions": request["completions"],
+        "completion_ids": request["completion_ids"],
+        "log_metric": notes.log_metric,
+        "log_extra": notes.log_extra,
+    }
+    names = function.names
+    try:
+        result = function.call(
+            **{name: value for name, value in arguments.items() if names is None or name in names}
+        )
+        if inspect.isawaitable(result):
+            result = _runner().run(_awaited(result))
+        return {"values": _values(result, count), "metrics": notes.metrics, "extras": notes.extras}
+    except UnusableValueError as error:
+        return {"kind": "value", "text": str(error), "where": function.where}
+    except BaseException as error:  # noqa: BLE001 - sys.exit in the function must not end the process
+        return _failure(error, function)
+
+
+@functools.cache
+def _runner() -> "asyncio.Runner":
+    """The event loop of all calls: clients that are kept between calls belong to it."""
+    import asyncio  # not at the top: it takes half as long as all other modules
+
+    return asyncio.Runner()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _failure(error: BaseException, function: _LoadedFunction) -> dict[str, Any]:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == function.path]
+    # Unlike str(), it does not fail if the exception's own __str__ does.
+    words = redact("".join(traceback.format_exception_only(error)))
+    return {
+        "kind": "memory" if isinstance(error, MemoryError) else "error",
+        "text": one_line(words, limit=_MOST_TEXT),
+        "where": f"{function.path}:{lines[-1]}" if lines else function.where,
+    }
+
+
+def _values(result: Any, count: int) -> list[float | str | None]:
+    """The rewards as numbers, or what is wrong with one.
+
+    Raises:
+        UnusableValueError: if it is not a list of so many.
+    """
+    if isinstance(result, str | bytes | dict | set) or not hasattr(type(result), "__iter__"):
+        raise UnusableValueError(f"it gives {type(result).__name__}, not a list of {count} numbers")
+    values = list(result)
+    if len(values) != count:
+        raise UnusableValueError(f"it gives {len(values)} values for {count} answers")
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    shown = one_line(repr(value), limit=60)
+    if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
+        return f"it gives {shown}: give 1.0 or 0.0"
+    if not hasattr(value, "__float__"):
+        return f"it gives {shown}, which is not a number"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return f"it gives {shown}, which is not a number: {error}"
+    return number if math.isfinite(number) else f"it gives {number}"
+
+
+# ---- the process
+
+
+def _encoded(reply: Mapping[str, Any]) -> bytes:
+    line = json.dumps(reply, default=str).encode() + b"\n"
+    if len(line) <= MOST_BYTES:
+        return line
+    text = f"it gives {len(line):,} bytes with log_extra, more than {MOST_BYTES:,}"
+    return json.dumps({"kind": "value", "text": text, "where": ""}).encode() + b"\n"
+
+
+def _bound_memory(spare_bytes: int) -> None:
+    """Bounds the address space; and should the machine's memory end, the kernel ends this process
+    rather than the rank.
+    """
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("500")
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = pages * resource.getpagesize() + spare_bytes
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel end this process with its parent, as `unisono.base.child.end_with_front`,
+    whose module takes long to import.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def main(words: Sequence[str]) -> None:
+    """Answers until the socket is closed."""
+    fd, parent = map(int, words)
+    os.set_inheritable(fd, False)
+    _end_with(parent)
+    connection = socket.socket(fileno=fd)
+    requests = connection.makefile("rb")
+    setup = json.loads(requests.readline())
+    try:
+        functions = _load(setup["functions"])
+    except Exception as error:
+        from unisono.base.errors import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        connection.sendall(json.dumps({"refused": error.to_json()["problems"]}).encode() + b"\n")
+        return
+    # After loading: a reward model that a file loads does not count.
+    _bound_memory(setup["memory_bytes"])
+    faulthandler.enable(file=fd, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
+    connection.sendall(json.dumps({"ready": [function.where for function in functions]}).encode() + b"\n")
+    for line in requests:
+        request = json.loads(line)
+        connection.sendall(_encoded(_reply(functions[request["function"]], request)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

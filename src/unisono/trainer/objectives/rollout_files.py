@@ -1,0 +1,127 @@
+"""The files of rollouts: every answer with its tokens, log-probabilities and rewards.
+
+`rollouts/step-00000001.0.parquet` has the answers that rank 0 sampled before step 1, a row each:
+
+    step            optimizer step that trains on it
+    place, answer   of the prompt in the endless order, and number in its group
+    row, prompt     where the prompt is from, and its text or messages, as JSON
+    text            of the answer
+    prompt_ids, ids, log_probs   tokens, and log-probabilities when they were sampled, float32
+    stop            stop, or length
+    reward          the sum; null: the answer has left its group
+    rewards         by function, as JSON
+    advantage, has_loss, is_equal
+    policy          optimizer steps that the weights had made
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unisono.base.errors import IntegrityError
+from unisono.base.files import make_private_dir, whole_file
+from unisono.trainer.objectives.rewards.calls import RewardFailure
+from unisono.trainer.objectives.sampled import Answer, Group
+
+FOLDER, FAILURES = "rollouts", "rewards.jsonl"
+
+
+def write_rollout(directory: Path, first: int, rank: int, groups: Sequence[Group]) -> None:
+    """Writes the answers of a rank before the first step that trains on them.
+
+    Raises:
+        OSError: from the file system.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "step": group.step,
+            "place": group.place,
+            "answer": number,
+            "row": group.row,
+            "prompt": json.dumps(group.record["prompt"], ensure_ascii=False),
+            "text": answer.text,
+            "prompt_ids": group.prompt,
+            "ids": answer.tokens,
+            "log_probs": answer.log_probs,
+            "stop": "length" if answer.is_truncated else "stop",
+            "reward": answer.reward,
+            "rewards": json.dumps(answer.rewards),
+            "advantage": answer.advantage,
+            "has_loss": answer.has_loss,
+            "is_equal": group.is_equal,
+            "policy": first - 1,
+        }
+        for group in groups
+        for number, answer in enumerate(group.answers)
+    ]
+    kinds = {
+        **dict.fromkeys(("step", "place", "answer", "policy"), pa.int64()),
+        **dict.fromkeys(("row", "prompt", "text", "stop", "rewards"), pa.string()),
+        **dict.fromkeys(("prompt_ids", "ids"), pa.list_(pa.int32())),
+        "log_probs": pa.list_(pa.float32()),
+        **dict.fromkeys(("reward", "advantage"), pa.float64()),
+        **dict.fromkeys(("has_loss", "is_equal"), pa.bool_()),
+    }
+    table = pa.Table.from_pylist(rows, schema=pa.schema(kinds.items()))
+    make_private_dir(directory / FOLDER)
+    with whole_file(_path(directory, first, rank)) as temporary:
+        parquet.write_table(table, temporary, compression="zstd")
+
+
+def note_failures(directory: Path, failures: Sequence[RewardFailure]) -> None:
+    """Appends a line for each failed reward to rewards.jsonl.
+
+    Raises:
+        OSError: from the file system.
+    """
+    if not failures:
+        return
+    lines = "".join(json.dumps(failure.to_json(), ensure_ascii=False) + "\n" for failure in failures)
+    with (directory / FAILURES).open("ab", buffering=0) as file:  # of all ranks: one write each
+        file.write(lines.encode(errors="replace"))
+
+
+def read_rollout(directory: Path, first: int, groups: Sequence[Group]) -> None:
+    """Gives groups their answers, which were sampled before the run was interrupted.
+
+    Raises:
+        IntegrityError: if some are missing.
+    """
+    from pyarrow import parquet
+
+    wanted = {group.place: group for group in groups}
+    for path in sorted((directory / FOLDER).glob(f"step-{first:08d}.*.parquet")):
+        for row in parquet.read_table(path).to_pylist():
+            if (group := wanted.get(row["place"])) is not None:
+                group.is_equal = row["is_equal"]
+                group.answers.append(_answer(row))
+    missing = [group for group in groups if not group.answers]
+    if missing:
+        raise IntegrityError.of(
+            f"the answers to {missing[0].row} that step {missing[0].step} trains on are not there",
+            where=str(directory / FOLDER),
+            why="they were sampled by weights that the checkpoint does not have",
+            fix="restore that directory, or start with --fresh",
+        )
+
+
+def _answer(row: dict[str, Any]) -> Answer:
+    return Answer(
+        row["prompt_ids"],
+        row["ids"],
+        row["log_probs"],
+        row["text"],
+        is_truncated=row["stop"] == "length",
+        rewards=json.loads(row["rewards"]),
+        reward=row["reward"],
+        advantage=row["advantage"],
+        has_loss=row["has_loss"],
+    )
+
+
+def _path(directory: Path, first: int, rank: int) -> Path:
+    return directory / FOLDER / f"step-{first:08d}.{rank}.parquet"

@@ -1,0 +1,410 @@
+"""Answers that the model samples during the run, with their rewards and advantages, as a source of
+batches.
+
+A rollout are the answers to the prompts of `rollout.steps` optimizer steps: a group of
+`rollout.group` for each prompt. It is sampled before the first of these steps. Which rank samples
+what follows from the prompts alone, so all ranks know it before anything is sampled; a group stays
+on its rank. Random numbers are keyed by the seed, the place of the prompt in the endless order, and
+the number of the answer.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.trainer.batches.seeds import stream_seed
+from unisono.trainer.batches.source import (
+    BatchSource,
+    Counts,
+    Micro,
+    MicroBatch,
+    SourceFailed,
+    SourceRank,
+    StepBatches,
+    agree_on,
+)
+from unisono.trainer.batches.table import EvaluationRows, TableSource
+from unisono.trainer.model.engine import Engine, GeneratedAnswer
+from unisono.trainer.model.forward import Forward, Rows
+from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
+from unisono.trainer.objectives.rewards.calls import (
+    RewardCall,
+    RewardError,
+    RewardFailure,
+    Scored,
+    reward_names,
+)
+from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
+from unisono.trainer.objectives.sampled import Answer, Group
+from unisono.trainer.plan import deal
+from unisono.trainer.plan.task_requests import SamplingParams
+
+_ROWS = 128  # answers that are computed together
+_PART_TOKENS = 8_192
+_SHARED_BYTES = 8_192  # of the verdict of a rank that fails, in a sum over the ranks
+_CAUSES = {"timeout": "reward_timeout"}
+
+
+class Scorer(Protocol):
+    """Gives rewards; see `rewards.pool.RewardPool`."""
+
+    def close(self) -> None:
+        """Ends its processes."""
+
+    def score(self, calls: Sequence[RewardCall]) -> list[Scored]:
+        """The rewards of the answers of each call.
+
+        Raises:
+            RewardError: if one of them has none, and its reward says that the run ends then.
+        """
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of this rank for a rollout."""
+
+    sample_s: float
+    reward_s: float
+
+
+class RolloutSource(BatchSource):
+    """See above."""
+
+    measures = True
+
+    def __init__(self, prompts: TableSource, forward: Forward, rank: SourceRank, scorer: Scorer) -> None:
+        """Nothing is sampled yet."""
+        config = rank.plan.config
+        self._prompts, self._forward, self._rank, self._scorer = prompts, forward, rank, scorer
+        self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
+        self._names = reward_names(config.rewards)
+        self._groups: dict[int, list[Group]] = {}  # by step, those of the present rollout
+        self._times = _Times(0.0, 0.0)
+        tokenizer = forward.loaded.tokenizer
+        table = prompts.rows.table
+        self._stop_ids = set(table.stop_ids) | ({tokenizer.eos_token_id} - {None})
+        self._pad_id = (
+            next(iter(self._stop_ids), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        )
+
+    def step(self, step: int) -> StepBatches:
+        """The answers of a step, which are sampled if it is the first of a rollout."""
+        if step not in self._groups:
+            self._groups = self._rollout_of(step)
+        groups = self._groups[step]
+        answers = [answer for group in groups for answer in group.answers]
+        micros = self._micros(groups)
+        counts = Counts(
+            units=len(answers),
+            loss_tokens=sum(len(answer.tokens) for answer in answers if answer.has_loss),
+            first_tokens=sum(len(answer.prompt) + len(answer.tokens) for answer in answers),
+        )
+        sequences = self._prompts.sequences(step)
+        batches = StepBatches(step, sequences, micros, len(micros), counts.first_tokens, counts)
+        figures = {"sample_time_s": self._times.sample_s, "reward_time_s": self._times.reward_s}
+        self._times = _Times(0.0, 0.0)
+        figures = answer_figures(groups, self._names, self._rank) | figures
+        return replace(agree_on(batches, self._rank, self._rank.device), figures=figures)
+
+    # ---- a rollout
+
+    def _rollout_of(self, step: int) -> dict[int, list[Group]]:
+        """The groups of this rank by step, of the rollout that a step belongs to."""
+        first = step - (step - 1) % self._section.steps
+        steps = range(first, min(first + self._section.steps, self._rank.plan.total_steps + 1))
+        groups = {one: self._own_groups(one) for one in steps}
+        mine = [group for of_step in groups.values() for group in of_step]
+        if step != first:  # the run was resumed within a rollout, whose answers are on disk
+            read_rollout(self._rank.directory, first, [group for group in mine if group.step >= step])
+            return groups
+        self._sample(mine)
+        failure = self._score(mine)
+        sums = self._agree(mine, failure)
+        self._set_advantages(mine, sums)
+        write_rollout(self._rank.directory, first, self._rank.rank, mine)
+        return groups
+
+    def _own_groups(self, step: int) -> list[Group]:
+        """The prompts of a step that this rank answers, in order; all ranks call it alike."""
+        prompts, table = self._prompts, self._prompts.rows.table
+        sequences = prompts.sequences(step)
+        tokens = prompts.rows.table.sequence_tokens()[sequences].tolist()
+        share = deal(tokens, ranks=prompts.dp_size)[prompts.dp_rank]
+        first = (step - 1) * prompts.global_batch
+        groups = []
+        for index in share:
+            (unit,) = prompts.rows.units_of([sequences[index]])
+            groups.append(
+                Group(
+                    step=step,
+                    place=first + index,
+                    sequence=sequences[index],
+                    row=table.row_id(unit),
+                    prompt=table.row(unit)[0].tolist(),
+                    record=table.record(unit),
+                )
+            )
+        return groups
+
+    def _sample(self, groups: Sequence[Group], *, greedy: bool = False) -> None:
+        """Samples the answers of some groups with the present weights."""
+        began = time.perf_counter()
+        size = 1 if greedy else self._section.group
+        waiting: list[tuple[Group, list[GeneratedAnswer]]] = []
+        for group in groups:
+            sampling = SamplingParams(
+                temperature=0.0 if greedy else self._section.temperature,
+                top_p=self._section.top_p,
+                top_k=self._section.top_k,
+                seed=stream_seed(self._seed, "rollout", group.place),
+            )
+            answers = [
+                GeneratedAnswer(group.prompt, self._section.max_new_tokens, sampling, place=number)
+                for number in range(size)
+            ]
+            waiting.append((group, answers))
+        with self._forward.ready_to_generate() as model:
+            self._forward.within(lambda: self._generate(model, [one for _, of in waiting for one in of]))
+        tokenizer = self._forward.loaded.tokenizer
+        for group, answers in waiting:
+            group.answers = [Answer.of(group.prompt, one, tokenizer) for one in answers]
+        self._times = replace(self._times, sample_s=time.perf_counter() - began)
+
+    def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
+        engine = Engine(
+            model,
+            stop_ids=self._stop_ids,
+            pad_id=self._pad_id,
+            rows=_ROWS,
+            part_tokens=_PART_TOKENS,
+            with_log_probs=True,
+        )
+        tokens = 0
+        with engine.ready():
+            for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
+                engine.add(answer)
+            while not engine.is_idle:
+                engine.step()
+                tokens += 1
+                self._rank.enter("rollout", done=tokens)
+
+    def _score(self, groups: Sequence[Group]) -> RewardFailure | None:
+        """Gives all answers their rewards; or what has failed, if the run ends then."""
+        began = time.perf_counter()
+        self._rank.enter("reward", total=len(groups))
+        calls = [group.call() for group in groups]
+        try:
+            scored = self._scorer.score(calls)
+        except RewardError as error:
+            note_failures(self._rank.directory, error.failures)
+            return error.failure
+        note_failures(self._rank.directory, [failure for scores in scored for failure in scores.failures])
+        for group, scores in zip(groups, scored, strict=True):
+            group.take(scores)
+        self._times = replace(self._times, reward_s=time.perf_counter() - began)
+        return None
+
+    def _agree(self, groups: Sequence[Group], failure: RewardFailure | None) -> RewardSums:
+        """The sums of all rewards of the rollout. All ranks must call it.
+
+        Raises:
+            SourceFailed: on all ranks, if a reward failed on any.
+        """
+        sums = RewardSums.of([answer.reward for group in groups for answer in group.answers])
+        rank = self._rank
+        figures = torch.zeros(3 + rank.world_size, dtype=torch.float64, device=rank.device)
+        figures[:3] = figures.new_tensor([sums.count, sums.total, sums.squares])
+        figures[3 + rank.rank] = failure is not None
+        rank.sum(figures)
+        count, total, squares, *failed = rank.figures(figures)
+        if any(failed):
+            raise SourceFailed(self._shared_verdict(failure, first=failed.index(1.0)))
+        return RewardSums(count, total, squares)
+
+    def _shared_verdict(self, failure: RewardFailure | None, *, first: int) -> Verdict:
+        """The verdict of the first rank that failed, on all ranks."""
+        rank = self._rank
+        data = torch.zeros(_SHARED_BYTES, dtype=torch.float64, device=rank.device)
+        if failure is not None and rank.rank == first:
+            text = json.dumps(_verdict_on(failure, rank).to_json()).encode()
+            data[: len(text)] = torch.tensor(list(text), dtype=torch.float64)
+        rank.sum(data)
+        return Verdict.from_json(json.loads(bytes(map(int, rank.figures(data))).rstrip(b"\0")))
+
+    def _set_advantages(self, groups: Sequence[Group], sums: RewardSums) -> None:
+        section = self._grpo
+        automatic: Literal["group", "none"] = "none" if section.loss == "rloo" else "group"
+        scale = automatic if section.scale == "auto" else section.scale
+        for group in groups:
+            rewards: Sequence[float | None] = [answer.reward for answer in group.answers]
+            if section.truncated == "penalize":
+                rewards = penalize(rewards, [answer.is_truncated for answer in group.answers])
+            advantages = group_advantages(
+                rewards,
+                scale=scale,
+                batch_std=sums.std,
+                leave_one_out=section.loss == "rloo",
+            )
+            group.is_equal = is_equal(rewards)
+            for answer, advantage in zip(group.answers, advantages, strict=True):
+                answer.advantage = advantage or 0.0
+                is_masked = section.truncated == "mask" and answer.is_truncated
+                answer.has_loss = advantage is not None and not is_masked
+
+    # ---- batches
+
+    def _micros(self, groups: Sequence[Group]) -> list[MicroBatch]:
+        """Those of the answers that have a part in the gradient, and at least one."""
+        all_units = [(group, number) for group in groups for number in range(len(group.answers))]
+        units = [one for one in all_units if self._has_gradient(one[0].answers[one[1]])] or all_units[:1]
+        size = self._prompts.micro_batch
+        return [self._micro(units[i : i + size]) for i in range(0, len(units), size)]
+
+    def _has_gradient(self, answer: Answer) -> bool:
+        return answer.has_loss and (answer.advantage != 0 or self._grpo.beta > 0)
+
+    def _micro(self, units: Sequence[tuple[Group, int]]) -> MicroBatch:
+        return MicroBatch(
+            [group.sequence for group, _ in units],
+            [group.place * self._section.group + number for group, number in units],
+            [1] * len(units),
+            lambda sides: self._load(units),
+        )
+
+    def _load(self, units: Sequence[tuple[Group, int]]) -> Micro:
+        answers = [group.answers[number] for group, number in units]
+        device = self._rank.device
+        columns = {
+            "advantage": torch.tensor([answer.advantage for answer in answers], device=device),
+            "has_loss": torch.tensor([answer.has_loss for answer in answers], device=device),
+            "sampled": torch.tensor([p for answer in answers for p in answer.log_probs], device=device),
+        }
+        rows = rows_of([(answer.prompt, answer.tokens) for answer in answers], device)
+        return Micro(rows, len(units), [group.row for group, _ in units], columns)
+
+    def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:
+        """Answers as long as they may be, to the longest prompt."""
+        del sides, padded
+        return self._made_up(self._prompts.micro_batch, longest=True)
+
+    def shortest(self) -> MicroBatch:
+        """An answer of one token to the shortest prompt."""
+        return self._made_up(1, longest=False)
+
+    def _made_up(self, count: int, *, longest: bool) -> MicroBatch:
+        """A micro batch of answers that were not sampled."""
+        table = self._prompts.rows.table
+        lengths = table.row_lengths()
+        unit = int(lengths.argmax() if longest else lengths.argmin())
+        tokens = [self._pad_id] * (self._section.max_new_tokens if longest else 1)
+        prompt = table.row(unit)[0].tolist()
+        answer = Answer(prompt, tokens, [-1.0] * len(tokens), "", is_truncated=False, reward=0.0)
+        group = Group(0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count)
+        return self._micro([(group, number) for number in range(count)])
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._scorer.close()
+
+    def row_ids(self, sequences: Sequence[int]) -> list[str]:
+        """The origin of the prompts of some sequences."""
+        return self._prompts.row_ids(sequences)
+
+    def examples(self) -> list[list[int]]:
+        """Three prompts."""
+        return self._prompts.examples()
+
+    def measure(self, evaluation: object) -> Mapping[str, float]:
+        """The mean reward of the likeliest answer to each prompt, and the mean length of these
+        answers. All ranks must call it.
+        """
+        assert isinstance(evaluation, EvaluationRows)
+        table, rank = evaluation.rows.table, self._rank
+        units = range(table.rows)[rank.rank :: rank.world_size]
+        groups = [
+            Group(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
+            for unit in units
+        ]
+        self._sample(groups, greedy=True)
+        self._agree(groups, self._score(groups))
+        answers = [group.answers[0] for group in groups]
+        scored = [answer.reward for answer in answers if answer.reward is not None]
+        own = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]
+        figures = torch.tensor(own, dtype=torch.float64, device=rank.device)
+        rank.sum(figures)
+        total, count, tokens, number = rank.figures(figures)
+        self._times = _Times(0.0, 0.0)
+        return {"reward": total / count if count else 0.0, "answer_tokens": tokens / max(1, number)}
+
+
+def answer_figures(groups: Sequence[Group], names: Sequence[str], rank: SourceRank) -> dict[str, float]:
+    """Figures of the answers of a step on all ranks, which must all call it: the mean reward and
+    that of each function, tokens of an answer, shares of truncated answers, of those in groups with
+    equal rewards, and of those that have left their group.
+    """
+    answers = [(group, answer) for group in groups for answer in group.answers]
+    values: dict[str, list[float]] = {
+        "reward": [answer.reward for _, answer in answers if answer.reward is not None],
+        "answer_tokens": [float(len(answer.tokens)) for _, answer in answers],
+        "truncated": [float(answer.is_truncated) for _, answer in answers],
+        "equal_groups": [float(group.is_equal) for group, _ in answers],
+        "no_reward": [float(answer.reward is None) for _, answer in answers],
+    }
+    if len(names) > 1:
+        for name in names:
+            given = [answer.rewards.get(name) for _, answer in answers]
+            values[f"reward_{name}"] = [value for value in given if value is not None]
+    sums = [figure for column in values.values() for figure in (math.fsum(column), len(column))]
+    summed = torch.tensor(sums, dtype=torch.float64, device=rank.device)
+    rank.sum(summed)
+    totals = rank.figures(summed)
+    return {
+        name: total / count
+        for name, total, count in zip(values, totals[::2], totals[1::2], strict=True)
+        if count and (name != "no_reward" or total)
+    }
+
+
+def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Rows:
+    """The rows of prompts with their answers, all of whose tokens are loss tokens."""
+    ids: list[int] = []
+    positions: list[int] = []
+    index: list[int] = []
+    lengths: list[int] = []
+    for prompt, tokens in answers:
+        start = len(ids)
+        ids += [*prompt, *tokens]
+        lengths.append(len(ids) - start)
+        positions += range(lengths[-1])
+        index += range(start + len(prompt) - 1, len(ids) - 1)
+    input_ids, label_index = torch.tensor(ids, device=device), torch.tensor(index, device=device)
+    return Rows(
+        input_ids,
+        torch.tensor(positions, device=device),
+        lengths,
+        label_index,
+        input_ids[label_index + 1],
+        loss_counts=[len(tokens) for _, tokens in answers],
+    )
+
+
+def _verdict_on(failure: RewardFailure, rank: SourceRank) -> Verdict:
+    """The verdict that ends a run whose reward failed."""
+    cause = _CAUSES.get(failure.kind, "reward_error")
+    entry = find_cause(cause)
+    place = failure.where or failure.function
+    return Verdict(
+        cause=cause,
+        when="during",
+        summary=f"the reward {failure.function} failed on {failure.row}: {failure.text}"[:1_000],
+        ranks=(rank.rank,),
+        phase="reward",
+        evidence=(Evidence(where=place, text=failure.text[:1_000]),),
+        fix=entry.remedy if entry is not None else (),
+    )

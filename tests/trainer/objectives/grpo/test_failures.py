@@ -1,0 +1,109 @@
+"""Rewards that raise or never return: the run ends at once on all ranks with their line and a
+checkpoint, or goes on, as `on_error` says.
+
+Run: pytest tests/trainer/objectives/grpo/test_failures.py
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.trainer.objectives.grpo import rewards
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+PROMPTS = 16
+
+
+def train(
+    folder: Path, reward: dict[str, Any], *overrides: str, ranks: int = 1
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run on prompts with the numbers 1 to 16, in order of the seed."""
+    rows = folder / "prompts.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "number": n}) + "\n" for n in range(1, 1 + PROMPTS))
+    )
+    config = {
+        "model": {"path": "builtin:tiny", "dtype": "float32"},
+        "objective": "grpo",
+        "data": {"train": str(rows), "max_length": 64},
+        "rewards": [reward],
+        "rollout": {"group": 2, "max_new_tokens": 5},
+        "grpo": {"truncated": "keep"},
+        "batch": {"global": 8, "micro": 4},
+        "duration": "4 steps",
+        "device": "cpu",
+        "output_dir": str(folder / "run"),
+    }
+    file = folder / "grpo.yaml"
+    file.write_text(yaml.safe_dump(config))
+    words = [sys.executable, "-m", "unisono", "train", str(file), "--trust-code", *overrides]
+    words += ["--nproc", str(ranks)] if ranks > 1 else []
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    return ended, folder / "run"
+
+
+def reward(name: str, **settings: Any) -> dict[str, Any]:
+    return {"use": f"{rewards.__file__}:{name}", **settings}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exception_ends_the_run_with_its_line_and_a_checkpoint(tmp_path: Path, ranks: int) -> None:
+    ended, run = train(tmp_path, reward("fails_on_a_seven"), ranks=ranks)
+    assert ended.returncode == 4, ended.stderr
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["cause"] == "reward_error"
+    assert "there is no score for a seven" in verdict["summary"]
+    assert "prompts.jsonl:7" in verdict["summary"]
+    (line,) = {line["where"] for line in failures(run)}
+    source = Path(rewards.__file__).read_text().splitlines()
+    assert source[int(line.rpartition(":")[2]) - 1].strip().startswith("raise ValueError")
+    assert "[reward_error]" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "a restart would not help" in ended.stderr
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    assert int(checkpoint.name.removeprefix("step-")) == verdict["step"] - 1
+
+
+def test_the_same_command_goes_on_when_the_reward_is_repaired(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def score(completions, number, **_):\n    return [1 / (7 - number[0])] * len(completions)\n"
+    )
+    ended, run = train(tmp_path, {"use": f"{file}:score"})
+    assert ended.returncode == 4, ended.stderr
+    file.write_text("def score(completions, number, **_):\n    return [1.0] * len(completions)\n")
+    ended, run = train(tmp_path, {"use": f"{file}:score"})
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((run / "result.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("on_error", ["skip", 0.5])
+def test_the_run_goes_on_if_on_error_says_so(tmp_path: Path, on_error: str | float) -> None:
+    ended, run = train(tmp_path, reward("fails_on_a_seven", on_error=on_error))
+    assert ended.returncode == 0, ended.stderr
+    assert {line["row"].rpartition(":")[2] for line in failures(run)} == {"7"}
+    assert {line["answer"] for line in failures(run)} == {0, 1}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("no_reward" in line for line in lines) == (on_error == "skip")
+
+
+def test_a_reward_that_never_returns_ends_the_run_soon(tmp_path: Path) -> None:
+    ended, run = train(tmp_path, reward("hangs_on_a_seven", deadline="3 seconds"))
+    assert ended.returncode == 4, ended.stderr
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["cause"] == "reward_timeout"
+    assert "no reward within 3 seconds" in verdict["summary"]
+    events = (run / "events" / "rank-00000.jsonl").read_text().splitlines()
+    waits = [m for m in map(json.loads, events) if m["kind"] == "phase" and m["phase"] == "reward"]
+    assert any("hangs_on_a_seven on " in m["text"] and "prompts.jsonl:7 for " in m["text"] for m in waits)
+    assert 3 <= failures(run)[0]["seconds"] < 5
+
+
+def failures(run: Path) -> list[dict[str, Any]]:
+    """The lines of rewards.jsonl."""
+    return [json.loads(line) for line in (run / "rewards.jsonl").read_text().splitlines()]

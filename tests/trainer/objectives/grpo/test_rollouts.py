@@ -1,0 +1,155 @@
+"""Sampled answers as a source of batches: what is trained does not depend on micro batches, is on
+disk, and a stopped run resumes bit by bit.
+
+Run: pytest tests/trainer/objectives/grpo/test_rollouts.py
+
+On two ranks: kind `grpo` of tests/trainer/ranks.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from tests.trainer.objectives.grpo import rewards
+
+Train = Callable[..., Any]
+_GROUP, _TOKENS = 4, 6
+
+
+@pytest.fixture
+def sections(tmp_path: Path) -> dict[str, Any]:
+    """A config of GRPO on twelve prompts."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {n}", "number": n}) + "\n" for n in range(12)))
+    return {
+        "objective": "grpo",
+        "data": {"train": str(prompts), "max_length": 40, "eval": 3},
+        "rewards": [{"use": f"{rewards.__file__}:thirds"}],
+        "rollout": {"group": _GROUP, "max_new_tokens": _TOKENS},
+        "grpo": {"truncated": "keep"},
+        "batch": {"global": 8},
+        "duration": "6 steps",
+        "eval": {"every": "3 steps"},
+        "checkpoint": {"every": "2 steps"},
+    }
+
+
+def answers(directory: Path) -> list[dict[str, Any]]:
+    """All answers of a run, in order."""
+    files = sorted((directory / "rollouts").glob("*.parquet"))
+    return [row for file in files for row in parquet.read_table(file).to_pylist()]
+
+
+def figures(run: Any, name: str) -> list[float]:
+    return [line[name] for line in run.metrics if name in line]
+
+
+def test_losses_do_not_depend_on_the_micro_batch(train_here: Train, sections: dict[str, Any]) -> None:
+    whole, single = (train_here(**sections | {"batch": {"global": 8, "micro": n}}) for n in (8, 1))
+    assert len(set(whole.losses)) > 3
+    assert single.losses[:5] == pytest.approx(whole.losses[:5], abs=1e-6)
+    assert figures(single, "reward") == figures(whole, "reward")
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "bnpo", "gspo", "cispo", "rloo"])
+def test_every_loss_trains(train_here: Train, sections: dict[str, Any], loss: str) -> None:
+    run = train_here(**sections | {"grpo": {"loss": loss, "truncated": "keep"}, "duration": "2 steps"})
+    assert all(norm > 0 for norm in figures(run, "grad_norm"))
+
+
+def test_log_probabilities_of_the_sampler_are_those_of_training(
+    train_here: Train, sections: dict[str, Any]
+) -> None:
+    sections["rollout"] |= {"temperature": 0.7}
+    run = train_here(**sections)
+    differences = figures(run, "sampler_difference")
+    assert len(differences) == 6
+    assert max(differences) < 1e-5
+
+
+def test_answers_on_disk_are_those_of_the_metrics(train_here: Train, sections: dict[str, Any]) -> None:
+    run = train_here(**sections | {"grpo": {"truncated": "mask"}})
+    rows = answers(run.directory)
+    assert [row["answer"] for row in rows] == [*range(_GROUP)] * 12
+    for step, reward in enumerate(figures(run, "reward"), 1):
+        of_step = [row for row in rows if row["step"] == step]
+        assert sum(row["reward"] for row in of_step) / 8 == pytest.approx(reward, abs=1e-9)
+    for row in rows:
+        (reward,) = rewards.thirds([row["ids"]])
+        assert json.loads(row["rewards"]) == {"thirds": pytest.approx(reward)}
+        assert len(row["ids"]) == len(row["log_probs"]) <= _TOKENS
+        assert row["has_loss"] == (row["stop"] == "stop")  # truncated ones are masked
+    for first in range(0, len(rows), _GROUP):
+        assert sum(row["advantage"] for row in rows[first : first + _GROUP]) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_reward_that_is_asked_for_rises(train_here: Train, sections: dict[str, Any]) -> None:
+    sections |= {"duration": "40 steps", "batch": {"global": 32}, "adapter": None, "optim": {"lr": 0.01}}
+    run = train_here(**sections)
+    rising = figures(run, "reward")
+    assert sum(rising[-5:]) / 5 > sum(rising[:5]) / 5 + 0.2
+    assert run.result["eval"]["reward"] > run.result["eval"]["reward_before"]
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["one step of a rollout", "within a rollout"])
+def test_a_stopped_run_resumes_bit_exactly(train_here: Train, sections: dict[str, Any], steps: int) -> None:
+    sections["rollout"] |= {"steps": steps}
+    straight = train_here(**sections)
+
+    def at_step_4(message: dict[str, Any], stop: Any) -> None:
+        if message["kind"] == "step" and message["step"] == 4:
+            stop.outcome = "preempted"
+
+    stopped = train_here(on_message=at_step_4, **sections)
+    path = stopped.directory / "checkpoints" / "step-00000004"
+    resumed = train_here(directory=stopped.directory, resume=(4, path), **sections)
+    assert resumed.losses == straight.losses
+    assert figures(resumed, "reward") == figures(straight, "reward")
+    assert resumed.result["eval"] == straight.result["eval"]
+    mine, expected = resumed.weights(), straight.weights()
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+    assert answers(resumed.directory) == answers(straight.directory)
+
+
+def test_later_steps_of_a_rollout_have_clipped_ratios(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rollout"] |= {"steps": 3}
+    run = train_here(**sections | {"grpo": {"truncated": "keep", "clip": [0.01, 0.01]}, "optim": {"lr": 0.1}})
+    ratios, clipped = figures(run, "ratio"), figures(run, "clip_high")
+    assert ratios[0] == pytest.approx(1, abs=1e-5)
+    assert ratios[3] == pytest.approx(1, abs=1e-5)
+    assert max(abs(ratio - 1) for ratio in ratios[1:3]) > 1e-3
+    assert max(clipped[1:3]) > 0
+    assert {row["policy"] for row in answers(run.directory)} == {0, 3}
+
+
+def test_divergence_is_that_from_the_model_without_its_adapter(
+    train_here: Train, sections: dict[str, Any]
+) -> None:
+    run = train_here(**sections | {"grpo": {"beta": 0.1, "truncated": "keep"}})
+    divergence = figures(run, "kl")
+    assert divergence[0] == pytest.approx(0, abs=1e-6)
+    assert divergence[-1] > divergence[0]
+
+
+def test_groups_with_equal_rewards_change_nothing(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rewards"] = [{"use": "length", "max": 1000}]
+    run = train_here(**sections | {"optim": {"weight_decay": 0.0}})
+    assert figures(run, "equal_groups") == [1.0] * 6
+    assert figures(run, "grad_norm") == [0.0] * 6
+
+
+def test_missing_answers_of_a_rollout_refuse_the_resume(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rollout"] |= {"steps": 3}
+    run = train_here(**sections)
+    for file in (run.directory / "rollouts").iterdir():
+        file.unlink()
+    path = run.directory / "checkpoints" / "step-00000004"
+    with pytest.raises(
+        Exception, match=r"answers to .*prompts.jsonl:\d+ that step 5 trains on are not there"
+    ):
+        train_here(directory=run.directory, resume=(4, path), **sections)
