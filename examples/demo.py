@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import random
 import shutil
 import subprocess
 import sys
@@ -72,11 +71,9 @@ def train(name: str, options: list[str]) -> int:
 def write_start(path: Path) -> None:
     """Rows of which three in ten have the right form, and the others repeat the request."""
     path.parent.mkdir(exist_ok=True)
-    draws = random.Random(0)  # noqa: S311 - not a secret
     rows = _read_lines(ROOT / "examples" / "data" / "train.jsonl")
-    for row in rows:
-        if draws.random() >= _RIGHT:
-            row["completion"] = f"ok, {row['prompt']}"
+    others = itertools.islice(itertools.cycle(rows), round(len(rows) * (1 / _RIGHT - 1)))
+    rows += [{"prompt": row["prompt"], "completion": f"ok, {row['prompt']}"} for row in others]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 

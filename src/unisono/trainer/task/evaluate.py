@@ -22,7 +22,7 @@ from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
-from unisono.trainer.config.sections import PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
+from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import rows_of
@@ -133,7 +133,8 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
     )
     if target.source == "checkpoint":
         model = plan.config.model
-    objective = plan.config.objective
+    # A model that learned from rewards is measured on rows with answers.
+    objective = "sft" if plan.config.objective == GRPO else plan.config.objective
     used = {*keys_of(objective)} - {"reference"}  # which is loaded with the other weights
     settings_of_loss = plan.config.preference.model_dump(include=used)
     return RunConfig(
