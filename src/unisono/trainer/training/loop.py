@@ -72,7 +72,13 @@ def train(run: Run) -> TrainingEnd:
     All ranks take the same decisions: these depend on the state, which comes from sums over the
     ranks, and on the agreed stop request.
     """
-    ending = _train(run)
+    try:
+        ending = _train(run)
+    except SourceFailed as error:  # between two steps, on all ranks
+        save_checkpoint(run)
+        finish_saving(run)
+        verdict = error.verdict.model_copy(update={"step": run.state.step + (not run.state.evaluation_due)})
+        ending = TrainingEnd("stalled", 4, verdict)
     if ending.verdict is None and run.group.any(notices_loss(run)):
         return save_beside(run)
     if ending.outcome != "completed" and ending.verdict is None:
@@ -143,11 +149,7 @@ def _advance(run: Run) -> Verdict | None:
     for hook in run.hooks:
         hook.step_begins(run.state.step + 1)
     began = time.perf_counter(), time.process_time()
-    try:
-        batches = run.source.step(run.state.step + 1)
-    except SourceFailed as error:
-        save_checkpoint(run)
-        return error.verdict.model_copy(update={"step": run.state.step + 1})
+    batches = run.source.step(run.state.step + 1)
     run.beats.note_batch(batches.sequences)
     try:
         outcome = optimizer_step(run, batches, began=began)

@@ -82,6 +82,17 @@ def test_the_same_command_goes_on_when_the_reward_is_repaired(tmp_path: Path) ->
     assert json.loads((run / "result.json").read_text())["step"] == 4
 
 
+def test_a_reward_that_fails_in_an_evaluation_ends_the_run_alike(tmp_path: Path) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "say 27", "number": 27}) + "\n")
+    ended, run = train(tmp_path, reward("fails_on_a_seven"), f"data.eval={held_out}")
+    assert ended.returncode == 4, ended.stderr
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["cause"] == "reward_error"
+    assert "held-out.jsonl:1" in verdict["summary"]
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("on_error", ["skip", 0.5])
 def test_the_run_goes_on_if_on_error_says_so(tmp_path: Path, on_error: str | float) -> None:
     ended, run = train(tmp_path, reward("fails_on_a_seven", on_error=on_error))
