@@ -37,6 +37,9 @@ class Keys(TypedDict, total=False):
     data: Section
     objective: str
     preference: Section
+    rewards: Sequence[str | Section]
+    rollout: Section
+    grpo: Section
     diffusion: Section
     optim: Section
     duration: str
