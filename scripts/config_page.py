@@ -310,16 +310,25 @@ def defaults_file(t: Translate) -> list[str]:
     for name, field in type(section).model_fields.items():
         users = [objective for objective, keys in USED.items() if name in keys]
         lines.append(f"#   {name}: {as_yaml(field.default)}  # {', '.join(users)}")
-    lines += [f"# {t('with `objective: diffusion`')}", "# diffusion:"]
-    section = RunConfig.model_fields[DIFFUSION].default
-    return lines + [
-        f"#   {name}: {as_yaml(field.default)}" for name, field in type(section).model_fields.items()
+    lines += [
+        f"# {t('with `objective: grpo`')}",
+        "# rewards: [exact]",
+        *_commented("rollout"),
+        *_commented(GRPO),
     ]
+    return [*lines, f"# {t('with `objective: diffusion`')}", *_commented(DIFFUSION)]
+
+
+def _commented(key: str) -> list[str]:
+    """The defaults of a section of one objective, as comments."""
+    section = RunConfig.model_fields[key].default
+    fields = type(section).model_fields.items()
+    return [f"# {key}:", *(f"#   {name}: {as_yaml(field.default)}" for name, field in fields)]
 
 
 def _default_lines(key: str, field: FieldInfo, indent: str) -> Iterator[str]:
     """A key, and those of its section if the section is not null by default."""
-    if key in ("preference", DIFFUSION):
+    if key in ("preference", DIFFUSION, "rewards", "rollout", GRPO):
         return
     inner = section_in(field.annotation)
     if inner is not None and key != "train" and (field.is_required() or isinstance(field.default, Section)):

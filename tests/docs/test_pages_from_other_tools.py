@@ -18,6 +18,7 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "how-to").glob("from-*.md")
 BASE: dict[str, Any] = {
     "model": {"path": "m"}, "data": {"train": "d.jsonl", "eval": 0.1}, "adapter": {"kind": "lora"}, "output_dir": "o",
 }  # fmt: skip
+OF_REWARDS: dict[str, Any] = {"objective": "grpo", "rewards": ["exact"]}
 OF_PAIRS: dict[str, Any] = {"objective": "dpo", "data": BASE["data"] | {"format": "preference"}}
 OF_PICTURES: dict[str, Any] = {"objective": "diffusion"}
 _SPAN = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*)(?:: ([^`]+))?`")
@@ -47,7 +48,10 @@ def test_every_value_of_our_keys_is_taken(page: Path) -> None:
     values = [(key, value) for key, value in named_keys(page) if value and not re.search(r"[…A-Z]", value)]
     assert values
     for key, value in values:
-        accepted = [is_taken(base, f"{key}={value}") for base in (BASE, BASE | OF_PAIRS, BASE | OF_PICTURES)]
+        accepted = [
+            is_taken(base, f"{key}={value}")
+            for base in (BASE, BASE | OF_PAIRS, BASE | OF_PICTURES, BASE | OF_REWARDS)
+        ]
         assert any(accepted), (key, value)
 
 

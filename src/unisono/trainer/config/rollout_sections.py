@@ -49,7 +49,7 @@ class RewardSection(Section):
     on_error: Literal["error", "skip"] | Number = Field(
         default="error",
         description=(
-            "what follows if it raises, misses the deadline, or gives something that is not a number. error:"
+            "what follows if it raises, misses the deadline, or gives anything but a number. error:"
             " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number:"
             " the reward of that answer"
         ),

@@ -282,7 +282,7 @@ BAD = {
     "nan": ("value", "it gives nan", "def nan"),
     "infinite": ("value", "it gives inf", "def infinite"),
     "booleans": ("value", "it gives True: give 1.0 or 0.0", "def booleans"),
-    "texts": ("value", "it gives '1.0', which is not a number", "def texts"),
+    "texts": ("value", "it gives '1.0', where a number is expected", "def texts"),
     "bomb": ("memory", "MemoryError", "bytearray"),
     "dies": ("died", "its process ended with exit code 3", "def dies"),
     "crashes": ("died", "its process ended by SIGSEGV", "os.kill(os.getpid(), 11)"),

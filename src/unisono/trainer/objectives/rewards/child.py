@@ -240,11 +240,11 @@ def _number(value: Any) -> float | str | None:
     if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
         return f"it gives {shown}: give 1.0 or 0.0"
     if not hasattr(value, "__float__"):
-        return f"it gives {shown}, which is not a number"
+        return f"it gives {shown}, where a number is expected"
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        return f"it gives {shown}, which is not a number: {error}"
+        return f"it gives {shown}, where a number is expected: {error}"
     return number if math.isfinite(number) else f"it gives {number}"
 
 
