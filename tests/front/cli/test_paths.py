@@ -65,7 +65,7 @@ CAPTION_TEXTS = (
 )
 NO_PATH_KEYS = {
     "model.revision", "adapter.targets", "adapter.modules_to_save", "freeze", "train_only.modules", "train_only.extra",
-    "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
+    "rewards", "rewards[].column", "rewards[].pattern", "rewards[].tags", "data.system", "data.ignore", "diffusion.prompts", *(source + name for source in SOURCES for name in ("split", "subset", "folder")),
     *(f"diffusion.{name}" for name in CAPTION_TEXTS),
     *(f"{source}pictures.{name}" for source in SOURCES for name in ("caption", *CAPTION_TEXTS)),
     *(f"{source}tags.{name}_tag" for source in SOURCES for name in
@@ -78,6 +78,10 @@ CONFIG_KEYS: dict[str, list[str]] = {
     "checkpoint.storage": [], **{f"{source}path": [] for source in SOURCES},
 }  # fmt: skip
 """Keys that name a file or a directory, and what else makes them read."""
+REWARD_KEYS: dict[str, tuple[str, str]] = {
+    "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""),
+}  # fmt: skip
+"""Keys of a reward with the form of a path, and its suffix."""
 FOLDER_KEYS = {"diffusion.prior"}
 """Keys of folders of pictures, which need a pipeline before they are read."""
 FORMS = ("{0}", ["{0}"], "{0}.py:A", "file://{0}", [{"path": "{0}"}])
@@ -232,8 +236,16 @@ def test_every_path_in_a_config(place: Path) -> None:
         *CONFIG_KEYS,
         *NO_PATH_KEYS,
         *FOLDER_KEYS,
+        *REWARD_KEYS,
     }
     commands = []
+    for key, (form, suffix) in REWARD_KEYS.items():
+        for kind in KINDS:
+            path = make(kind, place / f"{kind}-{key}{suffix}")
+            name = key.removeprefix("rewards[].")
+            entry = {"use": "json_schema"} | {name: form.format(path.removesuffix(suffix))}
+            overrides = ["objective=grpo", f"rewards={json.dumps([entry])}", "data.train=rows.jsonl"]
+            commands.append((["train", "c.yaml", *overrides, "--trust-code", "--dry-run"], path))
     for key, more in CONFIG_KEYS.items():
         source, is_source, _ = key.partition("[].")
         for kind in KINDS:

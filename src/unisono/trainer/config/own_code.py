@@ -9,12 +9,13 @@ import hashlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
-from unisono.base.text import nearest, one_line
+from unisono.base.text import nearest, one_line, why_unreadable
 from unisono.base.user_code import OwnCode, execute_source, own_code
 from unisono.trainer.config.schema import RunConfig
 
@@ -60,7 +61,7 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
     Raises:
         ConfigError: if a file cannot be read, is not Python, or has no such class.
     """
-    digests = {code.key: _digest(code) for code in own_code_of(config)}
+    digests = {code.key: _digest(code) for code in own_code_of(config)} | _schema_digests(config)
     for key, group, name in (
         ("optim.kind", extensions.OPTIMIZERS, config.optim.kind),
         ("optim.schedule", extensions.SCHEDULES, config.optim.schedule),
@@ -68,6 +69,29 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
         entry = None if key in digests else extensions.extensions(group).get(name)
         if entry is not None:
             digests[key] = extensions.version_of(entry)
+    return digests
+
+
+def _schema_digests(config: RunConfig) -> dict[str, str]:
+    """The digests of the files that rewards compare answers with, by key.
+
+    Raises:
+        ConfigError: if one cannot be read.
+    """
+    digests = {}
+    for number, reward in enumerate(config.rewards):
+        if reward.schema_ is None:
+            continue
+        key, path = f"{_REWARDS}.{number}.schema", Path(reward.schema_)
+        try:
+            digests[key] = hashlib.sha256(read_bytes(path, most_bytes=SOURCE_BYTES)).hexdigest()[:16]
+        except (OSError, ValueError) as error:
+            raise ConfigError.of(
+                "the file of the reward json_schema cannot be read",
+                where=str(path),
+                why=why_unreadable(error),
+                fix=f"check the path in `{key}`",
+            ) from None
     return digests
 
 
