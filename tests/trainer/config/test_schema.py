@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from unisono.front.cli.init import template_names, template_text
 from unisono.trainer.config import RunConfig, config_digest
-from unisono.trainer.config.limits import LIMITS, OBJECTIVES, Limit
+from unisono.trainer.config.limits import LIMITS, Limit, accepting_objectives
 from unisono.trainer.config.sections import path_keys
 from unisono.trainer.config.yaml_file import all_keys, describe_field, section_in, words_in
 
@@ -30,7 +30,7 @@ def test_the_keys_that_name_files_are_declared_in_the_schema() -> None:
     marks = path_keys(RunConfig)
     optional = {"adapter.from", "adapter.merge", "preference.reference", "diffusion.prior"}
     inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template"}
-    assert set(marks) == optional | inputs | {"output_dir"}
+    assert set(marks) == optional | inputs | {"output_dir", "rewards.schema"}
     assert {key for key, mark in marks.items() if mark.shows_absence} == optional
     assert {key for key, mark in marks.items() if mark.is_output} == {"output_dir"}
 
@@ -113,22 +113,58 @@ def test_a_limit_says_why_and_which_objectives_take_the_value(limit: Limit) -> N
         "eval.exact_match": True,
     }
     others |= {"eval.samples": 1, "optim.label_smoothing": 0.1, "model.embedding_noise": 1.0}
+    others["adapter.dropout"] = 0.1
     others["optim.router_loss"] = {"z_loss": 0.001}
     value = limit.values[0] if limit.values else others.get(limit.key) or _second_word(limit.key)
     first, _, key = limit.key.partition(".")
     section = {"mix": {"strategy": value}} if key == "mix.strategy" else {key: value} if key else value
     needed: dict[str, Any] = {"data": {"train": "d", "eval": 0.1}, "model": {"path": "m"}}
     changed = needed | {first: {**needed.get(first, {}), **section} if isinstance(section, dict) else section}
-    accepting = [name for name in OBJECTIVES if name not in limit.objectives]
+    accepting = accepting_objectives(limit.key, value)
+    assert accepting
+    assert not set(accepting) & set(limit.objectives)
     for objective in accepting:
-        make(objective=objective, **changed)
+        make(objective=objective, **changed, **_needed_by(objective))
     for objective in limit.objectives:
         with pytest.raises(
             ValueError, match=f"{re.escape(limit.key)}: objective {objective} does not"
         ) as error:
-            make(objective=objective, **changed)
+            make(objective=objective, **changed, **_needed_by(objective))
         assert f"; {limit.why}; " in str(error.value)
         assert f"(accepted by: {', '.join(accepting)})" in str(error.value)
+
+
+def _needed_by(objective: str) -> dict[str, Any]:
+    return {"rewards": ["exact"]} if objective == "grpo" else {}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rewards": []}, "rewards: without a reward"),
+        ({"rewards": ["exat"]}, "rewards.0.use: there is no reward exat; did you mean `exact`?"),
+        ({"rewards": [{"use": "exact", "pattern": "x"}]}, "rewards.0.pattern: exact does not use it"),
+        ({"rewards": ["regex"]}, "rewards.0.pattern: regex needs it"),
+        ({"batch": {"global": 12}}, "batch.global: 12 answers of a step are not whole groups of 8"),
+        ({"batch": {"per_rank": 8}}, "batch.per_rank: answers of a step are counted over all ranks"),
+        ({"rollout": {"group": 1}}, "rollout.group: an answer is compared with others"),
+        ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens: 1024 leave no room"),
+        (
+            {"grpo": {"beta": 0.1}, "adapter": None},
+            "grpo.beta: the reference is the model without its adapter",
+        ),
+        ({"grpo": {"loss": "cispo", "dual_clip": 3.0}}, "grpo.dual_clip: cispo limits ratios"),
+        ({"duration": "1M tokens"}, "duration: how long answers will be is not known"),
+        ({"objective": "sft"}, "rewards: objective sft does not use it"),
+    ],
+)
+def test_rewards_and_rollouts_that_contradict_each_other_are_refused(
+    change: dict[str, Any], problem: str
+) -> None:
+    usual = {"objective": "grpo", "rewards": ["exact"]}
+    make(**usual)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        make(**(usual | change))
 
 
 def _second_word(key: str) -> str:

@@ -66,6 +66,13 @@ def refused_values(config: Section, objective: str) -> list[str]:
     return [text for text in refused if text]
 
 
+def accepting_objectives(key: str, value: object) -> list[str]:
+    """The objectives that take a value which is not the default."""
+    limits = [limit for limit in LIMITS if limit.key == key and (not limit.values or value in limit.values)]
+    refusing = {name for limit in limits for name in limit.objectives}
+    return [name for name in OBJECTIVES if name not in refusing]
+
+
 def _refusal(limit: Limit, config: Section, objective: str) -> str:
     """What is wrong with the value of a config; empty: nothing."""
     *sections, last = limit.key.split(".")
@@ -79,7 +86,7 @@ def _refusal(limit: Limit, config: Section, objective: str) -> str:
     words = words_in(field.annotation)
     others = [f"`{word}`" for word in words if word not in (*limit.values, value)] if limit.values else []
     remedy = f"set it to {', '.join(others)}" if others else "remove it"
-    accepting = ", ".join(name for name in OBJECTIVES if name not in limit.objectives)
+    accepting = ", ".join(accepting_objectives(limit.key, value))
     what = f"{limit.key}: objective {objective} does not use it"
     if value in (None, *words):
         what = f"{limit.key}: objective {objective} does not take {value or 'null'}"
