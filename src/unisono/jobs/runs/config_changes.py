@@ -104,6 +104,13 @@ RULES: dict[str, KeyRule] = {
     "adapter.modules_to_save": KeyRule(
         "meaning", "different modules may be trained, whose tensors the checkpoint lacks"
     ),
+    "rewards": KeyRule("meaning", "answers get other rewards from here on"),
+    "rewards.deadline": KeyRule("line", "how long a reward may take"),
+    "rewards.on_error": KeyRule("line", "what follows if a reward fails"),
+    "rollout": KeyRule("meaning", "answers are sampled differently from here on"),
+    "rollout.max_new_tokens": KeyRule("contents", name="data"),
+    "rollout.steps": KeyRule("fixed", "the rollout that the next step belongs to would be another"),
+    "grpo": KeyRule("meaning", "answers count differently in the loss from here on"),
     "adapter.init": KeyRule("fixed", "the frozen weights differ"),
     "adapter.init_steps": KeyRule("fixed", "the frozen weights differ"),
     "adapter.from": KeyRule("contents", name="model"),
