@@ -2,7 +2,6 @@
 or after a run; and the exit codes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -104,7 +103,7 @@ class Verdict(BaseModel):
         return {"schema": 1, **body}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, object]) -> Self:
+    def from_json(cls, value: dict[str, object]) -> Self:
         """Reads an object that `to_json` returned.
 
         Raises:

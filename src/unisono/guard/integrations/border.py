@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from unisono.base.messages import Message
     from unisono.guard.watch.views import BeatMemory
 
 VARIABLE = "UNISONO_GUARD"
@@ -413,7 +412,7 @@ class EventsOf:
         self._path = folder / f"events-{pid}.jsonl"
         self._at = 0
 
-    def new(self) -> "list[Message]":
+    def new(self) -> list[dict[str, object]]:
         """The complete lines since the last call, without invalid ones."""
         try:
             with self._path.open("rb") as file:
@@ -426,10 +425,8 @@ class EventsOf:
             self._at += len(data) if len(data) == _MOST_BYTES else 0
             return []
         self._at += len(whole) + 1
-        from unisono.base.messages import read_message  # not in the program's own processes
-
-        messages = (read_message(line.decode("utf-8", "replace")) for line in whole.split(b"\n"))
-        return [message for message in messages if message is not None]
+        values = (_object(line) for line in whole.split(b"\n"))
+        return [value for value in values if value is not None and isinstance(value.get("kind"), str)]
 
 
 def read_whole(path: Path) -> dict[str, object] | None:

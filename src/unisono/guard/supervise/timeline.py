@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, Self, TypedDict
+from typing import Any, Self
 
 from unisono.base.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.guard.facts.storage import responds
@@ -54,23 +54,7 @@ _KEPT_SHARE = 0.25
 _MOST_WARNED = 64
 _SHARES = ("data", "compute", "comm", "other")
 _SHARE_OF = {phase.name: phase.share for phase in PHASES}
-
-
-class TimelineEntry(TypedDict):
-    """A line of the file; above are its kinds. A line that was read has at least its rank: another
-    version may have written it.
-    """
-
-    schema: NotRequired[int]
-    time: NotRequired[float]
-    rank: int
-    phase: NotRequired[str]
-    step: NotRequired[int]
-    seconds: NotRequired[float | dict[str, float]]
-    since: NotRequired[float]
-    warning: NotRequired[str]
-    cause: NotRequired[str]
-    ranks: NotRequired[list[int]]
+Entry = dict[str, Any]
 
 
 @dataclass
@@ -93,7 +77,7 @@ class RankTime:
     _shares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     _ahead: dict[str, float] = field(default_factory=dict)
 
-    def note(self, glance: Glance, now: float, *, at: float) -> list[TimelineEntry]:
+    def note(self, glance: Glance, now: float, *, at: float) -> list[Entry]:
         """Takes a sample; gives the phase that has ended, if it was long, and a summary, if one is
         due.
 
@@ -111,14 +95,14 @@ class RankTime:
             entries.append(self._summary(glance, now))
         return entries
 
-    def end(self, glance: Glance | None, now: float) -> list[TimelineEntry]:
+    def end(self, glance: Glance | None, now: float) -> list[Entry]:
         """The current phase, which the end of the rank cuts, and a last summary."""
         entries = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
         if self._phase and now - self._began > LEAST_S:
             entries.append(self._entry(self._began, now - self._began))
         return entries
 
-    def _entry(self, when: float, seconds: float) -> TimelineEntry:
+    def _entry(self, when: float, seconds: float) -> Entry:
         return {
             "schema": 1,
             "time": round(when, 3),
@@ -128,7 +112,7 @@ class RankTime:
             "seconds": round(seconds, 3),
         }
 
-    def _summary(self, glance: Glance, now: float) -> TimelineEntry:
+    def _summary(self, glance: Glance, now: float) -> Entry:
         """Seconds of finished phases come from the rank's own sums; those of the current one from
         the samples, and later sums are reduced by them.
         """
@@ -208,11 +192,8 @@ class Timeline:
         """Writes that ranks may have stalled, at the first of them, and why; an empty text ends an
         earlier warning.
         """
-        entry: TimelineEntry = {
-            "schema": 1,
-            "time": round(time.time(), 3),
-            "rank": min(ranks, default=0),
-            "phase": "",
+        entry = {"schema": 1, "time": round(time.time(), 3), "rank": min(ranks, default=0), "phase": ""}
+        entry |= {
             "step": 0,
             "seconds": 0.0,
             "warning": text,
@@ -261,7 +242,7 @@ class Timeline:
                 rank_time = self._ranks[rank] = RankTime(rank, min(at, now))
             self._add(rank_time.note(glance, now, at=at))
 
-    def _add(self, entries: Iterable[TimelineEntry]) -> None:
+    def _add(self, entries: Iterable[Entry]) -> None:
         lines = [_line(entry) for entry in entries]
         self._file(self._node_rank).waiting += lines
         if self._news is not None:
@@ -387,7 +368,7 @@ def _glance_at(memory: BeatMemory) -> Glance | None:
         return None
 
 
-def _line(entry: TimelineEntry) -> bytes:
+def _line(entry: Entry) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
@@ -404,7 +385,7 @@ def thin_file(path: Path) -> None:
         file.writelines(line + b"\n" for line in lines[len(lines) // 2 :] if line)
 
 
-def read_entry(line: bytes) -> TimelineEntry | None:
+def read_entry(line: bytes) -> Entry | None:
     """The entry of a line; None for a torn or foreign one."""
     try:
         value = parse_json(line)
@@ -414,13 +395,13 @@ def read_entry(line: bytes) -> TimelineEntry | None:
     return value if is_entry else None
 
 
-def thinned(entries: Iterable[TimelineEntry]) -> list[TimelineEntry]:
+def thinned(entries: Iterable[Entry]) -> list[Entry]:
     """About a third of the entries, in order: the longest phases stay, and each two summaries of a
     rank become one.
     """
-    phases: list[TimelineEntry] = []
-    summaries: list[TimelineEntry] = []
-    open_: dict[int, TimelineEntry] = {}
+    phases: list[Entry] = []
+    summaries: list[Entry] = []
+    open_: dict[int, Entry] = {}
     for entry in entries:
         if not isinstance(entry.get("seconds"), dict):
             phases.append(entry)
@@ -428,19 +409,15 @@ def thinned(entries: Iterable[TimelineEntry]) -> list[TimelineEntry]:
             open_[entry["rank"]] = entry
         else:
             summaries.append(_joined(first, entry))
-    phases.sort(key=lambda entry: -sum(_parts(entry).values()))
+    phases.sort(key=lambda entry: -float(entry.get("seconds") or 0.0))
     kept = phases[: int(len(phases) * _KEPT_SHARE)]
     return sorted([*kept, *summaries, *open_.values()], key=lambda entry: float(entry.get("time") or 0.0))
 
 
-def _joined(first: TimelineEntry, second: TimelineEntry) -> TimelineEntry:
+def _joined(first: Entry, second: Entry) -> Entry:
     """A summary of the time of two."""
-    one, other = _parts(first), _parts(second)
-    sums = {name: round(one.get(name, 0.0) + other.get(name, 0.0), 3) for name in {**one, **other}}
+    names = dict.fromkeys([*first["seconds"], *second["seconds"]])
+    sums = {
+        name: round(first["seconds"].get(name, 0.0) + second["seconds"].get(name, 0.0), 3) for name in names
+    }
     return {**second, "seconds": sums}
-
-
-def _parts(entry: TimelineEntry) -> dict[str, float]:
-    """Its seconds by share; of a phase, without a name."""
-    seconds = entry.get("seconds") or 0.0
-    return seconds if isinstance(seconds, dict) else {"": seconds}

@@ -164,13 +164,11 @@ def show_samples(run: Run, *, step: int) -> None:
     questions = list(islice(run.evaluation.questions(), section.samples))
     for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
         run.report.send(
-            {
-                "kind": "sample",
-                "step": step,
-                "prompt": _text(run, question.prompt),
-                "text": answer,
-                "reference": _text(run, question.answer),
-            }
+            "sample",
+            step=step,
+            prompt=_text(run, question.prompt),
+            text=answer,
+            reference=_text(run, question.answer),
         )
 
 
@@ -417,6 +415,4 @@ def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:
     for prompt, file in sampler.draw_all(
         prompts, run.files.samples, step=step, seed=config.seed, name=run.files.root.name, is_over=is_over
     ):
-        run.report.send(
-            {"kind": "sample", "step": step, "prompt": plain(prompt), "text": str(file), "reference": ""}
-        )
+        run.report.send("sample", step=step, prompt=plain(prompt), text=str(file), reference="")
