@@ -227,7 +227,9 @@ _REWARD = {
 def example_line(key: str, value: str) -> str:
     """E.g. `optim: {lr: 1.0e-4}`; of a key of a source with its list."""
     if key.startswith("rewards."):
-        return f"rewards: [{nested(key.removeprefix('rewards.'), value)}]".replace("[{", _REWARD.get(key, "[{"))
+        return f"rewards: [{nested(key.removeprefix('rewards.'), value)}]".replace(
+            "[{", _REWARD.get(key, "[{")
+        )
     before, _, inner = key.partition("data.train.")
     if before or not inner:
         return nested(key, value)[1:-1]
