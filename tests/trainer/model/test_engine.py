@@ -245,3 +245,16 @@ def test_the_smallest_temperatures_draw_the_most_likely_token() -> None:
     for temperature in (5e-324, 1e-300, 1e-30):
         drawn = draw_tokens(scores, numbers, SamplingParams(temperature=temperature))
         assert drawn[:, 0].tolist() == scores.argmax(dim=-1).tolist()
+
+
+def test_a_token_without_a_probability_is_never_drawn() -> None:
+    """Also by the largest number below 1, whose product with the sum of probabilities is that
+    sum.
+    """
+    scores = torch.full((1, 300), -1e9)
+    scores[:, 3:5] = 0.0
+    for number in (0.0, 0.4999, 0.5, 1 - 2**-53):
+        drawn = draw_tokens(
+            scores, torch.tensor([[number]], dtype=torch.float64), SamplingParams(temperature=1)
+        )
+        assert drawn.item() == (3 if number < 0.5 else 4)

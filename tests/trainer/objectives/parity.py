@@ -152,7 +152,8 @@ def train_both(
 def run_trl(folder: Path, specs: list[dict[str, Any]], *, module: str = "trl_losses") -> list[dict[str, Any]]:
     """What a module of this folder, in a process of its own, finds for some specs."""
     (folder / "specs.json").write_text(json.dumps(specs))
-    command = [sys.executable, "-m", f"tests.trainer.objectives.{module}", str(folder / "specs.json"), str(folder / "results.json")]  # fmt: skip
+    files = [str(folder / "specs.json"), str(folder / "results.json")]
+    command = [sys.executable, "-m", f"tests.trainer.objectives.{module}", *files]
     with front_server.start_rank(
         command, env=child_environment(threads=1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

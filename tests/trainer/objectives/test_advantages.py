@@ -165,5 +165,8 @@ def test_a_divergence_is_subtracted_from_the_reward_of_its_answer() -> None:
 
 def test_rewards_are_compared_without_torch() -> None:
     """Processes of rewards must not load it."""
-    code = "import sys, unisono.trainer.objectives.advantages; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, unisono.trainer.objectives.advantages;"
+        " sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

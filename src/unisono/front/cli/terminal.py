@@ -23,6 +23,7 @@ from unisono.front.cli.output import Output, output, shown, styled, terminal_wid
 from unisono.guard.facts import read_environment
 from unisono.guard.places.ranks import NodePlace
 from unisono.trainer.config import RunConfig
+from unisono.trainer.config.sections import GRPO
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
 
@@ -369,7 +370,9 @@ def _batch(plan: RunPlan) -> str:
     longest = plan.data.train.longest_sequence
     family = family_of(plan.model)
     packed, unit = family.sequences, family.positions
-    if plan.config.data.packing and family.decodes_tokens:
+    if plan.config.objective == GRPO:
+        packed = "answers"
+    elif plan.config.data.packing and family.decodes_tokens:
         packed = "packed sequences"
     share, remainder = divmod(plan.global_batch, plan.world_size)
     micro_steps = -(-(share + bool(remainder)) // plan.micro_batch)

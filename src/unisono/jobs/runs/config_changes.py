@@ -108,7 +108,6 @@ RULES: dict[str, KeyRule] = {
     "rewards.deadline": KeyRule("line", "how long a reward may take"),
     "rewards.on_error": KeyRule("line", "what follows if a reward fails"),
     "rollout": KeyRule("meaning", "answers are sampled differently from here on"),
-    "rollout.max_new_tokens": KeyRule("contents", name="data"),
     "rollout.steps": KeyRule("fixed", "the rollout that the next step belongs to would be another"),
     "grpo": KeyRule("meaning", "answers count differently in the loss from here on"),
     "adapter.init": KeyRule("fixed", "the frozen weights differ"),
@@ -337,11 +336,17 @@ _MAPPINGS = frozenset({"optim.options"})
 """Keys with a mapping as their value, which changes as a whole."""
 
 
+_REWARDS = "rewards"  # a list of sections, whose keys have rules
+
+
 def _differences(before: Any, now: Any, key: str) -> Iterator[Change]:
     if isinstance(before, dict) and isinstance(now, dict) and key not in _MAPPINGS:
         for name in dict.fromkeys([*before, *now]):
             dotted = f"{key}.{name}" if key else name
             yield from _differences(before.get(name, ABSENT), now.get(name, ABSENT), dotted)
+    elif key == _REWARDS and isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for old, new in zip(before, now, strict=True):
+            yield from _differences(old, new, key)
     elif before != now:
         yield Change(key, before, now)
 

@@ -168,7 +168,7 @@ class BatchSource(ABC):
         Args:
             evaluation: the `batches.table.EvaluationRows` of the run.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # a source that `measures` has it
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """Ends what the source has started."""

@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base import extensions
 from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
-from unisono.base.text import nearest, one_line, why_unreadable
+from unisono.base.text import nearest, one_line
 from unisono.base.user_code import OwnCode, execute_source, own_code
 from unisono.trainer.config.schema import RunConfig
 
@@ -72,33 +72,48 @@ def own_code_digests(config: RunConfig) -> dict[str, str]:
     return digests
 
 
+def schema_file(path: Path, key: str) -> OwnCode:
+    """The file that the reward of a key compares answers with."""
+    return OwnCode(f"{key}.schema", "reward json_schema", path, "")
+
+
 def _schema_digests(config: RunConfig) -> dict[str, str]:
     """The digests of the files that rewards compare answers with, by key.
 
     Raises:
         ConfigError: if one cannot be read.
     """
-    digests = {}
-    for number, reward in enumerate(config.rewards):
-        if reward.schema_ is None:
-            continue
-        key, path = f"{_REWARDS}.{number}.schema", Path(reward.schema_)
-        try:
-            digests[key] = hashlib.sha256(read_bytes(path, most_bytes=SOURCE_BYTES)).hexdigest()[:16]
-        except (OSError, ValueError) as error:
-            raise ConfigError.of(
-                "the file of the reward json_schema cannot be read",
-                where=str(path),
-                why=why_unreadable(error),
-                fix=f"check the path in `{key}`",
-            ) from None
-    return digests
+    files = [
+        schema_file(Path(reward.schema_), f"{_REWARDS}.{number}")
+        for number, reward in enumerate(config.rewards)
+        if reward.schema_ is not None
+    ]
+    return {file.key: _hashed(_read(file)) for file in files}
+
+
+def _hashed(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _read(code: OwnCode) -> bytes:
+    try:
+        return read_bytes(code.path, most_bytes=SOURCE_BYTES)
+    except (OSError, ValueError) as error:
+        raise _unreadable(code, error) from None
+
+
+def _unreadable(code: OwnCode, error: OSError | ValueError) -> ConfigError:
+    return ConfigError.of(
+        f"the file of the {code.what} cannot be read",
+        where=str(code.path),
+        why=error.strerror or str(error) if isinstance(error, OSError) else str(error),
+        fix=f"check the path in `{code.key}`",
+    )
 
 
 def _digest(code: OwnCode) -> str:
-    path, what = code.path, code.what
+    path, what, source = code.path, code.what, _read(code)
     try:
-        source = read_bytes(path, most_bytes=SOURCE_BYTES)
         tree = ast.parse(source, str(path))
     except SyntaxError as error:
         raise ConfigError.of(
@@ -112,14 +127,8 @@ def _digest(code: OwnCode) -> str:
             where=str(path),
             fix="write it with fewer brackets and shorter sums",
         ) from None
-    except (OSError, ValueError) as error:
-        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError.of(
-            f"the file of the {what} cannot be read",
-            where=str(path),
-            why=why,
-            fix=f"check the path in `{code.key}`",
-        ) from None
+    except ValueError as error:
+        raise _unreadable(code, error) from None
     kinds: tuple[type[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef], ...] = (ast.ClassDef,)
     kind = "class"
     if code.what == "reward":
@@ -135,7 +144,7 @@ def _digest(code: OwnCode) -> str:
             if near
             else f"name a {kind} of the file, as FILE.py:{kind.upper()}",
         )
-    return hashlib.sha256(source).hexdigest()[:16]
+    return _hashed(source)
 
 
 def agreed_source(code: OwnCode, digest: str) -> bytes:
@@ -154,7 +163,7 @@ def agreed_source(code: OwnCode, digest: str) -> bytes:
             why=storage_words(error),
             fix="restore the file that the plan was made with, on all nodes",
         ) from None
-    if hashlib.sha256(source).hexdigest()[:16] != digest:
+    if _hashed(source) != digest:
         raise ConfigError.of(
             f"the file of the {what} has changed since the plan was made",
             where=str(path),

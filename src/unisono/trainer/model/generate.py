@@ -293,7 +293,8 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: SamplingP
     if not sampling.top_k and sampling.top_p == 1:
         edges = likely.cumsum(dim=-1)
         chosen = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
-        return chosen.clamp(max=likely.shape[-1] - 1)  # without the largest where rounding makes it the sum
+        # Rounding must not select a token behind the last one that has a probability.
+        return torch.minimum(chosen, torch.searchsorted(edges, edges[:, -1:].contiguous()))
     ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = 0.0

@@ -44,7 +44,7 @@ class Grpo(Objective):
             group.show("reward", f"waiting for {text}")
 
         pool = RewardPool(config.rewards, group.plan.code_digests, on_wait=show_wait)
-        return RolloutSource(rows, forward, group, pool.__enter__())  # the source closes it
+        return RolloutSource(rows, forward, group, pool.start())
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""

@@ -21,14 +21,20 @@ from typing import Any
 
 from unisono.base.errors import IntegrityError
 from unisono.base.files import make_private_dir, whole_file
+from unisono.base.text import one_line
 from unisono.trainer.objectives.rewards.calls import RewardFailure
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 
 FOLDER, FAILURES = "rollouts", "rewards.jsonl"
+_FIX = "restore that directory, or start with --fresh"
 
 
-def write_rollout(directory: Path, first: int, rank: int, groups: Sequence[AnswerGroup]) -> None:
+def write_rollout(
+    directory: Path, first: int, groups: Sequence[AnswerGroup], *, rank: int, ranks: int
+) -> None:
     """Writes the answers of a rank before the first step that trains on them.
+
+    Files of an earlier start with more ranks are removed: their answers were of other weights.
 
     Raises:
         OSError: from the file system.
@@ -68,7 +74,10 @@ def write_rollout(directory: Path, first: int, rank: int, groups: Sequence[Answe
     }
     table = pa.Table.from_pylist(rows, schema=pa.schema(kinds.items()))
     make_private_dir(directory / FOLDER)
-    with whole_file(_path(directory, first, rank)) as temporary:
+    for path in _paths(directory, first):
+        if int(path.suffixes[0][1:]) >= ranks:
+            path.unlink(missing_ok=True)  # each rank does it
+    with whole_file(directory / FOLDER / f"step-{first:08d}.{rank}.parquet") as temporary:
         parquet.write_table(table, temporary, compression="zstd")
 
 
@@ -89,14 +98,23 @@ def read_rollout(directory: Path, first: int, groups: Sequence[AnswerGroup]) -> 
     """Gives groups their answers, which were sampled before the run was interrupted.
 
     Raises:
-        IntegrityError: if some are missing.
+        IntegrityError: if some are missing, or a file is damaged.
     """
     from pyarrow import parquet
 
-    wanted = {group.place: group for group in groups}
-    for path in sorted((directory / FOLDER).glob(f"step-{first:08d}.*.parquet")):
-        for row in parquet.read_table(path).to_pylist():
-            if (group := wanted.get(row["place"])) is not None:
+    by_place = {group.place: group for group in groups}
+    for path in _paths(directory, first):
+        try:
+            rows = parquet.read_table(path).to_pylist()
+        except ValueError as error:  # ArrowInvalid
+            raise IntegrityError.of(
+                f"the answers that step {first} trains on are damaged",
+                where=str(path),
+                why=one_line(str(error), limit=200),
+                fix=_FIX,
+            ) from error
+        for row in rows:
+            if (group := by_place.get(row["place"])) is not None:
                 group.is_equal = row["is_equal"]
                 group.answers.append(_answer(row))
     missing = [group for group in groups if not group.answers]
@@ -105,7 +123,7 @@ def read_rollout(directory: Path, first: int, groups: Sequence[AnswerGroup]) -> 
             f"the answers to {missing[0].row} that step {missing[0].step} trains on are not there",
             where=str(directory / FOLDER),
             why="they were sampled by weights that the checkpoint does not have",
-            fix="restore that directory, or start with --fresh",
+            fix=_FIX,
         )
 
 
@@ -123,5 +141,6 @@ def _answer(row: dict[str, Any]) -> SampledAnswer:
     )
 
 
-def _path(directory: Path, first: int, rank: int) -> Path:
-    return directory / FOLDER / f"step-{first:08d}.{rank}.parquet"
+def _paths(directory: Path, first: int) -> list[Path]:
+    """The files of all ranks that are here."""
+    return sorted((directory / FOLDER).glob(f"step-{first:08d}.*.parquet"))

@@ -1,7 +1,7 @@
 """Answers that the model samples during the run, with their rewards and advantages, as a source of
 batches.
 
-A rollout are the answers to the prompts of `rollout.steps` optimizer steps: a group of
+A rollout has the answers to the prompts of `rollout.steps` optimizer steps, a group of
 `rollout.group` for each prompt. It is sampled before the first of these steps. Which rank samples
 what follows from the prompts alone, so all ranks know it before anything is sampled; a group stays
 on its rank. Random numbers are keyed by the seed, the place of the prompt in the endless order, and
@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -33,13 +33,8 @@ from unisono.trainer.batches.table import EvaluationRows, TableSource
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
-from unisono.trainer.objectives.rewards.calls import (
-    RewardCall,
-    RewardError,
-    RewardFailure,
-    Scored,
-    reward_names,
-)
+from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names
+from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 from unisono.trainer.plan import deal
@@ -47,22 +42,7 @@ from unisono.trainer.plan.task_requests import SamplingParams
 
 _ROWS = 128  # answers that are computed together
 _PART_TOKENS = 8_192
-_SHARED_BYTES = 8_192  # of the verdict of a rank that fails, in a sum over the ranks
-_CAUSES = {"timeout": "reward_timeout"}
-
-
-class Scorer(Protocol):
-    """Gives rewards; see `rewards.pool.RewardPool`."""
-
-    def close(self) -> None:
-        """Ends its processes."""
-
-    def score(self, calls: Sequence[RewardCall]) -> list[Scored]:
-        """The rewards of the answers of each call.
-
-        Raises:
-            RewardError: if one of them has none, and its reward says that the run ends then.
-        """
+_MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
 @dataclass(frozen=True)
@@ -74,14 +54,21 @@ class _Times:
 
 
 class RolloutSource(BatchSource):
-    """See above."""
+    """The sampled answers to the prompts of a table."""
 
     measures = True
 
-    def __init__(self, prompts: TableSource, forward: Forward, rank: SourceRank, scorer: Scorer) -> None:
-        """Nothing is sampled yet."""
+    def __init__(self, prompts: TableSource, forward: Forward, rank: SourceRank, rewards: RewardPool) -> None:
+        """Nothing is sampled yet.
+
+        Args:
+            prompts: of all steps.
+            forward: the model.
+            rank: this rank.
+            rewards: a pool that was started; `close` closes it.
+        """
         config = rank.plan.config
-        self._prompts, self._forward, self._rank, self._scorer = prompts, forward, rank, scorer
+        self._prompts, self._forward, self._rank, self._rewards = prompts, forward, rank, rewards
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
         self._names = reward_names(config.rewards)
         self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
@@ -118,7 +105,7 @@ class RolloutSource(BatchSource):
         """The groups of this rank by step, of the rollout that a step belongs to."""
         first = step - (step - 1) % self._section.steps
         steps = range(first, min(first + self._section.steps, self._rank.plan.total_steps + 1))
-        groups = {one: self._own_groups(one) for one in steps}
+        groups = {one: self._groups_of_rank(one) for one in steps}
         mine = [group for of_step in groups.values() for group in of_step]
         if step != first:  # the run was resumed within a rollout, whose answers are on disk
             read_rollout(self._rank.directory, first, [group for group in mine if group.step >= step])
@@ -127,10 +114,10 @@ class RolloutSource(BatchSource):
         failure = self._score(mine)
         sums = self._agree(mine, failure)
         self._set_advantages(mine, sums)
-        write_rollout(self._rank.directory, first, self._rank.rank, mine)
+        write_rollout(self._rank.directory, first, mine, rank=self._rank.rank, ranks=self._rank.world_size)
         return groups
 
-    def _own_groups(self, step: int) -> list[AnswerGroup]:
+    def _groups_of_rank(self, step: int) -> list[AnswerGroup]:
         """The prompts of a step that this rank answers, in order; all ranks call it alike."""
         prompts, table = self._prompts, self._prompts.rows.table
         sequences = prompts.sequences(step)
@@ -200,7 +187,7 @@ class RolloutSource(BatchSource):
         self._rank.enter("reward", total=len(groups))
         calls = [group.call() for group in groups]
         try:
-            scored = self._scorer.score(calls)
+            scored = self._rewards.score(calls)
         except RewardError as error:
             note_failures(self._rank.directory, error.failures)
             return error.failure
@@ -218,24 +205,25 @@ class RolloutSource(BatchSource):
         """
         sums = RewardSums.of([answer.reward for group in groups for answer in group.answers])
         rank = self._rank
+        verdict = b"" if failure is None else json.dumps(_verdict_on(failure, rank).to_json()).encode()
         figures = torch.zeros(3 + rank.world_size, dtype=torch.float64, device=rank.device)
         figures[:3] = figures.new_tensor([sums.count, sums.total, sums.squares])
-        figures[3 + rank.rank] = failure is not None
+        figures[3 + rank.rank] = len(verdict)
         rank.sum(figures)
-        count, total, squares, *failed = rank.figures(figures)
-        if any(failed):
-            raise SourceFailed(self._shared_verdict(failure, first=failed.index(1.0)))
+        count, total, squares, *sizes = rank.figures(figures)
+        first = next((number for number, size in enumerate(sizes) if size), None)
+        if first is not None:
+            raise SourceFailed(self._verdict_of(first, verdict, size=int(sizes[first])))
         return RewardSums(count, total, squares)
 
-    def _shared_verdict(self, failure: RewardFailure | None, *, first: int) -> Verdict:
-        """The verdict of the first rank that failed, on all ranks."""
+    def _verdict_of(self, first: int, verdict: bytes, *, size: int) -> Verdict:
+        """The verdict of a rank, as JSON of so many bytes, on all ranks, which must all call it."""
         rank = self._rank
-        data = torch.zeros(_SHARED_BYTES, dtype=torch.float64, device=rank.device)
-        if failure is not None and rank.rank == first:
-            text = json.dumps(_verdict_on(failure, rank).to_json()).encode()
-            data[: len(text)] = torch.tensor(list(text), dtype=torch.float64)
-        rank.sum(data)
-        return Verdict.from_json(json.loads(bytes(map(int, rank.figures(data))).rstrip(b"\0")))
+        shared = torch.zeros(size, dtype=torch.float64, device=rank.device)
+        if rank.rank == first:
+            shared += shared.new_tensor(list(verdict))
+        rank.sum(shared)
+        return Verdict.from_json(json.loads(bytes(map(int, rank.figures(shared)))))
 
     def _set_advantages(self, groups: Sequence[AnswerGroup], sums: RewardSums) -> None:
         section = self._grpo
@@ -310,7 +298,7 @@ class RolloutSource(BatchSource):
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        self._scorer.close()
+        self._rewards.close()
 
     def row_ids(self, sequences: Sequence[int]) -> list[str]:
         """The origin of the prompts of some sequences."""
@@ -335,10 +323,10 @@ class RolloutSource(BatchSource):
         self._agree(groups, self._score(groups))
         answers = [group.answers[0] for group in groups]
         scored = [answer.reward for answer in answers if answer.reward is not None]
-        own = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]
-        figures = torch.tensor(own, dtype=torch.float64, device=rank.device)
-        rank.sum(figures)
-        total, count, tokens, number = rank.figures(figures)
+        sums = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]
+        summed = torch.tensor(sums, dtype=torch.float64, device=rank.device)
+        rank.sum(summed)
+        total, count, tokens, number = rank.figures(summed)
         self._times = _Times(0.0, 0.0)
         return {"reward": total / count if count else 0.0, "answer_tokens": tokens / max(1, number)}
 
@@ -396,15 +384,15 @@ def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torc
 
 def _verdict_on(failure: RewardFailure, rank: SourceRank) -> Verdict:
     """The verdict that ends a run whose reward failed."""
-    cause = _CAUSES.get(failure.kind, "reward_error")
+    cause = "reward_timeout" if failure.kind == "timeout" else "reward_error"
     entry = find_cause(cause)
-    place = failure.where or failure.function
+    row = f" on {failure.row}" if failure.row else ""  # none: a process could not be replaced
     return Verdict(
         cause=cause,
         when="during",
-        summary=f"the reward {failure.function} failed on {failure.row}: {failure.text}"[:1_000],
+        summary=f"the reward {failure.function} failed{row}: {failure.text}"[:_MOST_TEXT],
         ranks=(rank.rank,),
         phase="reward",
-        evidence=(Evidence(where=place, text=failure.text[:1_000]),),
+        evidence=(Evidence(where=failure.where or failure.function, text=failure.text[:_MOST_TEXT]),),
         fix=entry.remedy if entry is not None else (),
     )

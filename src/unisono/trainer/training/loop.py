@@ -86,7 +86,7 @@ def train(run: Run) -> TrainingEnd:
 
 
 def _train(run: Run) -> TrainingEnd:
-    if run.state.step == 0 and "loss_before" not in run.state.eval:
+    if run.state.step == 0 and not any(name.endswith("_before") for name in run.state.eval):
         _measure_before(run)
     while _has_work(run):
         # An evaluation that is already due was cut short by a stop before the resume.

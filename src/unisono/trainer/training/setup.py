@@ -1,6 +1,7 @@
 """Builds a run from its plan: model, data, optimizer, state; fresh or from a checkpoint."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +32,44 @@ from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import shard_model
-from unisono.trainer.training.source_rank import RunRank
+
+
+@dataclass(frozen=True)
+class RunRank:
+    """The rank as a source of batches needs it; see `batches.source.SourceRank`."""
+
+    group: Group
+    plan: RunPlan
+    device: torch.device
+    directory: Path
+    report: Reporter
+    beats: Beats
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.group.world_size
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replaces `tensor` by the sum over all ranks."""
+        self.group.sum(tensor)
+
+    def figures(self, summed: torch.Tensor) -> list[float]:
+        """The values of a sum."""
+        return self.group.figures(summed)
+
+    def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
+        """Tells the watch what the rank does, or that it made progress."""
+        self.beats.enter(phase, done=done, total=total)
+
+    def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
+        """Shows people what the rank does."""
+        self.report.phase(phase, text, done=done, total=total)
 
 
 def set_up(

@@ -79,7 +79,27 @@ def test_the_same_command_goes_on_when_the_reward_is_repaired(tmp_path: Path) ->
     file.write_text("def score(completions, number, **_):\n    return [1.0] * len(completions)\n")
     ended, run = train(tmp_path, {"use": f"{file}:score"})
     assert ended.returncode == 0, ended.stderr
+    assert "the file of rewards.0 has changed: answers may get other rewards" in ended.stderr
     assert json.loads((run / "result.json").read_text())["step"] == 4
+
+
+def test_the_same_command_goes_on_with_what_the_remedy_says(tmp_path: Path) -> None:
+    ended, _ = train(tmp_path, reward("fails_on_a_seven"))
+    assert ended.returncode == 4, ended.stderr
+    ended, _ = train(tmp_path, reward("fails_on_a_seven", on_error="skip"))
+    assert ended.returncode == 0, ended.stderr
+    assert 'rewards.on_error is "skip", and was "error"' in ended.stderr
+    ended, _ = train(tmp_path, reward("fails_on_a_seven", on_error="skip", weight=2.0), "duration=5 steps")
+    assert ended.returncode == 2
+    assert "--allow rewards.weight" in ended.stderr
+
+
+def test_words_of_any_length_and_script_reach_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def score(completions, **_):\n    raise ValueError('答' * 5000)\n")
+    ended, run = train(tmp_path, {"use": f"{file}:score"}, ranks=2)
+    assert ended.returncode == 4, ended.stderr
+    assert "ValueError: 答答答" in json.loads((run / "verdict.json").read_text())["summary"]
 
 
 def test_a_reward_that_fails_in_an_evaluation_ends_the_run_alike(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ On two ranks: kind `grpo` of tests/trainer/ranks.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from pyarrow import parquet
 
 from tests.trainer.objectives.grpo import rewards
+from unisono.base.errors import IntegrityError
 
 Train = Callable[..., Any]
 _GROUP, _TOKENS = 4, 6
@@ -143,6 +145,30 @@ def test_groups_with_equal_rewards_change_nothing(train_here: Train, sections: d
     assert figures(run, "grad_norm") == [0.0] * 6
 
 
+def test_answers_of_an_earlier_start_with_more_ranks_are_not_trained_on(
+    train_here: Train, sections: dict[str, Any]
+) -> None:
+    sections["rollout"] |= {"steps": 3}
+    straight = train_here(**sections)
+    path = straight.directory / "checkpoints" / "step-00000004"
+    resumed = train_here(directory=straight.directory, resume=(4, path), **sections)
+    stale = straight.directory / "rollouts" / "step-00000004.1.parquet"
+    shutil.copy(straight.directory / "rollouts" / "step-00000004.0.parquet", stale)
+    path = straight.directory / "checkpoints" / "step-00000002"
+    again = train_here(directory=straight.directory, resume=(2, path), **sections)
+    assert not stale.exists()
+    assert again.losses == resumed.losses == straight.losses
+
+
+def test_damaged_answers_of_a_rollout_refuse_the_resume(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rollout"] |= {"steps": 3}
+    run = train_here(**sections)
+    (run.directory / "rollouts" / "step-00000004.0.parquet").write_bytes(b"PAR1 nothing")
+    path = run.directory / "checkpoints" / "step-00000004"
+    with pytest.raises(IntegrityError, match="the answers that step 4 trains on are damaged"):
+        train_here(directory=run.directory, resume=(4, path), **sections)
+
+
 def test_missing_answers_of_a_rollout_refuse_the_resume(train_here: Train, sections: dict[str, Any]) -> None:
     sections["rollout"] |= {"steps": 3}
     run = train_here(**sections)
@@ -150,6 +176,6 @@ def test_missing_answers_of_a_rollout_refuse_the_resume(train_here: Train, secti
         file.unlink()
     path = run.directory / "checkpoints" / "step-00000004"
     with pytest.raises(
-        Exception, match=r"answers to .*prompts.jsonl:\d+ that step 5 trains on are not there"
+        IntegrityError, match=r"answers to .*prompts.jsonl:\d+ that step 5 trains on are not there"
     ):
         train_here(directory=run.directory, resume=(4, path), **sections)

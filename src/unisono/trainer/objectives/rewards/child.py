@@ -292,6 +292,7 @@ def main(words: Sequence[str]) -> None:
     try:
         functions = _load(setup["functions"])
     except Exception as error:
+        # Imported here, as it takes long; any other exception is a defect, and ends this process.
         from unisono.base.errors import ConfigError
 
         if not isinstance(error, ConfigError):

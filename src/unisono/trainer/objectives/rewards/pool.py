@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from unisono.base.errors import ConfigError, Problem
-from unisono.base.files import SOURCE_BYTES, parse_json, read_bytes
+from unisono.base.files import parse_json
 from unisono.base.text import parse_seconds, why_unreadable
 from unisono.base.user_code import OwnCode, own_class
-from unisono.trainer.config.own_code import agreed_source
+from unisono.trainer.config.own_code import agreed_source, schema_file
 from unisono.trainer.config.rollout_sections import REWARDS, RewardSection
 from unisono.trainer.objectives.rewards.calls import (
     FailureKind,
@@ -140,6 +140,10 @@ class RewardPool:
         self._told = 0.0
 
     def __enter__(self) -> Self:
+        """See `start`."""
+        return self.start()
+
+    def start(self) -> Self:
         """Starts the processes, and waits until all functions are loaded.
 
         Raises:
@@ -155,7 +159,7 @@ class RewardPool:
             self._fill_up()
             while any(worker.is_loading for worker in self._workers):
                 self._turn()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no process may stay
             self.close()
             raise
         self._is_open = True
@@ -197,7 +201,7 @@ class RewardPool:
             self._fill_up()
             while self._queue or any(worker.attempt for worker in self._workers):
                 self._turn()
-        except BaseException:
+        except BaseException:  # also Ctrl-C, and what `on_wait` raises: a call must not go on
             self._end_running()
             raise
         weights = dict(zip(self.names, (entry.weight for entry in self._entries), strict=True))
@@ -234,8 +238,28 @@ class RewardPool:
             )
         settings = {name: getattr(entry, name) for name in entry.keys if name != "schema"}
         if "schema" in entry.keys:
-            settings |= {"path": entry.schema_, "schema": _read_schema(Path(entry.schema_ or ""), key)}
+            settings |= {"path": entry.schema_, "schema": self._schema(Path(entry.schema_ or ""), key)}
         return {"use": entry.use, "settings": settings}
+
+    def _schema(self, path: Path, key: str) -> Mapping[str, object]:
+        """The JSON Schema in a file.
+
+        Raises:
+            ConfigError: if it cannot be read, or has changed.
+        """
+        code, why = schema_file(path, key), "it is not an object"
+        try:
+            schema = parse_json(agreed_source(code, self._digests.get(code.key, "")))
+        except ValueError as error:
+            schema, why = None, why_unreadable(error)
+        if isinstance(schema, dict):
+            return schema
+        raise ConfigError.of(
+            f"the file of the {code.what} is no JSON Schema",
+            where=str(path),
+            why=why,
+            fix=f"check the path in `{code.key}`",
+        )
 
     def _label(self, index: int) -> str:
         parts = own_class(self._entries[index].use)
@@ -439,19 +463,3 @@ class RewardPool:
             earlier = [failure for scoring in self._scorings for failure in scoring.result.failures]
             raise RewardError(failure, [*earlier, failure])
         scoring.result.fail(failure, on_error)
-
-
-def _read_schema(path: Path, key: str) -> dict[str, Any]:
-    why = "it is not an object"
-    try:
-        schema = parse_json(read_bytes(path, most_bytes=SOURCE_BYTES))
-    except (OSError, ValueError) as error:
-        schema, why = None, why_unreadable(error)
-    if not isinstance(schema, dict):
-        raise ConfigError.of(
-            "the file of the reward json_schema cannot be read",
-            where=str(path),
-            why=why,
-            fix=f"check the path in `{key}.schema`",
-        )
-    return schema
