@@ -38,7 +38,8 @@ _CREDENTIALS = re.compile(r"\S:\S+@")  # user:password@proxy, with a scheme or w
 _NAME_OR_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 _TOKEN = "UNISONO_TOKEN"  # noqa: S105 - the variable's name
 _SERVE_KEY = "UNISONO_SERVE_KEY"
-_OURS = frozenset({_TOKEN, _SERVE_KEY})
+_SAMPLER_KEY = "UNISONO_SAMPLER_KEY"
+_OURS = frozenset({_TOKEN, _SERVE_KEY, _SAMPLER_KEY})
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ def take_serve_key() -> str | None:
     None if unset or empty.
     """
     return os.environ.pop(_SERVE_KEY, "").strip() or None
+
+
+def sampler_key() -> str | None:
+    """UNISONO_SAMPLER_KEY, the key of the server that samples answers; None if unset or empty."""
+    return os.environ.get(_SAMPLER_KEY, "").strip() or None
 
 
 def _job_variables(env: Mapping[str, str]) -> dict[str, str]:

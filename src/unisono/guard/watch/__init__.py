@@ -96,6 +96,7 @@ PHASES: tuple[RankPhase, ...] = (
     RankPhase("reference", "computing the reference's log-probabilities"),
     RankPhase("rehearse", "trying the longest batch"),
     RankPhase("data", "reading its batch", share="data", in_step=True),
+    RankPhase("sync", "sending its weights to the server that samples", in_step=True),
     RankPhase("rollout", "sampling answers", share="compute", in_step=True),
     RankPhase("reward", "waiting for rewards", share="data", in_step=True),
     RankPhase("compute", "in forward and backward", share="compute", in_step=True),

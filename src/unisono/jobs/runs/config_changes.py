@@ -108,6 +108,8 @@ RULES: dict[str, KeyRule] = {
     "rewards.deadline": KeyRule("line", "how long a reward may take"),
     "rewards.on_error": KeyRule("line", "what follows if a reward fails"),
     "rollout": KeyRule("meaning", "answers are sampled differently from here on"),
+    "rollout.url": KeyRule("line", "another server samples; it must serve the same model"),
+    "rollout.patience": KeyRule("line", "how long a server is waited for"),
     "rollout.steps": KeyRule("fixed", "the rollout that the next step belongs to would be another"),
     "grpo": KeyRule("meaning", "answers count differently in the loss from here on"),
     "adapter.init": KeyRule("fixed", "the frozen weights differ"),

@@ -225,6 +225,17 @@ class SourceRank(RankSum, Protocol):
     def directory(self) -> Path:
         """That of the run."""
 
+    def write_adapter(self, directory: Path | None) -> None:
+        """Writes the present adapter as peft reads it. If weights are sharded, all ranks must call
+        it.
+
+        Args:
+            directory: a new directory; None on ranks that only contribute their parts.
+
+        Raises:
+            OSError: from the file system.
+        """
+
     def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
         """Tells the watch what the rank does, or that it made progress."""
 

@@ -2,10 +2,18 @@
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from unisono.base.text import nearest, one_line
+from unisono.base.text import nearest, one_line, parse_seconds
 from unisono.base.user_code import own_class
 from unisono.trainer.config.sections import (
     NamesFile,
@@ -30,6 +38,29 @@ REWARDS: dict[str, tuple[str, ...]] = {
 """The built-in rewards, and the keys that each of them uses beside those of all rewards."""
 
 Number = Annotated[float, BeforeValidator(float_of_yaml)]
+_MOST_PATIENCE_S = 25 * 60  # ranks that wait for each other give up after 30 minutes
+
+
+def _check_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{text!r} is not an http or https URL; write http://HOST:PORT")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError("it has more than an address; write http://HOST:PORT, and set UNISONO_SAMPLER_KEY")
+    _ = parts.port  # raises ValueError if it is none
+    return text.rstrip("/")
+
+
+def _check_patience(text: str) -> str:
+    if parse_seconds(text) > _MOST_PATIENCE_S:
+        raise ValueError(f"{text!r} is too long; write at most {_MOST_PATIENCE_S // 60} minutes")
+    return text
+
+
+ServerUrl = Annotated[str, AfterValidator(_check_url), Takes("a URL, e.g. `http://127.0.0.1:8000`")]
+ShortPatience = Annotated[
+    str, AfterValidator(_check_patience), Takes("a time of at most 25 minutes, e.g. `5 minutes`")
+]
 
 
 class RewardSection(Section):
@@ -113,6 +144,31 @@ class RolloutSection(Section):
     steps: int = Field(
         default=1, ge=1, le=1000, description="optimizer steps for the answers that were sampled together"
     )
+    engine: Literal["own", "vllm"] = Field(
+        default="own",
+        description=(
+            "what samples. own: the model of each rank; vllm: the vLLM server at `url`, which gets the"
+            " adapter before each rollout"
+        ),
+    )
+    url: ServerUrl | None = Field(
+        default=None, description="vllm: address of the server; its key is in UNISONO_SAMPLER_KEY"
+    )
+    patience: ShortPatience = Field(
+        default="5 minutes",
+        description=(
+            "vllm: how long a server that stops answering is waited for, and an answer of it; then the run"
+            " ends with exit code 4 and a checkpoint"
+        ),
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the keys of a server if there is none, so that a written config can be read
+        again.
+        """
+        unused = () if self.engine == "vllm" else ("url", "patience")
+        return {key: value for key, value in dump(self).items() if key not in unused}
 
 
 class GrpoSection(Section):
@@ -225,6 +281,54 @@ def grpo_contradictions(
     for number, reward in enumerate(rewards):
         problems += _reward_contradictions(reward, f"rewards.{number}")
     return problems
+
+
+def server_contradictions(
+    rollout: RolloutSection, *, adapter_kind: str | None, has_whole_modules: bool
+) -> list[str]:
+    """The keys that contradict the engine of a rollout, each as `key: problem; remedy`.
+
+    Args:
+        rollout: of the config.
+        adapter_kind: of `adapter`; None without one.
+        has_whole_modules: whether the adapter has modules that are trained as a whole.
+    """
+    if rollout.engine == "own":
+        given = [key for key in ("url", "patience") if key in rollout.model_fields_set]
+        return [
+            f"rollout.{key}: engine own does not use it; remove it, or set `rollout.engine: vllm`"
+            for key in given
+            if getattr(rollout, key) is not None
+        ]
+    rules = [
+        (
+            rollout.url is None,
+            "rollout.url: engine vllm needs its address; set it, e.g. http://127.0.0.1:8000",
+        ),
+        (
+            adapter_kind is None,
+            (
+                "rollout.engine: vllm gets the weights as a LoRA adapter, and there is none; set `adapter: {kind:"
+                " lora}`, or `rollout.engine: own`"
+            ),
+        ),
+        (
+            adapter_kind == "dora",
+            "rollout.engine: vllm does not load adapters of kind dora; set `adapter.kind` to lora or rslora",
+        ),
+        (
+            has_whole_modules,
+            "rollout.engine: vllm does not load whole modules of an adapter; remove `adapter.modules_to_save`",
+        ),
+        (
+            rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k > 0),
+            (
+                "rollout.temperature: vllm gives log-probabilities before the temperature, or after top_p and"
+                " top_k; set temperature to 1, or top_p to 1 and top_k to 0"
+            ),
+        ),
+    ]
+    return [text for is_wrong, text in rules if is_wrong]
 
 
 def _reward_contradictions(reward: RewardSection, key: str) -> list[str]:

@@ -30,6 +30,7 @@ from unisono.trainer.config.rollout_sections import (
     RewardSection,
     RolloutSection,
     grpo_contradictions,
+    server_contradictions,
 )
 from unisono.trainer.config.schedules import SCHEDULES, schedule_named
 from unisono.trainer.config.sections import (
@@ -1198,13 +1199,21 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
         ),
         (template is not None, "data.template: prompts have chat templates; set it to a file, or null"),
     ]
-    return [text for is_wrong, text in rules if is_wrong] + grpo_contradictions(
-        config.rewards,
-        config.rollout,
-        answers=config.batch.global_,
-        max_length=config.data.max_length,
-        section=config.grpo,
-        has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
+    return (
+        [text for is_wrong, text in rules if is_wrong]
+        + grpo_contradictions(
+            config.rewards,
+            config.rollout,
+            answers=config.batch.global_,
+            max_length=config.data.max_length,
+            section=config.grpo,
+            has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
+        )
+        + server_contradictions(
+            config.rollout,
+            adapter_kind=None if adapter is None else adapter.kind,
+            has_whole_modules=adapter is not None and bool(adapter.modules_to_save),
+        )
     )
 
 

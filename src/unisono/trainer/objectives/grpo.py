@@ -14,6 +14,10 @@ from unisono.trainer.objectives.objective import Objective, Part, sums_of
 from unisono.trainer.objectives.policy import POLICY_METRICS, PolicyBatch, policy_loss
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollouts import RolloutSource
+from unisono.trainer.objectives.samplers.own_engine import OwnEngine
+from unisono.trainer.objectives.samplers.sampler import EndTokens, Sampler
+from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler, check_server
+from unisono.trainer.plan import RunPlan
 
 _DIFFERENCE = "sampler_difference"
 
@@ -31,6 +35,11 @@ class Grpo(Objective):
     section: GrpoSection
     metrics = (_DIFFERENCE, *POLICY_METRICS)
 
+    def check(self, plan: RunPlan, *, rank: int) -> None:
+        """Asks the server that samples what it can do, if there is one."""
+        if rank == 0 and self.rollout.engine == "vllm":
+            check_server(plan)
+
     def source(self, rows: BatchSource, forward: Forward, group: SourceRank) -> BatchSource:
         """Sampled answers to the prompts of the data."""
         assert isinstance(rows, TableSource)
@@ -44,7 +53,13 @@ class Grpo(Objective):
             group.show("reward", f"waiting for {text}")
 
         pool = RewardPool(config.rewards, group.plan.code_digests, on_wait=show_wait)
-        return RolloutSource(rows, forward, group, pool.start())
+        ends = EndTokens.of(rows, forward)
+        sampler: Sampler = (
+            VllmSampler(forward, group, rows, ends)
+            if self.rollout.engine == "vllm"
+            else OwnEngine(forward, group, ends)
+        )
+        return RolloutSource(rows, forward, group, pool.start(), sampler)
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""

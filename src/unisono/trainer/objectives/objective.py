@@ -29,6 +29,7 @@ import torch
 from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRank
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.forward import Forward
+from unisono.trainer.plan import RunPlan
 
 BOTH = (0, 1)
 """The sides of a pair: chosen, rejected."""
@@ -81,6 +82,14 @@ class Objective(ABC):
         """Returns the objective of a run. Override it in your own class to read settings."""
         del config
         return cls()
+
+    def check(self, plan: RunPlan, *, rank: int) -> None:
+        """Checks what the source will need, before the model is loaded. Each rank calls it.
+
+        Raises:
+            ConfigError: if it is not there.
+        """
+        del plan, rank
 
     def source(self, rows: BatchSource, forward: Forward, group: SourceRank) -> BatchSource:
         """Returns the source of the steps. All ranks must call it before the first step.

@@ -8,7 +8,6 @@ on its rank. Random numbers are keyed by the seed, the place of the prompt in th
 the number of the answer.
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -24,24 +23,23 @@ from unisono.trainer.batches.source import (
     Counts,
     Micro,
     MicroBatch,
-    SourceFailed,
     SourceRank,
     StepBatches,
     agree_on,
 )
 from unisono.trainer.batches.table import EvaluationRows, TableSource
-from unisono.trainer.model.engine import Engine, GeneratedAnswer
-from unisono.trainer.model.forward import Forward, Rows
+from unisono.trainer.model.engine import GeneratedAnswer
+from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
+from unisono.trainer.objectives.agreement import sum_or_fail
 from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
-from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
+from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer, rows_of
+from unisono.trainer.objectives.samplers.sampler import EndTokens, Sampler
 from unisono.trainer.plan import deal
 from unisono.trainer.plan.task_requests import SamplingParams
 
-_ROWS = 128  # answers that are computed together
-_PART_TOKENS = 8_192
 _MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
@@ -58,7 +56,9 @@ class RolloutSource(BatchSource):
 
     measures = True
 
-    def __init__(self, prompts: TableSource, forward: Forward, rank: SourceRank, rewards: RewardPool) -> None:
+    def __init__(
+        self, prompts: TableSource, forward: Forward, rank: SourceRank, rewards: RewardPool, sampler: Sampler
+    ) -> None:
         """Nothing is sampled yet.
 
         Args:
@@ -66,24 +66,24 @@ class RolloutSource(BatchSource):
             forward: the model.
             rank: this rank.
             rewards: a pool that was started; `close` closes it.
+            sampler: of the answers; `close` closes it.
         """
         config = rank.plan.config
-        self._prompts, self._forward, self._rank, self._rewards = prompts, forward, rank, rewards
+        self._prompts, self._rank, self._rewards, self._sampler = prompts, rank, rewards, sampler
+        self._tokenizer = forward.loaded.tokenizer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
         self._names = reward_names(config.rewards)
         self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
         self._times = _Times(0.0, 0.0)
-        tokenizer = forward.loaded.tokenizer
-        table = prompts.rows.table
-        self._stop_ids = set(table.stop_ids) | ({tokenizer.eos_token_id} - {None})
-        self._pad_id = (
-            next(iter(self._stop_ids), 0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        )
+        self._pad_id = EndTokens.of(prompts, forward).pad_id
+        self._version = 0 if rank.plan.resume is None else rank.plan.resume.step  # of the weights, in steps
 
     def step(self, step: int) -> StepBatches:
         """The answers of a step, which are sampled if it is the first of a rollout."""
+        self._version = step - 1
         if step not in self._groups:
             self._groups = self._rollout_of(step)
+        self._version = step  # of the weights at the next call
         groups = self._groups[step]
         answers = [answer for group in groups for answer in group.answers]
         micros = self._micros(groups)
@@ -110,9 +110,7 @@ class RolloutSource(BatchSource):
         if step != first:  # the run was resumed within a rollout, whose answers are on disk
             read_rollout(self._rank.directory, first, [group for group in mine if group.step >= step])
             return groups
-        self._sample(mine)
-        failure = self._score(mine)
-        sums = self._agree(mine, failure)
+        sums = self._agree(mine, self._sample(mine) or self._score(mine))
         self._set_advantages(mine, sums)
         write_rollout(self._rank.directory, first, mine, rank=self._rank.rank, ranks=self._rank.world_size)
         return groups
@@ -139,9 +137,12 @@ class RolloutSource(BatchSource):
             )
         return groups
 
-    def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> None:
-        """Samples the answers of some groups with the present weights."""
+    def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> Verdict | None:
+        """Samples the answers of some groups with the present weights; or why it cannot. All ranks
+        must call it.
+        """
         began = time.perf_counter()
+        self._sampler.sync(self._version)
         size = 1 if greedy else self._section.group
         waiting: list[tuple[AnswerGroup, list[GeneratedAnswer]]] = []
         for group in groups:
@@ -156,32 +157,15 @@ class RolloutSource(BatchSource):
                 for number in range(size)
             ]
             waiting.append((group, answers))
-        with self._forward.ready_to_generate() as model:
-            self._forward.within(lambda: self._generate(model, [one for _, of in waiting for one in of]))
-        tokenizer = self._forward.loaded.tokenizer
+        verdict = self._sampler.sample([one for _, of in waiting for one in of])
+        if verdict is not None:
+            return verdict
         for group, answers in waiting:
-            group.answers = [SampledAnswer.of(group.prompt, one, tokenizer) for one in answers]
+            group.answers = [SampledAnswer.of(group.prompt, one, self._tokenizer) for one in answers]
         self._times = replace(self._times, sample_s=time.perf_counter() - began)
+        return None
 
-    def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
-        engine = Engine(
-            model,
-            stop_ids=self._stop_ids,
-            pad_id=self._pad_id,
-            rows=_ROWS,
-            part_tokens=_PART_TOKENS,
-            with_log_probs=True,
-        )
-        tokens = 0
-        with engine.ready():
-            for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
-                engine.add(answer)
-            while not engine.is_idle:
-                engine.step()
-                tokens += 1
-                self._rank.enter("rollout", done=tokens)
-
-    def _score(self, groups: Sequence[AnswerGroup]) -> RewardFailure | None:
+    def _score(self, groups: Sequence[AnswerGroup]) -> Verdict | None:
         """Gives all answers their rewards; or what has failed, if the run ends then."""
         began = time.perf_counter()
         self._rank.enter("reward", total=len(groups))
@@ -190,40 +174,21 @@ class RolloutSource(BatchSource):
             scored = self._rewards.score(calls)
         except RewardError as error:
             note_failures(self._rank.directory, error.failures)
-            return error.failure
+            return _verdict_on(error.failure, self._rank)
         note_failures(self._rank.directory, [failure for scores in scored for failure in scores.failures])
         for group, scores in zip(groups, scored, strict=True):
             group.take(scores)
         self._times = replace(self._times, reward_s=time.perf_counter() - began)
         return None
 
-    def _agree(self, groups: Sequence[AnswerGroup], failure: RewardFailure | None) -> RewardSums:
+    def _agree(self, groups: Sequence[AnswerGroup], verdict: Verdict | None) -> RewardSums:
         """The sums of all rewards of the rollout. All ranks must call it.
 
         Raises:
-            SourceFailed: on all ranks, if a reward failed on any.
+            SourceFailed: on all ranks, if sampling or a reward failed on any.
         """
         sums = RewardSums.of([answer.reward for group in groups for answer in group.answers])
-        rank = self._rank
-        verdict = b"" if failure is None else json.dumps(_verdict_on(failure, rank).to_json()).encode()
-        figures = torch.zeros(3 + rank.world_size, dtype=torch.float64, device=rank.device)
-        figures[:3] = figures.new_tensor([sums.count, sums.total, sums.squares])
-        figures[3 + rank.rank] = len(verdict)
-        rank.sum(figures)
-        count, total, squares, *sizes = rank.figures(figures)
-        first = next((number for number, size in enumerate(sizes) if size), None)
-        if first is not None:
-            raise SourceFailed(self._verdict_of(first, verdict, size=int(sizes[first])))
-        return RewardSums(count, total, squares)
-
-    def _verdict_of(self, first: int, verdict: bytes, *, size: int) -> Verdict:
-        """The verdict of a rank, as JSON of so many bytes, on all ranks, which must all call it."""
-        rank = self._rank
-        shared = torch.zeros(size, dtype=torch.float64, device=rank.device)
-        if rank.rank == first:
-            shared += shared.new_tensor(list(verdict))
-        rank.sum(shared)
-        return Verdict.from_json(json.loads(bytes(map(int, rank.figures(shared)))))
+        return RewardSums(*sum_or_fail(self._rank, [sums.count, sums.total, sums.squares], verdict))
 
     def _set_advantages(self, groups: Sequence[AnswerGroup], sums: RewardSums) -> None:
         section = self._grpo
@@ -297,8 +262,9 @@ class RolloutSource(BatchSource):
         return self._micro([(group, number) for number in range(count)])
 
     def close(self) -> None:
-        """Ends the processes of rewards."""
+        """Ends the processes of rewards, and the sampler."""
         self._rewards.close()
+        self._sampler.close()
 
     def row_ids(self, sequences: Sequence[int]) -> list[str]:
         """The origin of the prompts of some sequences."""
@@ -319,8 +285,7 @@ class RolloutSource(BatchSource):
             AnswerGroup(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
             for unit in units
         ]
-        self._sample(groups, greedy=True)
-        self._agree(groups, self._score(groups))
+        self._agree(groups, self._sample(groups, greedy=True) or self._score(groups))
         answers = [group.answers[0] for group in groups]
         scored = [answer.reward for answer in answers if answer.reward is not None]
         sums = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]
@@ -357,29 +322,6 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
         for name, total, count in zip(values, totals[::2], totals[1::2], strict=True)
         if count and (name != "no_reward" or total)
     }
-
-
-def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Rows:
-    """The rows of prompts with their answers, all of whose tokens are loss tokens."""
-    ids: list[int] = []
-    positions: list[int] = []
-    index: list[int] = []
-    lengths: list[int] = []
-    for prompt, tokens in answers:
-        start = len(ids)
-        ids += [*prompt, *tokens]
-        lengths.append(len(ids) - start)
-        positions += range(lengths[-1])
-        index += range(start + len(prompt) - 1, len(ids) - 1)
-    input_ids, label_index = torch.tensor(ids, device=device), torch.tensor(index, device=device)
-    return Rows(
-        input_ids,
-        torch.tensor(positions, device=device),
-        lengths,
-        label_index,
-        input_ids[label_index + 1],
-        loss_counts=[len(tokens) for _, tokens in answers],
-    )
 
 
 def _verdict_on(failure: RewardFailure, rank: SourceRank) -> Verdict:

@@ -1,9 +1,12 @@
-"""Sampled answers, with all that is kept of them. Pure."""
+"""Sampled answers, with all that is kept of them, and as rows of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
+
+from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives.rewards.calls import RewardCall, Scored
 
 
@@ -87,3 +90,26 @@ class AnswerGroup:
         """Gives the answers their rewards."""
         for answer, rewards, total in zip(self.answers, scored.rewards, scored.totals, strict=True):
             answer.rewards, answer.reward = rewards, total
+
+
+def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Rows:
+    """The rows of prompts with their answers, all of whose tokens are loss tokens."""
+    ids: list[int] = []
+    positions: list[int] = []
+    index: list[int] = []
+    lengths: list[int] = []
+    for prompt, tokens in answers:
+        start = len(ids)
+        ids += [*prompt, *tokens]
+        lengths.append(len(ids) - start)
+        positions += range(lengths[-1])
+        index += range(start + len(prompt) - 1, len(ids) - 1)
+    input_ids, label_index = torch.tensor(ids, device=device), torch.tensor(index, device=device)
+    return Rows(
+        input_ids,
+        torch.tensor(positions, device=device),
+        lengths,
+        label_index,
+        input_ids[label_index + 1],
+        loss_counts=[len(tokens) for _, tokens in answers],
+    )

@@ -32,6 +32,7 @@ from unisono.trainer.training.run import GeneratorWatch, Run, TrainState
 from unisono.trainer.training.saver import Saver, Staging
 from unisono.trainer.training.saving import open_metrics, open_store, restore
 from unisono.trainer.training.sharding import shard_model
+from unisono.trainer.training.weights import write_adapter_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class RunRank:
     directory: Path
     report: Reporter
     beats: Beats
+    loaded: LoadedModel
 
     @property
     def rank(self) -> int:
@@ -62,6 +64,12 @@ class RunRank:
     def figures(self, summed: torch.Tensor) -> list[float]:
         """The values of a sum."""
         return self.group.figures(summed)
+
+    def write_adapter(self, directory: Path | None) -> None:
+        """Writes the present adapter."""
+        if directory is not None:
+            directory.mkdir()
+        write_adapter_of(self.loaded, self.plan, directory)
 
     def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
         """Tells the watch what the rank does, or that it made progress."""
@@ -98,6 +106,7 @@ def set_up(
         report.phase("objective", f"executing {own.path}")
         beats.enter("objective")
     objective = objective_of(plan.config, digest=plan.code_digests.get("objective", ""))
+    objective.check(plan, rank=place.rank)
     optimizer = load_own_optimizer(plan.config, digest=plan.code_digests.get("optim.kind", ""))
     report.phase("load_model", f"loading {plan.config.model.path}")
     beats.enter("load_model")
@@ -146,7 +155,9 @@ def set_up(
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
         sharded=sharded,
         objective=objective,
-        source=objective.source(data, forward, RunRank(group, plan, device, files.root, report, beats)),
+        source=objective.source(
+            data, forward, RunRank(group, plan, device, files.root, report, beats, loaded)
+        ),
         evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables
         else None,

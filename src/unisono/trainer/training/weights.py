@@ -252,14 +252,7 @@ def write_weights(
     if entries is not None:
         return entries
     if plan.config.adapter is not None:
-        name = _base_name(plan)
-        entries = write_adapter(
-            loaded.model,
-            target,
-            base_name=name,
-            base_revision=plan.config.model.revision if name == plan.config.model.path else None,
-            changes=loaded.base_changes,
-        )
+        entries = write_adapter_of(loaded, plan, target)
     else:
         limit = parse_bytes(plan.config.checkpoint.max_shard_size)
         loaded.base.config.use_cache = True
@@ -406,6 +399,18 @@ def entries_of(directory: Path) -> Entries:
         name: FileEntry(bytes=contents.bytes, xxh3_128=contents.digest, tensors=contents.tensors)
         for name, contents in files.items()
     }
+
+
+def write_adapter_of(loaded: LoadedModel, plan: RunPlan, directory: Path | None) -> Entries:
+    """Writes the adapter of a run, see `write_adapter`."""
+    name = _base_name(plan)
+    return write_adapter(
+        loaded.model,
+        directory,
+        base_name=name,
+        base_revision=plan.config.model.revision if name == plan.config.model.path else None,
+        changes=loaded.base_changes,
+    )
 
 
 def write_adapter(

@@ -42,8 +42,7 @@ class RewardProcess:
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                # Of many threads, e.g. of an event loop, each would map an arena.
-                env=early_environment() | {"MALLOC_ARENA_MAX": "2"},
+                env=_environment(),
             )
         self._unsent = bytearray(setup)
         self._received = bytearray()
@@ -144,3 +143,12 @@ class RewardProcess:
     def _has_ended(self) -> bool:
         """Whether it has ended; a process that it forked may still have the socket."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _environment() -> dict[str, str]:
+    """Without the key of a server that samples, which is not for the functions of the user."""
+    environment = {
+        name: value for name, value in early_environment().items() if name != "UNISONO_SAMPLER_KEY"
+    }
+    # Of many threads, e.g. of an event loop, each would map an arena.
+    return environment | {"MALLOC_ARENA_MAX": "2"}

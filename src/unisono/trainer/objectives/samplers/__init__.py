@@ -1,0 +1,1 @@
+"""Where the answers of GRPO are sampled: by the rank itself, or by a server."""

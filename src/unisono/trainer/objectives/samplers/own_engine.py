@@ -1,0 +1,50 @@
+"""The model of the rank as the sampler, with its own weights and layers: nothing has to be sent."""
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.trainer.batches.source import SourceRank
+from unisono.trainer.model.engine import Engine, GeneratedAnswer
+from unisono.trainer.model.forward import Forward
+from unisono.trainer.objectives.samplers.sampler import EndTokens
+
+_ROWS = 128  # answers that are computed together
+_PART_TOKENS = 8_192
+
+
+class OwnEngine:
+    """See `sampler.Sampler`."""
+
+    def __init__(self, forward: Forward, rank: SourceRank, ends: EndTokens) -> None:
+        """A sampler that is ready."""
+        self._forward, self._rank, self._ends = forward, rank, ends
+
+    def sync(self, version: int) -> None:
+        """Nothing to do: the weights are those that are trained."""
+
+    def sample(self, answers: Sequence[GeneratedAnswer]) -> None:
+        """Completes answers."""
+        with self._forward.ready_to_generate() as model:
+            self._forward.within(lambda: self._generate(model, answers))
+
+    def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
+        engine = Engine(
+            model,
+            stop_ids=set(self._ends.stop_ids),
+            pad_id=self._ends.pad_id,
+            rows=_ROWS,
+            part_tokens=_PART_TOKENS,
+            with_log_probs=True,
+        )
+        tokens = 0
+        with engine.ready():
+            for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
+                engine.add(answer)
+            while not engine.is_idle:
+                engine.step()
+                tokens += 1
+                self._rank.enter("rollout", done=tokens)
+
+    def close(self) -> None:
+        """Nothing was started."""

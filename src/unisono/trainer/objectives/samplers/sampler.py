@@ -1,0 +1,60 @@
+"""The seam between a rollout and what samples its answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from unisono.base.causes import Verdict
+from unisono.trainer.batches.table import TableSource
+from unisono.trainer.model.engine import GeneratedAnswer
+from unisono.trainer.model.forward import Forward
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Tokens that end answers, or fill rows.
+
+    Attributes:
+        stop_ids: tokens that end an answer.
+        pad_id: any token.
+    """
+
+    stop_ids: frozenset[int]
+    pad_id: int
+
+    @classmethod
+    def of(cls, prompts: TableSource, forward: Forward) -> Self:
+        """Those of a model and the chat template of its prompts."""
+        tokenizer = forward.loaded.tokenizer
+        stop_ids = set(prompts.rows.table.stop_ids) | ({tokenizer.eos_token_id} - {None})
+        pad_id = tokenizer.pad_token_id
+        return cls(frozenset(stop_ids), next(iter(stop_ids), 0) if pad_id is None else pad_id)
+
+
+class Sampler(Protocol):
+    """Answers of the present model."""
+
+    def sync(self, version: int) -> None:
+        """Makes the present weights those that sample. All ranks must call it alike.
+
+        Args:
+            version: optimizer steps that the weights have made; the same version has the same
+                weights.
+
+        Raises:
+            SourceFailed: on all ranks, if the weights do not arrive.
+        """
+
+    def sample(self, answers: Sequence[GeneratedAnswer]) -> Verdict | None:
+        """Completes answers with the weights of the latest `sync`; each rank calls it for its own.
+
+        Args:
+            answers: none has begun. Those to the same prompt follow each other, with the places 0,
+                1, … and the same sampling.
+
+        Returns:
+            why they cannot be sampled; None: all are complete.
+        """
+
+    def close(self) -> None:
+        """Ends what the sampler has started."""

@@ -1,0 +1,569 @@
+"""A vLLM server as the sampler. It gets each version of the weights as a LoRA adapter, which it
+reads from a directory of the run.
+
+Rank 0 writes and loads a version, while the others wait in the sum that ends `sync`; every rank
+requests the answers to its own prompts. A rank that finds the server restarted loads the present
+version again, whichever it is: rank 0 may already wait for the others.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NoReturn, TypeVar
+
+import torch
+
+from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.base.errors import ConfigError
+from unisono.base.files import make_private_dir
+from unisono.base.text import one_line, parse_seconds, show_seconds
+from unisono.guard.facts.environment import sampler_key
+from unisono.trainer.batches.seeds import stream_seed
+from unisono.trainer.batches.source import SourceRank
+from unisono.trainer.batches.table import TableSource
+from unisono.trainer.config.rollout_sections import RolloutSection
+from unisono.trainer.model.engine import GeneratedAnswer
+from unisono.trainer.model.forward import Forward
+from unisono.trainer.objectives.agreement import bytes_of_rank, sum_or_fail
+from unisono.trainer.objectives.sampled import rows_of
+from unisono.trainer.objectives.samplers.http_client import HttpClient, Reply
+from unisono.trainer.objectives.samplers.probe import BOUNDS, Finding, Probe, ProbeAnswer, is_same, judge
+from unisono.trainer.objectives.samplers.sampler import EndTokens
+from unisono.trainer.objectives.samplers.vllm_server import (
+    BadAnswer,
+    CompletionRequest,
+    ServerAnswer,
+    ServerAway,
+    ServerRefused,
+    VllmServer,
+)
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.task_requests import SamplingParams
+
+FOLDER = "sampler"
+_PROBE_PROMPTS, _PROBE_TOKENS = 8, 8
+_KEPT_PROBES = 8  # of versions before
+_LOOK_S = 3.0  # between looks whether the server lives, while it samples
+_RETRY_S = 1.0
+_TICK_S = 0.5
+_HOW = (
+    "start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank"
+    " RANK`; see docs/how-to/grpo.md"
+)
+T = TypeVar("T")
+
+
+class _Failed(Exception):  # noqa: N818 - named for what happened
+    """This rank cannot sample.
+
+    Attributes:
+        verdict: why.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.summary)
+        self.verdict = verdict
+
+
+@dataclass(eq=False)
+class _Group:
+    """The answers to one prompt, and the request for them."""
+
+    answers: list[GeneratedAnswer]
+    request: CompletionRequest
+
+    def take(self, served: Sequence[ServerAnswer]) -> None:
+        """Completes the answers."""
+        for answer, one in zip(self.answers, served, strict=True):
+            answer.log_probs, answer.ended = list(one.log_probs), one.ended
+            answer.stop_token = one.tokens[-1] if one.ended == "stop" else None
+            answer.tokens = one.tokens[:-1] if one.ended == "stop" else list(one.tokens)
+
+
+class VllmSampler:
+    """See `sampler.Sampler`."""
+
+    def __init__(self, forward: Forward, rank: SourceRank, prompts: TableSource, ends: EndTokens) -> None:
+        """A sampler whose server has been checked. All ranks must call it.
+
+        Raises:
+            ConfigError: on rank 0, if the server cannot sample for this run.
+        """
+        plan = rank.plan
+        self._forward, self._rank, self._ends = forward, rank, ends
+        self._section: RolloutSection = plan.config.rollout
+        self._patience_s = parse_seconds(self._section.patience)
+        self._phase, self._done = "sync", 0
+        self._away_since: float | None = None
+        self._prefix = f"unisono-{plan.run_id}-"
+        self._folder = rank.directory / FOLDER
+        self._version = -1
+        self._name = ""  # of the adapter that samples
+        self._answers: list[ProbeAnswer] = []  # of the present version
+        self._earlier: list[Probe] = []
+        self._client = client_of(self._section)
+        self._server = VllmServer(
+            self._client,
+            answer_s=self._patience_s,
+            vocabulary=forward.loaded.base.get_input_embeddings().weight.shape[0],
+            on_wait=self._tick,
+        )
+        table = prompts.rows.table
+        self._prompts = [table.row(unit)[0].tolist() for unit in range(min(table.rows, _PROBE_PROMPTS))]
+        try:
+            self._check_model()
+        except BaseException:
+            self._client.close()
+            raise
+
+    # ---- before the first step
+
+    def _check_model(self) -> None:
+        """Compares the served base model with that of the run, and loads an adapter once. All ranks
+        must call it.
+        """
+        self._rank.enter("sync")
+        base: list[ProbeAnswer] = []
+        if self._rank.rank == 0:
+            self._refusing(self._clean_up)
+            base = self._refusing(lambda: self._ask(self._server.models().name))
+        base = self._with_bare(self._shared(base, None))
+        if self._rank.rank == 0 and not self._forward.loaded.base_changes:
+            self._refuse_other_model(base)
+        self._write("check")
+        if self._rank.rank == 0:
+            self._refusing(lambda: self._load(self._prefix + "check"))
+            self._refusing(lambda: self._drop(self._prefix + "check"))
+
+    def _refusing(self, action: Callable[[], T]) -> T:
+        """The result of an action; what the server refuses is an error of the config."""
+        try:
+            return action()
+        except ServerAway as error:
+            raise unreachable_at_start(self._section, str(error)) from None
+        except (ServerRefused, BadAnswer) as error:
+            raise ConfigError.of(
+                f"the server {self._section.url} cannot sample for this run",
+                where="rollout.url",
+                why=str(error),
+                fix=f"it must see {self._folder}, and take adapters of this rank: {_HOW}",
+            ) from None
+
+    def _refuse_other_model(self, answers: Sequence[ProbeAnswer]) -> None:
+        probe = Probe(0, [ProbeAnswer(one.tokens, one.served, one.bare) for one in answers])
+        bound, dtype = BOUNDS[self._dtype], self._dtype
+        if probe.distance <= bound:
+            return
+        token, served, here = probe.farthest
+        processed = (
+            ""
+            if self._section.temperature == 1
+            else (
+                "; if it is the same model, start it with `--logprobs-mode processed_logprobs`: rollout.temperature is"
+                f" {self._section.temperature:g}"
+            )
+        )
+        raise ConfigError.of(
+            f"the server {self._section.url} gives other log-probabilities than {self._rank.plan.config.model.path}"
+            " without an adapter",
+            where="rollout.url",
+            why=(
+                f"the distance over {self._tokens_of(answers)} tokens is {probe.distance:.2g}, the bound {bound:g};"
+                f" token {token} has {served:.4f} there and {here:.4f} here"
+            ),
+            fix=f"serve the model of this run with `--dtype {dtype}`{processed}",
+        )
+
+    def _clean_up(self) -> None:
+        """Unloads what an earlier start of this run has left."""
+        for name in sorted(self._server.models().adapters):
+            if name.startswith(self._prefix):
+                self._server.unload(name)
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    # ---- a version
+
+    def sync(self, version: int) -> None:
+        """Writes the present adapter, lets the server load it, and compares both sides."""
+        if version == self._version:
+            return
+        self._phase, self._done = "sync", 0
+        self._rank.enter("sync")
+        older, self._name = self._name, f"{self._prefix}{version}"
+        self._write(str(version))
+        answers: list[ProbeAnswer] = []
+        verdict = None
+        if self._rank.rank == 0:
+            try:
+                self._persist(self._load_present)
+                answers = self._persist(lambda: self._ask(self._name))
+                self._persist(lambda: self._drop(older))
+            except _Failed as error:
+                verdict = error.verdict
+        self._answers = self._with_both(self._shared(answers, verdict))
+        self._version = version
+        probe = Probe(version, self._answers)
+        finding = judge(probe, self._earlier, dtype=self._dtype) if self._rank.rank == 0 else None
+        sum_or_fail(self._rank, [], None if finding is None else self._verdict_on(finding, probe))
+        self._earlier = [*self._earlier, probe][-_KEPT_PROBES:]
+
+    def _write(self, version: str) -> None:
+        """Writes the present adapter; ranks with sharded weights take part."""
+        directory = self._folder / (self._prefix + version)
+        if self._rank.rank == 0:
+            make_private_dir(self._folder)
+            shutil.rmtree(directory, ignore_errors=True)
+        self._rank.write_adapter(directory if self._rank.rank == 0 else None)
+
+    def _load_present(self) -> None:
+        if self._name not in self._server.models().adapters:
+            self._load(self._name)
+
+    def _load(self, name: str) -> None:
+        try:
+            self._server.load(name, str((self._folder / name).absolute()))
+        except ServerRefused:
+            # Another rank may have loaded it at the same time.
+            if name not in self._server.models().adapters:
+                raise
+
+    def _drop(self, name: str) -> None:
+        """Unloads an adapter, and removes its files."""
+        if name:
+            self._server.unload(name)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    # ---- the probe
+
+    def _ask(self, model: str) -> list[ProbeAnswer]:
+        """The server's short answers to the same prompts, with the same random numbers."""
+        request = CompletionRequest(
+            model=model,
+            prompts=self._prompts,
+            number=1,
+            max_tokens=_PROBE_TOKENS,
+            sampling=SamplingParams(
+                temperature=self._section.temperature,
+                top_p=self._section.top_p,
+                top_k=self._section.top_k,
+                seed=stream_seed(self._rank.plan.config.seed, "probe") >> 1,
+            ),
+            stop_ids=frozenset(),
+        )
+        return [ProbeAnswer(one.tokens, one.log_probs, ()) for one in self._server.complete(request)]
+
+    def _shared(self, answers: Sequence[ProbeAnswer], verdict: Verdict | None) -> list[ProbeAnswer]:
+        """The answers that rank 0 got, on all ranks, which must all call it."""
+        rank = self._rank
+        data = json.dumps([[list(one.tokens), list(one.served)] for one in answers]).encode()
+        (size,) = sum_or_fail(rank, [len(data) if rank.rank == 0 else 0], verdict)
+        pairs = json.loads(bytes_of_rank(rank, 0, data, size=int(size)))
+        return [ProbeAnswer(tokens, served, ()) for tokens, served in pairs]
+
+    def _with_both(self, answers: Sequence[ProbeAnswer]) -> list[ProbeAnswer]:
+        """With the log-probabilities here, with and without the adapter. With sharded weights all
+        ranks must call it.
+        """
+        expected = self._log_probs(answers)
+        bare = self._with_bare(answers) if not self._forward.loaded.base_changes else answers
+        return [
+            ProbeAnswer(one.tokens, one.served, values, other.bare)
+            for one, values, other in zip(answers, expected, bare, strict=True)
+        ]
+
+    def _with_bare(self, answers: Sequence[ProbeAnswer]) -> list[ProbeAnswer]:
+        with self._forward.without_adapter():
+            values = self._log_probs(answers)
+        return [
+            ProbeAnswer(one.tokens, one.served, one.expected, bare)
+            for one, bare in zip(answers, values, strict=True)
+        ]
+
+    def _log_probs(self, answers: Sequence[ProbeAnswer]) -> list[list[float]]:
+        """Those that the present weights give to the tokens of each answer."""
+        pairs = [(prompt, one.tokens) for prompt, one in zip(self._prompts, answers, strict=True)]
+        with torch.no_grad():
+            values = self._forward.log_probs(
+                rows_of(pairs, self._rank.device), temperature=self._section.temperature
+            )
+        return [part.tolist() for part in values.split([len(one.tokens) for one in answers])]
+
+    @property
+    def _dtype(self) -> str:
+        return self._rank.plan.dtype
+
+    @staticmethod
+    def _tokens_of(answers: Sequence[ProbeAnswer]) -> int:
+        return sum(len(one.tokens) for one in answers)
+
+    # ---- answers
+
+    def sample(self, answers: Sequence[GeneratedAnswer]) -> Verdict | None:
+        """Completes answers."""
+        self._phase, self._done = "rollout", 0
+        missing = [
+            self._group(list(group))
+            for _, group in groupby(answers, key=lambda one: (one.sampling, id(one.prompt)))
+        ]
+        try:
+            self._persist(lambda: self._sample(missing))
+        except _Failed as error:
+            return error.verdict
+        return None
+
+    def _group(self, answers: list[GeneratedAnswer]) -> _Group:
+        first = answers[0]
+        sampling = first.sampling
+        return _Group(
+            answers,
+            CompletionRequest(
+                model=self._name,
+                prompts=[first.prompt],
+                number=len(answers),
+                max_tokens=first.max_new_tokens,
+                sampling=SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    seed=sampling.seed >> 1,  # the server adds the number of the answer
+                ),
+                stop_ids=self._ends.stop_ids,
+            ),
+        )
+
+    def _sample(self, missing: list[_Group]) -> None:
+        """Requests what is missing, and takes away from `missing` what has arrived.
+
+        Raises:
+            ServerAway: if something is still missing.
+        """
+        waiting = {self._server.start(group.request): group for group in missing}
+        look, looked, away = None, time.monotonic(), None
+        while waiting:
+            for future in wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED).done:
+                try:
+                    self._take(waiting.pop(future), future, missing)
+                except ServerAway as error:
+                    away = error
+            self._tick()
+            try:
+                if look is not None and look.done():
+                    self._server.lives(look)
+                    look, looked = None, time.monotonic()
+            except ServerAway as error:
+                away = error
+                self._server.abort(list(waiting))
+            if look is None and time.monotonic() - looked > _LOOK_S:
+                look = self._server.start_look()
+        if away is not None:
+            raise away
+
+    def _take(self, group: _Group, future: Future[Reply], missing: list[_Group]) -> None:
+        group.take(self._server.answers(group.request, future))
+        missing.remove(group)
+        self._away_since = None
+
+    # ---- patience
+
+    def _persist(self, action: Callable[[], T]) -> T:
+        """The result of an action, which is repeated as long as a server that went away is waited
+        for.
+
+        Raises:
+            _Failed: with the verdict, if that takes too long, or the server refuses.
+        """
+        while True:
+            try:
+                result = action()
+            except ServerAway as error:
+                self._wait_until_back(str(error))
+            except ServerRefused as error:
+                self._fail(
+                    "sampler_mismatch", f"the server {self._section.url} refuses {self._what}: {error}"
+                )
+            except BadAnswer as error:
+                self._fail(
+                    "sampler_mismatch",
+                    f"the server {self._section.url} gives what is not an answer of the model: {error}",
+                )
+            else:
+                self._away_since = None
+                return result
+
+    def _wait_until_back(self, words: str) -> None:
+        """Waits for the server, and lets it load the present version if it has lost it."""
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+        while True:
+            away_s = time.monotonic() - self._away_since
+            self._rank.show(
+                self._phase, f"waiting for the server {self._section.url} for {show_seconds(away_s)}: {words}"
+            )
+            if away_s > self._patience_s:
+                self._fail(
+                    "sampler_unreachable",
+                    f"the server {self._section.url}, which samples version {self._name.rpartition('-')[2]}, has"
+                    f" not answered for {show_seconds(away_s)} (rollout.patience is {self._section.patience}):"
+                    f" {words}",
+                )
+            self._server.pause(_RETRY_S)
+            try:
+                if self._name not in self._server.models().adapters:
+                    self._restore()
+            except ServerAway as error:
+                words = str(error)
+            else:
+                return
+
+    def _restore(self) -> None:
+        """Lets a server that was restarted load the present version again, and checks it."""
+        self._load(self._name)
+        if self._phase == "sync":
+            return  # the probe comes next
+        if not is_same(self._answers, self._ask(self._name), dtype=self._dtype):
+            self._fail(
+                "sampler_mismatch",
+                f"the server {self._section.url} was restarted, and gives other answers as {self._name} than before",
+            )
+        self._rank.show(self._phase, f"the server {self._section.url} is back, with {self._name}")
+
+    def _tick(self) -> None:
+        """Tells the watch that this rank lives: each request has a deadline, so waiting is
+        progress.
+        """
+        self._done += 1
+        self._rank.enter(self._phase, done=self._done)
+
+    # ---- verdicts
+
+    @property
+    def _what(self) -> str:
+        return "the adapter" if self._phase == "sync" else "to sample"
+
+    def _fail(self, cause: str, summary: str) -> NoReturn:
+        raise _Failed(self._verdict(cause, summary))
+
+    def _verdict(self, cause: str, summary: str, evidence: Sequence[Evidence] = ()) -> Verdict:
+        entry = find_cause(cause)
+        return Verdict(
+            cause=cause,
+            when="during",
+            summary=one_line(summary, limit=1_000),
+            phase=self._phase,
+            evidence=tuple(evidence),
+            fix=entry.remedy if entry is not None else (),
+        )
+
+    def _verdict_on(self, finding: Finding, probe: Probe) -> Verdict:
+        url, count = self._section.url, self._tokens_of(probe.answers)
+        token, served, here = probe.farthest
+        evidence = Evidence(
+            where=f"version {probe.version} ({self._name})",
+            text=(
+                f"{count} tokens; root mean square {finding.distance:.2g} from the weights here, bound"
+                f" {BOUNDS[self._dtype]:g}; farthest: token {token}, {served:.4f} there, {here:.4f} here"
+            ),
+        )
+        if finding.kind == "mismatch":
+            text = (
+                f"the server {url} gives other log-probabilities to version {probe.version} than the weights here:"
+                f" they differ by {finding.distance:.2g}, the bound is {BOUNDS[self._dtype]:g}"
+            )
+            return self._verdict("sampler_mismatch", text, [evidence])
+        if finding.kind == "unbound":
+            text = (
+                f"the adapter {self._name} changes nothing on the server {url}: it answers as the model without an"
+                f" adapter (distance {finding.nearest:.2g}; from version {probe.version}: {finding.distance:.2g})"
+            )
+        else:
+            text = (
+                f"the server {url} answers as version {finding.version}, not as version {probe.version}, which it"
+                f" has loaded (distances {finding.nearest:.2g} and {finding.distance:.2g})"
+            )
+        return self._verdict("sampler_stale", text, [evidence])
+
+    def close(self) -> None:
+        """Unloads the present version, if the server answers at once, and removes its files."""
+        if self._rank.rank == 0 and self._name:
+            with suppress(ServerAway, ServerRefused, BadAnswer, OSError):
+                self._server.unload(self._name)
+        if self._rank.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._client.close()
+
+
+def client_of(section: RolloutSection) -> HttpClient:
+    """A client of the server of a config, with the key of the environment.
+
+    Raises:
+        ConfigError: if the key cannot be sent.
+    """
+    assert section.url is not None, "the config has checked it"
+    key = sampler_key()
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError.of(
+            "UNISONO_SAMPLER_KEY cannot be sent: it has other characters than printable ASCII",
+            where="environment",
+            fix="set it to the key that the server was started with (`--api-key`)",
+        )
+    return HttpClient(section.url, key)
+
+
+def check_server(plan: RunPlan) -> None:
+    """Asks the server of a plan what it can do, before the model is loaded.
+
+    Raises:
+        ConfigError: if it does not answer, cannot load adapters, or takes shorter prompts.
+    """
+    section, where = plan.config.rollout, "rollout.url"
+    client = client_of(section)
+    server = VllmServer(client, answer_s=1.0, vocabulary=0, on_wait=lambda: None)
+    try:
+        model = server.models()
+        can_load = server.can_load()
+    except ServerAway as error:
+        raise unreachable_at_start(section, str(error)) from None
+    except (ServerRefused, BadAnswer) as error:
+        is_key = isinstance(error, ServerRefused) and error.status in (401, 403)
+        raise ConfigError.of(
+            f"the server {section.url} does not list its models",
+            where=where,
+            why=str(error),
+            fix="set UNISONO_SAMPLER_KEY to its key"
+            if is_key
+            else f"set the address of a vLLM server: {_HOW}",
+        ) from None
+    finally:
+        client.close()
+    if not can_load:
+        raise ConfigError.of(
+            f"the server {section.url} cannot load adapters",
+            where=where,
+            why="each step has other weights, which it gets as a LoRA adapter",
+            fix=_HOW,
+        )
+    longest = plan.config.data.max_length
+    if model.max_length is not None and model.max_length < longest:
+        raise ConfigError.of(
+            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, and data.max_length is"
+            f" {longest}",
+            where=where,
+            why="a prompt and its answer may have so many",
+            fix=f"start it with `--max-model-len {longest}`, or set data.max_length to {model.max_length}",
+        )
+
+
+def unreachable_at_start(section: RolloutSection, words: str) -> ConfigError:
+    """The error before the first step."""
+    return ConfigError.of(
+        f"the server {section.url} does not answer",
+        where="rollout.url",
+        why=words,
+        fix=f"wait until it is ready, or {_HOW}",
+    )
