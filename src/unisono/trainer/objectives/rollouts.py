@@ -96,7 +96,7 @@ class RolloutSource(BatchSource):
         batches = StepBatches(step, sequences, micros, len(micros), counts.first_tokens, counts)
         figures = {"sample_time_s": self._times.sample_s, "reward_time_s": self._times.reward_s}
         self._times = _Times(0.0, 0.0)
-        figures = answer_figures(groups, self._names, self._rank) | figures
+        figures = answer_figures(groups, self._names, self._rank) | figures | self._sampler.figures()
         return replace(agree_on(batches, self._rank, self._rank.device), figures=figures)
 
     # ---- a rollout

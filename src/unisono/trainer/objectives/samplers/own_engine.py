@@ -1,6 +1,6 @@
 """The model of the rank as the sampler, with its own weights and layers: nothing has to be sent."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,10 @@ class OwnEngine:
 
     def sync(self, version: int) -> None:
         """Nothing to do: the weights are those that are trained."""
+
+    def figures(self) -> Mapping[str, float]:
+        """None: nothing is sent."""
+        return {}
 
     def sample(self, answers: Sequence[GeneratedAnswer]) -> None:
         """Completes answers."""

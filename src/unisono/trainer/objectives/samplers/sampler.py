@@ -1,6 +1,6 @@
 """The seam between a rollout and what samples its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -44,6 +44,9 @@ class Sampler(Protocol):
         Raises:
             SourceFailed: on all ranks, if the weights do not arrive.
         """
+
+    def figures(self) -> Mapping[str, float]:
+        """Figures of the latest `sync` on this rank, for the metrics; empty if nothing was sent."""
 
     def sample(self, answers: Sequence[GeneratedAnswer]) -> Verdict | None:
         """Completes answers with the weights of the latest `sync`; each rank calls it for its own.

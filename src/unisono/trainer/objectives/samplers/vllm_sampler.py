@@ -9,7 +9,7 @@ version again, whichever it is: rank 0 may already wait for the others.
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class VllmSampler:
         self._away_since: float | None = None
         self._prefix = f"unisono-{plan.run_id}-"
         self._folder = rank.directory / FOLDER
-        self._version = -1
+        self._version, self._sync_s = -1, 0.0
         self._name = ""  # of the adapter that samples
         self._answers: list[ProbeAnswer] = []  # of the present version
         self._earlier: list[Probe] = []
@@ -193,6 +193,7 @@ class VllmSampler:
         """Writes the present adapter, lets the server load it, and compares both sides."""
         if version == self._version:
             return
+        began = time.perf_counter()
         self._phase, self._done = "sync", 0
         self._rank.enter("sync")
         older, self._name = self._name, f"{self._prefix}{version}"
@@ -212,6 +213,7 @@ class VllmSampler:
         finding = judge(probe, self._earlier, dtype=self._dtype) if self._rank.rank == 0 else None
         sum_or_fail(self._rank, [], None if finding is None else self._verdict_on(finding, probe))
         self._earlier = [*self._earlier, probe][-_KEPT_PROBES:]
+        self._sync_s = time.perf_counter() - began
 
     def _write(self, version: str) -> None:
         """Writes the present adapter; ranks with sharded weights take part."""
@@ -301,6 +303,12 @@ class VllmSampler:
     @staticmethod
     def _tokens_of(answers: Sequence[ProbeAnswer]) -> int:
         return sum(len(one.tokens) for one in answers)
+
+    def figures(self) -> Mapping[str, float]:
+        """Seconds until the version could sample, and how far its log-probabilities on the server
+        are from those here.
+        """
+        return {"sync_time_s": self._sync_s, "sync_difference": Probe(self._version, self._answers).distance}
 
     # ---- answers
 
