@@ -1,8 +1,7 @@
 """The model of the rank as the sampler, with its own weights and layers: nothing has to be sent."""
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from unisono.trainer.batches.source import SourceRank
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
@@ -11,6 +10,7 @@ from unisono.trainer.objectives.samplers.sampler import EndTokens
 
 _ROWS = 128  # answers that are computed together
 _PART_TOKENS = 8_192
+T = TypeVar("T")
 
 
 class OwnEngine:
@@ -19,22 +19,22 @@ class OwnEngine:
     def __init__(self, forward: Forward, rank: SourceRank, ends: EndTokens) -> None:
         """A sampler that is ready."""
         self._forward, self._rank, self._ends = forward, rank, ends
+        self._model: Any = None  # while it is ready to generate
 
-    def sync(self, version: int) -> None:
-        """Nothing to do: the weights are those that are trained."""
+    def with_weights(self, version: int, use: Callable[[], T]) -> T:
+        """The result of `use`: the weights are those that are trained."""
+        del version
+        with self._forward.ready_to_generate() as self._model:
+            return self._forward.within(use)
 
-    def figures(self) -> Mapping[str, float]:
+    def figures(self) -> dict[str, float]:
         """None: nothing is sent."""
         return {}
 
     def sample(self, answers: Sequence[GeneratedAnswer]) -> None:
         """Completes answers."""
-        with self._forward.ready_to_generate() as model:
-            self._forward.within(lambda: self._generate(model, answers))
-
-    def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
         engine = Engine(
-            model,
+            self._model,
             stop_ids=set(self._ends.stop_ids),
             pad_id=self._ends.pad_id,
             rows=_ROWS,

@@ -1,13 +1,15 @@
 """The seam between a rollout and what samples its answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from unisono.base.causes import Verdict
 from unisono.trainer.batches.table import TableSource
 from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,26 @@ class EndTokens:
 class Sampler(Protocol):
     """Answers of the present model."""
 
-    def sync(self, version: int) -> None:
-        """Makes the present weights those that sample. All ranks must call it alike.
+    def with_weights(self, version: int, use: Callable[[], T]) -> T:
+        """The result of `use`, in which `sample` can be called, and samples with the present
+        weights. All ranks must call it alike.
 
         Args:
             version: optimizer steps that the weights have made; the same version has the same
                 weights.
+            use: may call `sample` any number of times on each rank.
 
         Raises:
-            SourceFailed: on all ranks, if the weights do not arrive.
+            SourceFailed: on all ranks, if the weights do not reach the sampler.
         """
 
-    def figures(self) -> Mapping[str, float]:
-        """Figures of the latest `sync` on this rank, for the metrics; empty if nothing was sent."""
+    def figures(self) -> dict[str, float]:
+        """Figures of how the latest weights reached the sampler, for the metrics; empty if nothing
+        was sent.
+        """
 
     def sample(self, answers: Sequence[GeneratedAnswer]) -> Verdict | None:
-        """Completes answers with the weights of the latest `sync`; each rank calls it for its own.
+        """Completes answers of this rank.
 
         Args:
             answers: none has begun. Those to the same prompt follow each other, with the places 0,

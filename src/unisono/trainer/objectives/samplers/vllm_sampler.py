@@ -1,7 +1,7 @@
 """A vLLM server as the sampler. It gets each version of the weights as a LoRA adapter, which it
 reads from a directory of the run.
 
-Rank 0 writes and loads a version, while the others wait in the sum that ends `sync`; every rank
+Rank 0 writes and loads a version, while the others wait in the sum after it; every rank
 requests the answers to its own prompts. A rank that finds the server restarted loads the present
 version again, whichever it is: rank 0 may already wait for the others.
 """
@@ -9,7 +9,7 @@ version again, whichever it is: rank 0 may already wait for the others.
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -189,10 +189,16 @@ class VllmSampler:
 
     # ---- a version
 
-    def sync(self, version: int) -> None:
-        """Writes the present adapter, lets the server load it, and compares both sides."""
-        if version == self._version:
-            return
+    def with_weights(self, version: int, use: Callable[[], T]) -> T:
+        """The result of `use`, after the server has loaded the present adapter."""
+        if version != self._version:
+            self._sync(version)
+        return use()
+
+    def _sync(self, version: int) -> None:
+        """Writes the present adapter, lets the server load it, and compares both sides. All ranks
+        must call it.
+        """
         began = time.perf_counter()
         self._phase, self._done = "sync", 0
         self._rank.enter("sync")
@@ -304,7 +310,7 @@ class VllmSampler:
     def _tokens_of(answers: Sequence[ProbeAnswer]) -> int:
         return sum(len(one.tokens) for one in answers)
 
-    def figures(self) -> Mapping[str, float]:
+    def figures(self) -> dict[str, float]:
         """Seconds until the version could sample, and how far its log-probabilities on the server
         are from those here.
         """
