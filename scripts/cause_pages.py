@@ -75,6 +75,7 @@ KINDS = {
     ),
     "Rewards": (
         "reward_error", "reward_timeout", "no_reward_signal", "entropy_collapsed", "answers_never_stop", "kl_exploded",
+        "sampler_unreachable", "sampler_stale", "sampler_mismatch",
     ),
     "Network": (
         "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure",

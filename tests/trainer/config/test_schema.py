@@ -134,6 +134,9 @@ def test_a_limit_says_why_and_which_objectives_take_the_value(limit: Limit) -> N
         assert f"(accepted by: {', '.join(accepting)})" in str(error.value)
 
 
+_VLLM = {"engine": "vllm", "url": "http://127.0.0.1:8000"}
+
+
 def _needed_by(objective: str) -> dict[str, Any]:
     return {"rewards": ["exact"]} if objective == "grpo" else {}
 
@@ -158,6 +161,22 @@ def _needed_by(objective: str) -> dict[str, Any]:
             {"grpo": {"correction": "token_mask"}, "rollout": {"steps": 2}},
             "grpo.correction: with several steps for the same answers",
         ),
+        ({"rollout": _VLLM | {"url": None}}, "rollout.url: engine vllm needs its address"),
+        ({"rollout": {"url": "http://x"}}, "rollout.url: engine own does not use it"),
+        ({"rollout": {"patience": "1 minute"}}, "rollout.patience: engine own does not use it"),
+        ({"rollout": _VLLM | {"url": "ftp://x"}}, "'ftp://x' is not an http or https URL"),
+        ({"rollout": _VLLM | {"url": "http://x?key=1"}}, "it has more than an address"),
+        ({"rollout": _VLLM | {"patience": "1 hour"}}, "'1 hour' is too long; write at most 25 minutes"),
+        ({"rollout": _VLLM | {"temperature": 0.7, "top_k": 5}}, "rollout.temperature: vllm gives log-prob"),
+        ({"rollout": _VLLM, "adapter": None}, "rollout.engine: vllm gets the weights as a LoRA adapter"),
+        (
+            {"rollout": _VLLM, "adapter": {"kind": "dora"}},
+            "rollout.engine: vllm does not load adapters of kind",
+        ),
+        (
+            {"rollout": _VLLM, "adapter": {"modules_to_save": ["lm_head"]}},
+            "rollout.engine: vllm does not load whole modules",
+        ),
         ({"duration": "1M tokens"}, "duration: how long answers will be is not known"),
         ({"objective": "sft"}, "rewards: objective sft does not use it"),
     ],
@@ -169,6 +188,12 @@ def test_rewards_and_rollouts_that_contradict_each_other_are_refused(
     make(**usual)
     with pytest.raises(ValueError, match=re.escape(problem)):
         make(**(usual | change))
+
+
+def test_a_server_that_samples_is_taken_and_written() -> None:
+    rollout = make(objective="grpo", rewards=["exact"], rollout=_VLLM | {"url": "https://host:1/v/"}).rollout
+    assert (rollout.url, rollout.patience) == ("https://host:1/v", "5 minutes")
+    assert RunConfig.model_validate(make(objective="grpo", rewards=["exact"]).model_dump(by_alias=True))
 
 
 def _second_word(key: str) -> str:

@@ -1,10 +1,9 @@
 """A server with the routes of vLLM that a sampler uses, which computes with transformers and peft: a
 program for tests.
 
-    python -m tests.trainer.objectives.grpo.vllm_like --model DIR [--port N] [--fault KIND] …
+    python -m tests.trainer.objectives.grpo.vllm_like --model DIR [--port N] [--state JSON]
 
-It writes its port to stdout when it is ready. `POST /fault {"kind": KIND, "after": N}` lets it fail
-from the next N answers to completions on, or at once.
+It writes its port to stdout when it is ready. `POST /fault` with a state of DEFAULTS changes it.
 """
 
 import argparse
@@ -25,6 +24,8 @@ from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.plan.task_requests import SamplingParams
 
 BASE = "base"
+DEFAULTS = {"kind": "", "after": 0, "lora": True, "max_length": 256, "log_probs": "raw", "key": ""}
+"""Of a server's state: a fault, after how many answers it begins, and what the server can do."""
 
 
 class Refusal(Exception):  # noqa: N818 - named for what happens
@@ -38,8 +39,8 @@ class Model:
     """The base model with all adapters that were loaded since the start."""
 
     base: Any
-    max_length: int
-    log_probs_mode: str
+    max_length: int = 0
+    log_probs_mode: str = ""
     with_adapter: Any = None
     served: dict[str, str | None] = field(default_factory=dict)  # the adapter that a name gives
     loads: int = 0
@@ -144,85 +145,81 @@ def spoiled(kind: str, choices: list[dict[str, Any]], vocabulary: int) -> Any:
     return {"choices": choices}
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Requests; `model` and `state` are those of the process."""
+
+    model: Model
+    state: dict[str, Any]
+    lock = threading.Lock()
+
+    def log_message(self, *args: object) -> None:
+        del args
+
+    def do_GET(self) -> None:
+        self.respond({})
+
+    def do_POST(self) -> None:
+        self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def respond(self, body: dict[str, Any]) -> None:
+        if self.path == "/fault":
+            self.state.update(DEFAULTS | body)
+            self.reply(200, {})
+            return
+        key = self.state["key"]
+        if key and self.path != "/health" and self.headers["Authorization"] != f"Bearer {key}":
+            self.reply(401, {"error": "Unauthorized"})
+            return
+        with self.lock:
+            due = self.state["kind"] if self.state["after"] <= 0 else ""
+            self.state["after"] -= self.path == "/v1/completions"
+        if due == "hangs":
+            threading.Event().wait()
+        if due == "killed" and self.path == "/v1/completions":
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            with self.lock:
+                self.reply(200, self.answer(body, due))
+        except Refusal as refusal:
+            self.reply(refusal.status, {"error": {"message": str(refusal)}})
+
+    def answer(self, body: dict[str, Any], due: str) -> Any:
+        model, state = self.model, self.state
+        if self.path == "/v1/models":
+            base = {"id": BASE, "parent": None, "max_model_len": state["max_length"]}
+            return {"data": [base, *({"id": name, "parent": BASE} for name in model.served)]}
+        if self.path == "/v1/completions":
+            model.log_probs_mode, model.max_length = state["log_probs"], state["max_length"]
+            return spoiled(due, model.complete(body), model.base.config.vocab_size)
+        if self.path == "/health":
+            return {}
+        if not state["lora"]:
+            raise Refusal(404, "Not Found")
+        if not body["lora_name"]:
+            raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if self.path == "/v1/load_lora_adapter":
+            model.load(body["lora_name"], body["lora_path"], due)
+        elif self.path == "/v1/unload_lora_adapter":
+            model.unload(body["lora_name"])
+        return "Success"
+
+    def reply(self, status: int, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--max-model-len", type=int, default=256)
-    parser.add_argument("--logprobs-mode", choices=["raw", "processed"], default="raw")
-    parser.add_argument("--no-lora", action="store_true")
-    parser.add_argument("--api-key")
-    parser.add_argument("--fault", default="")
-    parser.add_argument("--after", type=int, default=0)
+    parser.add_argument("--state", type=json.loads, default={})
     options = parser.parse_args()
     torch.set_num_threads(1)
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    model = Model(base, options.max_model_len, options.logprobs_mode)
-    fault, lock = {"kind": options.fault, "after": options.after}, threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            del args
-
-        def do_GET(self) -> None:
-            self.handle_request({})
-
-        def do_POST(self) -> None:
-            self.handle_request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def handle_request(self, body: dict[str, Any]) -> None:
-            is_open = self.path in ("/health", "/fault")
-            if (
-                options.api_key
-                and not is_open
-                and self.headers["Authorization"] != f"Bearer {options.api_key}"
-            ):
-                self.reply(401, {"error": "Unauthorized"})
-                return
-            with lock:
-                due = fault["kind"] if fault["after"] <= 0 else ""
-                if self.path == "/v1/completions":
-                    fault["after"] -= 1
-            if due == "hangs":
-                threading.Event().wait()
-            if due == "killed" and self.path == "/v1/completions":
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                with lock:
-                    self.reply(200, self.answer(body, due))
-            except Refusal as refusal:
-                self.reply(refusal.status, {"error": {"message": str(refusal)}})
-
-        def answer(self, body: dict[str, Any], due: str) -> Any:
-            if self.path == "/health":
-                return {}
-            if self.path == "/fault":
-                fault.update(body)
-                return {}
-            if self.path == "/v1/models":
-                cards: list[dict[str, object]] = [
-                    {"id": BASE, "parent": None, "max_model_len": options.max_model_len}
-                ]
-                return {"data": cards + [{"id": name, "parent": BASE} for name in model.served]}
-            if self.path == "/v1/completions":
-                return spoiled(due, model.complete(body), model.base.config.vocab_size)
-            if options.no_lora:
-                raise Refusal(404, "Not Found")
-            if not body["lora_name"]:
-                raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
-            if self.path == "/v1/load_lora_adapter":
-                model.load(body["lora_name"], body["lora_path"], due)
-            elif self.path == "/v1/unload_lora_adapter":
-                model.unload(body["lora_name"])
-            return "Success"
-
-        def reply(self, status: int, body: Any) -> None:
-            data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
+    Handler.model, Handler.state = Model(base), DEFAULTS | options.state
     ThreadingHTTPServer.request_queue_size = 128
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     print(server.server_port, flush=True)

@@ -161,8 +161,8 @@ class HttpClient:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
         connection.request(method, self._path + path, data, headers)
-        response = connection.getresponse()
-        received = response.read(most_bytes + 1)
+        with connection.getresponse() as response:
+            received = response.read(most_bytes + 1)
         if len(received) > most_bytes:
             raise TooLong(f"the answer to {method} {path} has more than {most_bytes:,} bytes")
         return Reply(response.status, received)

@@ -89,30 +89,29 @@ def judge(probe: Probe, earlier: Sequence[Probe], *, dtype: str) -> Finding | No
         earlier: those of versions before, in order.
         dtype: of the computation here.
     """
-    distance = probe.distance
-    bare = _distance_from_bare(probe)
-    if bare is not None and bare < distance / 2:
-        return Finding("unbound", distance, bare)
-    for other in reversed(earlier):
-        near = _from_version(probe, other, least_change=_LEAST_CHANGE[dtype])
-        if near is not None:
-            return Finding("stale", *near, other.version)
-    if not distance <= BOUNDS[dtype]:
-        return Finding("mismatch", distance)
-    return None
+    bound = BOUNDS[dtype]
+    findings = [_bare_finding(probe)]
+    findings += [_version_finding(probe, other, least_change=_LEAST_CHANGE[dtype]) for other in earlier]
+    others = [one for one in findings if one is not None and one.nearest <= bound]
+    if others:
+        # Version 0 of a new adapter changes nothing: that nothing is bound tells more.
+        return min(others, key=lambda one: one.nearest / (2 if one.kind == "unbound" else 1))
+    return None if probe.distance <= bound else Finding("mismatch", probe.distance)
 
 
-def _distance_from_bare(probe: Probe) -> float | None:
+def _bare_finding(probe: Probe) -> Finding | None:
+    """Whether the server's values are much nearer to those without the adapter."""
     if not all(answer.bare for answer in probe.answers):
         return None
-    return _distance(
+    near = _distance(
         [value for answer in probe.answers for value in answer.served],
         [value for answer in probe.answers for value in answer.bare],
     )
+    return Finding("unbound", probe.distance, near) if near < probe.distance / 2 else None
 
 
-def _from_version(probe: Probe, other: Probe, *, least_change: float) -> tuple[float, float] | None:
-    """The distances from the present and from another version, if the server has the other one.
+def _version_finding(probe: Probe, other: Probe, *, least_change: float) -> Finding | None:
+    """Whether the server has another version.
 
     That is seen on answers whose tokens are the same in both: they have exactly the values of
     then, though those here have changed; or their values are much nearer to those of then.
@@ -129,7 +128,8 @@ def _from_version(probe: Probe, other: Probe, *, least_change: float) -> tuple[f
     if len(served) < _LEAST_TOKENS or _distance(expected, expected_then) < least_change:
         return None
     distance, near = _distance(served, expected), _distance(served, expected_then)
-    return (distance, near) if served == before or near < distance / 2 else None
+    is_other = served == before or near < distance / 2
+    return Finding("stale", distance, near, other.version) if is_other else None
 
 
 def is_same(before: Sequence[ProbeAnswer], after: Sequence[ProbeAnswer], *, dtype: str) -> bool:
