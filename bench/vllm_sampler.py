@@ -149,11 +149,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/vllm_sampler.json")
     options = parser.parse_args()
     work: Path = options.work
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
     log = work / "server.log"
     result = {"machine": machine(), "steps": options.steps}
-    own = start_run(work / "own", options.start, f"duration={options.steps} steps")
-    finish(own)
+    if not (work / "own/result.json").exists():
+        finish(start_run(work / "own", options.start, f"duration={options.steps} steps"))
     result["own"] = summary(work / "own")
     result["vllm"] = killed_run(options.python, work / "vllm", options.start, log, options.steps)
     server = Server(options.python, dtype="bfloat16", log=log)

@@ -242,6 +242,15 @@ class SourceRank(RankSum, Protocol):
     def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
         """Shows people what the rank does."""
 
+    def warn(self, code: str, text: str, *, fix: str = "") -> None:
+        """Shows people a warning, also in a log.
+
+        Args:
+            code: the kind of warning.
+            text: what has happened.
+            fix: what to do.
+        """
+
 
 def agree_on(batches: StepBatches, group: RankSum, device: torch.device) -> StepBatches:
     """The batches of a step whose tokens, counts and rounds each rank only knows of its own micro

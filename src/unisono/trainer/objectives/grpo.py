@@ -23,7 +23,7 @@ from unisono.trainer.objectives.policy import (
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollouts import RolloutSource
 from unisono.trainer.objectives.samplers.own_engine import OwnEngine
-from unisono.trainer.objectives.samplers.sampler import EndTokens, Sampler
+from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
 from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler, check_server
 from unisono.trainer.objectives.signs import policy_signs
 from unisono.trainer.plan import RunPlan
@@ -64,7 +64,7 @@ class Grpo(Objective):
 
         pool = RewardPool(config.rewards, group.plan.code_digests, on_wait=show_wait)
         ends = EndTokens.of(rows, forward)
-        sampler: Sampler = (
+        sampler: AnswerSampler = (
             VllmSampler(forward, group, rows, ends)
             if self.rollout.engine == "vllm"
             else OwnEngine(forward, group, ends)

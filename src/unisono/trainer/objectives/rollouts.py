@@ -36,7 +36,7 @@ from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure,
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer, rows_of
-from unisono.trainer.objectives.samplers.sampler import EndTokens, Sampler
+from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
 from unisono.trainer.plan import deal
 from unisono.trainer.plan.task_requests import SamplingParams
 
@@ -57,7 +57,12 @@ class RolloutSource(BatchSource):
     measures = True
 
     def __init__(
-        self, prompts: TableSource, forward: Forward, rank: SourceRank, rewards: RewardPool, sampler: Sampler
+        self,
+        prompts: TableSource,
+        forward: Forward,
+        rank: SourceRank,
+        rewards: RewardPool,
+        sampler: AnswerSampler,
     ) -> None:
         """Nothing is sampled yet.
 

@@ -79,6 +79,10 @@ class RunRank:
         """Shows people what the rank does."""
         self.report.phase(phase, text, done=done, total=total)
 
+    def warn(self, code: str, text: str, *, fix: str = "") -> None:
+        """Shows people a warning."""
+        self.report.warning(code, text, fix=fix)
+
 
 def set_up(
     plan: RunPlan,

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -266,9 +267,10 @@ def test_a_server_that_is_killed_and_restarted_costs_no_answer(
     train_here: Train, sections: dict[str, Any], server: Server, tmp_path: Path, model_dir: Path, ranks: str
 ) -> None:
     straight = train_here(**served_by(server, sections))
-    with Server(model_dir, kind="killed", after=_STEP_2 + 2) as mortal:
+    with Server(model_dir, kind="killed", after=_STEP_2 + 2) as mortal, ExitStack() as stack:
         folder = Folder(tmp_path / "killed", model_dir, served_by(mortal, sections))
         run = folder.start("--nproc", ranks)
+        stack.callback(run.kill)
         mortal.process.wait()
         died = time.monotonic()
         assert run.stdout is not None

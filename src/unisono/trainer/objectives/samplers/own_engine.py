@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class OwnEngine:
-    """See `sampler.Sampler`."""
+    """See `sampler.AnswerSampler`."""
 
     def __init__(self, forward: Forward, rank: SourceRank, ends: EndTokens) -> None:
         """A sampler that is ready."""

@@ -64,7 +64,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """What is wrong with a server's weights.
 
     Attributes:
@@ -81,7 +81,7 @@ class Finding:
     version: int = 0
 
 
-def judge(probe: Probe, earlier: Sequence[Probe], *, dtype: str) -> Finding | None:
+def judge(probe: Probe, earlier: Sequence[Probe], *, dtype: str) -> ProbeFinding | None:
     """What a probe shows; None: the server has the present weights, as far as can be measured.
 
     Args:
@@ -96,10 +96,10 @@ def judge(probe: Probe, earlier: Sequence[Probe], *, dtype: str) -> Finding | No
     if others:
         # Version 0 of a new adapter changes nothing: that nothing is bound tells more.
         return min(others, key=lambda one: one.nearest / (2 if one.kind == "unbound" else 1))
-    return None if probe.distance <= bound else Finding("mismatch", probe.distance)
+    return None if probe.distance <= bound else ProbeFinding("mismatch", probe.distance)
 
 
-def _bare_finding(probe: Probe) -> Finding | None:
+def _bare_finding(probe: Probe) -> ProbeFinding | None:
     """Whether the server's values are much nearer to those without the adapter."""
     if not all(answer.bare for answer in probe.answers):
         return None
@@ -107,10 +107,10 @@ def _bare_finding(probe: Probe) -> Finding | None:
         [value for answer in probe.answers for value in answer.served],
         [value for answer in probe.answers for value in answer.bare],
     )
-    return Finding("unbound", probe.distance, near) if near < probe.distance / 2 else None
+    return ProbeFinding("unbound", probe.distance, near) if near < probe.distance / 2 else None
 
 
-def _version_finding(probe: Probe, other: Probe, *, least_change: float) -> Finding | None:
+def _version_finding(probe: Probe, other: Probe, *, least_change: float) -> ProbeFinding | None:
     """Whether the server has another version.
 
     That is seen on answers whose tokens are the same in both: they have exactly the values of
@@ -129,7 +129,7 @@ def _version_finding(probe: Probe, other: Probe, *, least_change: float) -> Find
         return None
     distance, near = _distance(served, expected), _distance(served, expected_then)
     is_other = served == before or near < distance / 2
-    return Finding("stale", distance, near, other.version) if is_other else None
+    return ProbeFinding("stale", distance, near, other.version) if is_other else None
 
 
 def is_same(before: Sequence[ProbeAnswer], after: Sequence[ProbeAnswer], *, dtype: str) -> bool:

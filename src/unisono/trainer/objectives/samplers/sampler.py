@@ -33,7 +33,7 @@ class EndTokens:
         return cls(frozenset(stop_ids), next(iter(stop_ids), 0) if pad_id is None else pad_id)
 
 
-class Sampler(Protocol):
+class AnswerSampler(Protocol):
     """Answers of the present model."""
 
     def with_weights(self, version: int, use: Callable[[], T]) -> T:

@@ -32,11 +32,11 @@ from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.agreement import bytes_of_rank, sum_or_fail
 from unisono.trainer.objectives.sampled import rows_of
 from unisono.trainer.objectives.samplers.http_client import HttpClient, Reply
-from unisono.trainer.objectives.samplers.probe import BOUNDS, Finding, Probe, ProbeAnswer, is_same, judge
+from unisono.trainer.objectives.samplers.probe import BOUNDS, Probe, ProbeAnswer, ProbeFinding, is_same, judge
 from unisono.trainer.objectives.samplers.sampler import EndTokens
 from unisono.trainer.objectives.samplers.vllm_server import (
     BadAnswer,
-    CompletionRequest,
+    SamplingRequest,
     ServerAnswer,
     ServerAway,
     ServerRefused,
@@ -71,11 +71,11 @@ class _Failed(Exception):  # noqa: N818 - named for what happened
 
 
 @dataclass(eq=False)
-class _Group:
+class _PromptAnswers:
     """The answers to one prompt, and the request for them."""
 
     answers: list[GeneratedAnswer]
-    request: CompletionRequest
+    request: SamplingRequest
 
     def take(self, served: Sequence[ServerAnswer]) -> None:
         """Completes the answers."""
@@ -86,7 +86,7 @@ class _Group:
 
 
 class VllmSampler:
-    """See `sampler.Sampler`."""
+    """See `sampler.AnswerSampler`."""
 
     def __init__(self, forward: Forward, rank: SourceRank, prompts: TableSource, ends: EndTokens) -> None:
         """A sampler whose server has been checked. All ranks must call it.
@@ -251,7 +251,7 @@ class VllmSampler:
 
     def _ask(self, model: str) -> list[ProbeAnswer]:
         """The server's short answers to the same prompts, with the same random numbers."""
-        request = CompletionRequest(
+        request = SamplingRequest(
             model=model,
             prompts=self._prompts,
             number=1,
@@ -331,12 +331,12 @@ class VllmSampler:
             return error.verdict
         return None
 
-    def _group(self, answers: list[GeneratedAnswer]) -> _Group:
+    def _group(self, answers: list[GeneratedAnswer]) -> _PromptAnswers:
         first = answers[0]
         sampling = first.sampling
-        return _Group(
+        return _PromptAnswers(
             answers,
-            CompletionRequest(
+            SamplingRequest(
                 model=self._name,
                 prompts=[first.prompt],
                 number=len(answers),
@@ -351,7 +351,7 @@ class VllmSampler:
             ),
         )
 
-    def _sample(self, missing: list[_Group]) -> None:
+    def _sample(self, missing: list[_PromptAnswers]) -> None:
         """Requests what is missing, and takes away from `missing` what has arrived.
 
         Raises:
@@ -378,7 +378,7 @@ class VllmSampler:
         if away is not None:
             raise away
 
-    def _take(self, group: _Group, future: Future[Reply], missing: list[_Group]) -> None:
+    def _take(self, group: _PromptAnswers, future: Future[Reply], missing: list[_PromptAnswers]) -> None:
         group.take(self._server.answers(group.request, future))
         missing.remove(group)
         self._away_since = None
@@ -414,6 +414,11 @@ class VllmSampler:
         """Waits for the server, and lets it load the present version if it has lost it."""
         if self._away_since is None:
             self._away_since = time.monotonic()
+            self._rank.warn(
+                "sampler_away",
+                f"waiting for the server {self._section.url}, up to {self._section.patience}: {words}",
+                fix="start it again if it is down",
+            )
         while True:
             away_s = time.monotonic() - self._away_since
             self._rank.show(
@@ -433,6 +438,7 @@ class VllmSampler:
             except ServerAway as error:
                 words = str(error)
             else:
+                self._rank.show(self._phase, f"the server {self._section.url} is back")
                 return
 
     def _restore(self) -> None:
@@ -445,7 +451,6 @@ class VllmSampler:
                 "sampler_mismatch",
                 f"the server {self._section.url} was restarted, and gives other answers as {self._name} than before",
             )
-        self._rank.show(self._phase, f"the server {self._section.url} is back, with {self._name}")
 
     def _tick(self) -> None:
         """Tells the watch that this rank lives: each request has a deadline, so waiting is
@@ -474,7 +479,7 @@ class VllmSampler:
             fix=entry.remedy if entry is not None else (),
         )
 
-    def _verdict_on(self, finding: Finding, probe: Probe) -> Verdict:
+    def _verdict_on(self, finding: ProbeFinding, probe: Probe) -> Verdict:
         url, count = self._section.url, self._tokens_of(probe.answers)
         token, served, here = probe.farthest
         evidence = Evidence(

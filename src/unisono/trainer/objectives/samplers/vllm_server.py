@@ -59,7 +59,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
+class SamplingRequest:
     """Answers to prompts that are sampled alike.
 
     Attributes:
@@ -195,7 +195,7 @@ class VllmServer:
             if error.status != 404:
                 raise
 
-    def start(self, request: CompletionRequest) -> Future[Reply]:
+    def start(self, request: SamplingRequest) -> Future[Reply]:
         """Begins to sample; `answers` takes what comes."""
         return self._client.start(
             "POST",
@@ -205,7 +205,7 @@ class VllmServer:
             most_bytes=request.most_bytes,
         )
 
-    def answers(self, request: CompletionRequest, future: Future[Reply]) -> list[ServerAnswer]:
+    def answers(self, request: SamplingRequest, future: Future[Reply]) -> list[ServerAnswer]:
         """The answers to the prompts of a request that has ended, those to a prompt after each
         other.
 
@@ -221,7 +221,7 @@ class VllmServer:
             raise ServerAway(f"HTTP {reply.status}: {reply.words}")
         return parse_answers(_accepted(reply), request, vocabulary=self._vocabulary)
 
-    def complete(self, request: CompletionRequest) -> list[ServerAnswer]:
+    def complete(self, request: SamplingRequest) -> list[ServerAnswer]:
         """The answers to a request, see `answers`."""
         return self.answers(request, self._wait(self.start(request)))
 
@@ -283,7 +283,7 @@ def _accepted(reply: Reply) -> Reply:
     return reply
 
 
-def parse_answers(reply: Reply, request: CompletionRequest, *, vocabulary: int) -> list[ServerAnswer]:
+def parse_answers(reply: Reply, request: SamplingRequest, *, vocabulary: int) -> list[ServerAnswer]:
     """The answers of a reply; they are from another program, so all of them is checked.
 
     Args:
@@ -310,7 +310,7 @@ def parse_answers(reply: Reply, request: CompletionRequest, *, vocabulary: int) 
 
 
 def _answer(
-    choice: dict[str, Any], prompt: Sequence[int], request: CompletionRequest, vocabulary: int
+    choice: dict[str, Any], prompt: Sequence[int], request: SamplingRequest, vocabulary: int
 ) -> ServerAnswer:
     tokens, log_probs, ended = (
         choice["token_ids"],
