@@ -24,7 +24,8 @@ from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollouts import RolloutSource
 from unisono.trainer.objectives.samplers.own_engine import OwnEngine
 from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
-from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler, check_server
+from unisono.trainer.objectives.samplers.vllm_checks import check_server
+from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler
 from unisono.trainer.objectives.signs import policy_signs
 from unisono.trainer.plan import RunPlan
 

@@ -26,7 +26,15 @@ _MOST_WORDS = 300  # characters of what a message quotes
 
 
 class NoAnswer(Exception):  # noqa: N818 - named for what happened
-    """The server did not answer: no connection, a lost one, or no end of the answer in time."""
+    """The server did not answer: no connection, a lost one, or no end of the answer in time.
+
+    Attributes:
+        waited_s: until the deadline, if it was over.
+    """
+
+    def __init__(self, words: str, *, waited_s: float = 0.0) -> None:
+        super().__init__(words)
+        self.waited_s = waited_s
 
 
 class TooLong(Exception):  # noqa: N818 - named for what happened
@@ -137,8 +145,9 @@ class HttpClient:
                 self._open.add(connection)
             return self._answer(connection, method, path, body, deadline_s, most_bytes)
         except (OSError, http.client.HTTPException) as error:
-            words = f"no answer within {deadline_s:g} s" if late.is_set() else _words_of(error)
-            raise NoAnswer(words) from None
+            if late.is_set():
+                raise NoAnswer(f"no answer within {deadline_s:g} s", waited_s=deadline_s) from None
+            raise NoAnswer(_words_of(error)) from None
         finally:
             timer.cancel()
             with self._lock:

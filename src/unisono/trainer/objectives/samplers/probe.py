@@ -45,6 +45,11 @@ class Probe:
     answers: Sequence[ProbeAnswer]
 
     @property
+    def tokens(self) -> int:
+        """Their number."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
     def distance(self) -> float:
         """That of the log-probabilities of the server from those here."""
         return _distance(

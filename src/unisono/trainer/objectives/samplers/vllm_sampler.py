@@ -14,26 +14,25 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
-from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.base.causes import Verdict
 from unisono.base.errors import ConfigError
 from unisono.base.files import make_private_dir
-from unisono.base.text import one_line, parse_seconds, show_seconds
-from unisono.guard.facts.environment import sampler_key
+from unisono.base.text import parse_seconds, show_seconds
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import SourceRank
 from unisono.trainer.batches.table import TableSource
-from unisono.trainer.config.rollout_sections import RolloutSection
 from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.agreement import bytes_of_rank, sum_or_fail
 from unisono.trainer.objectives.sampled import rows_of
-from unisono.trainer.objectives.samplers.http_client import HttpClient, Reply
-from unisono.trainer.objectives.samplers.probe import BOUNDS, Probe, ProbeAnswer, ProbeFinding, is_same, judge
+from unisono.trainer.objectives.samplers.http_client import Reply
+from unisono.trainer.objectives.samplers.probe import Probe, ProbeAnswer, is_same, judge
 from unisono.trainer.objectives.samplers.sampler import EndTokens
+from unisono.trainer.objectives.samplers.vllm_checks import HOW, client_of, not_there, refuse_other_model
 from unisono.trainer.objectives.samplers.vllm_server import (
     BadAnswer,
     SamplingRequest,
@@ -42,7 +41,7 @@ from unisono.trainer.objectives.samplers.vllm_server import (
     ServerRefused,
     VllmServer,
 )
-from unisono.trainer.plan import RunPlan
+from unisono.trainer.objectives.samplers.vllm_verdicts import sampler_verdict, verdict_on
 from unisono.trainer.plan.task_requests import SamplingParams
 
 FOLDER = "sampler"
@@ -51,10 +50,6 @@ _KEPT_PROBES = 8  # of versions before
 _LOOK_S = 3.0  # between looks whether the server lives, while it samples
 _RETRY_S = 1.0
 _TICK_S = 0.5
-_HOW = (
-    "start it with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank"
-    " RANK`; see docs/how-to/grpo.md"
-)
 T = TypeVar("T")
 
 
@@ -96,7 +91,7 @@ class VllmSampler:
         """
         plan = rank.plan
         self._forward, self._rank, self._ends = forward, rank, ends
-        self._section: RolloutSection = plan.config.rollout
+        self._section = plan.config.rollout
         self._patience_s = parse_seconds(self._section.patience)
         self._phase, self._done = "sync", 0
         self._away_since: float | None = None
@@ -130,54 +125,31 @@ class VllmSampler:
         self._rank.enter("sync")
         base: list[ProbeAnswer] = []
         if self._rank.rank == 0:
-            self._refusing(self._clean_up)
-            base = self._refusing(lambda: self._ask(self._server.models().name))
+            self._refusing(self._clean_up, HOW)
+            base = self._refusing(lambda: self._ask(self._server.models().name), HOW)
         base = self._with_bare(self._shared(base, None))
         if self._rank.rank == 0 and not self._forward.loaded.base_changes:
-            self._refuse_other_model(base)
+            refuse_other_model(self._rank.plan, base)
+        name = self._prefix + "check"
         self._write("check")
         if self._rank.rank == 0:
-            self._refusing(lambda: self._load(self._prefix + "check"))
-            self._refusing(lambda: self._drop(self._prefix + "check"))
+            fix = f"it must see {self._folder}, and take adapters of this kind and rank: {HOW}"
+            self._refusing(lambda: self._load(name), fix)
+            self._refusing(lambda: self._drop(name), fix)
 
-    def _refusing(self, action: Callable[[], T]) -> T:
+    def _refusing(self, action: Callable[[], T], fix: str) -> T:
         """The result of an action; what the server refuses is an error of the config."""
         try:
             return action()
         except ServerAway as error:
-            raise unreachable_at_start(self._section, str(error)) from None
+            raise not_there(self._section, str(error)) from None
         except (ServerRefused, BadAnswer) as error:
             raise ConfigError.of(
                 f"the server {self._section.url} cannot sample for this run",
                 where="rollout.url",
                 why=str(error),
-                fix=f"it must see {self._folder}, and take adapters of this rank: {_HOW}",
+                fix=fix,
             ) from None
-
-    def _refuse_other_model(self, answers: Sequence[ProbeAnswer]) -> None:
-        probe = Probe(0, [ProbeAnswer(one.tokens, one.served, one.bare) for one in answers])
-        bound, dtype = BOUNDS[self._dtype], self._dtype
-        if probe.distance <= bound:
-            return
-        token, served, here = probe.farthest
-        processed = (
-            ""
-            if self._section.temperature == 1
-            else (
-                "; if it is the same model, start it with `--logprobs-mode processed_logprobs`: rollout.temperature is"
-                f" {self._section.temperature:g}"
-            )
-        )
-        raise ConfigError.of(
-            f"the server {self._section.url} gives other log-probabilities than {self._rank.plan.config.model.path}"
-            " without an adapter",
-            where="rollout.url",
-            why=(
-                f"the distance over {self._tokens_of(answers)} tokens is {probe.distance:.2g}, the bound {bound:g};"
-                f" token {token} has {served:.4f} there and {here:.4f} here"
-            ),
-            fix=f"serve the model of this run with `--dtype {dtype}`{processed}",
-        )
 
     def _clean_up(self) -> None:
         """Unloads what an earlier start of this run has left."""
@@ -216,8 +188,12 @@ class VllmSampler:
         self._answers = self._with_both(self._shared(answers, verdict))
         self._version = version
         probe = Probe(version, self._answers)
-        finding = judge(probe, self._earlier, dtype=self._dtype) if self._rank.rank == 0 else None
-        sum_or_fail(self._rank, [], None if finding is None else self._verdict_on(finding, probe))
+        dtype, finding = self._rank.plan.dtype, None
+        if self._rank.rank == 0:
+            finding = judge(probe, self._earlier, dtype=dtype)
+        if finding is not None:
+            verdict = verdict_on(finding, probe, server=self._section.url or "", name=self._name, dtype=dtype)
+        sum_or_fail(self._rank, [], verdict)
         self._earlier = [*self._earlier, probe][-_KEPT_PROBES:]
         self._sync_s = time.perf_counter() - began
 
@@ -301,14 +277,6 @@ class VllmSampler:
                 rows_of(pairs, self._rank.device), temperature=self._section.temperature
             )
         return [part.tolist() for part in values.split([len(one.tokens) for one in answers])]
-
-    @property
-    def _dtype(self) -> str:
-        return self._rank.plan.dtype
-
-    @staticmethod
-    def _tokens_of(answers: Sequence[ProbeAnswer]) -> int:
-        return sum(len(one.tokens) for one in answers)
 
     def figures(self) -> dict[str, float]:
         """Seconds until the version could sample, and how far its log-probabilities on the server
@@ -394,63 +362,61 @@ class VllmSampler:
         """
         while True:
             try:
+                if self._away_since is not None:
+                    self._restore()
                 result = action()
             except ServerAway as error:
-                self._wait_until_back(str(error))
+                self._wait(error)
             except ServerRefused as error:
-                self._fail(
-                    "sampler_mismatch", f"the server {self._section.url} refuses {self._what}: {error}"
-                )
+                what = "the adapter" if self._phase == "sync" else "to sample"
+                raise self._failed(
+                    "sampler_mismatch", f"the server {self._section.url} refuses {what}: {error}"
+                ) from None
             except BadAnswer as error:
-                self._fail(
+                raise self._failed(
                     "sampler_mismatch",
                     f"the server {self._section.url} gives what is not an answer of the model: {error}",
-                )
+                ) from None
             else:
                 self._away_since = None
                 return result
 
-    def _wait_until_back(self, words: str) -> None:
-        """Waits for the server, and lets it load the present version if it has lost it."""
+    def _wait(self, error: ServerAway) -> None:
+        """Waits a moment for a server that went away.
+
+        Raises:
+            _Failed: if it has been waited for long enough.
+        """
+        now = time.monotonic()
         if self._away_since is None:
-            self._away_since = time.monotonic()
+            self._away_since = now - error.waited_s
             self._rank.warn(
                 "sampler_away",
-                f"waiting for the server {self._section.url}, up to {self._section.patience}: {words}",
+                f"waiting for the server {self._section.url}, up to {self._section.patience}: {error}",
                 fix="start it again if it is down",
             )
-        while True:
-            away_s = time.monotonic() - self._away_since
-            self._rank.show(
-                self._phase, f"waiting for the server {self._section.url} for {show_seconds(away_s)}: {words}"
+        away = show_seconds(now - self._away_since)
+        self._rank.show(self._phase, f"waiting for the server {self._section.url} for {away}: {error}")
+        if now - self._away_since > self._patience_s:
+            raise self._failed(
+                "sampler_unreachable",
+                f"the server {self._section.url}, which samples version {self._name.rpartition('-')[2]}, has not"
+                f" answered for {away} (rollout.patience is {self._section.patience}): {error}",
             )
-            if away_s > self._patience_s:
-                self._fail(
-                    "sampler_unreachable",
-                    f"the server {self._section.url}, which samples version {self._name.rpartition('-')[2]}, has"
-                    f" not answered for {show_seconds(away_s)} (rollout.patience is {self._section.patience}):"
-                    f" {words}",
-                )
-            self._server.pause(_RETRY_S)
-            try:
-                if self._name not in self._server.models().adapters:
-                    self._restore()
-            except ServerAway as error:
-                words = str(error)
-            else:
-                self._rank.show(self._phase, f"the server {self._section.url} is back")
-                return
+        self._server.pause(_RETRY_S)
 
     def _restore(self) -> None:
-        """Lets a server that was restarted load the present version again, and checks it."""
-        self._load(self._name)
-        if self._phase == "sync":
-            return  # the probe comes next
-        if not is_same(self._answers, self._ask(self._name), dtype=self._dtype):
-            self._fail(
-                "sampler_mismatch",
-                f"the server {self._section.url} was restarted, and gives other answers as {self._name} than before",
-            )
+        """Lets a server that is back load the present version again, if it has lost it, and checks
+        it.
+        """
+        if self._name not in self._server.models().adapters:
+            self._load(self._name)
+            # In a sync the probe comes next.
+            if self._phase != "sync" and not is_same(
+                self._answers, self._ask(self._name), dtype=self._rank.plan.dtype
+            ):
+                raise BadAnswer(f"after its restart, {self._name} gives other answers than before")
+        self._rank.show(self._phase, f"the server {self._section.url} is back")
 
     def _tick(self) -> None:
         """Tells the watch that this rank lives: each request has a deadline, so waiting is
@@ -459,130 +425,14 @@ class VllmSampler:
         self._done += 1
         self._rank.enter(self._phase, done=self._done)
 
-    # ---- verdicts
-
-    @property
-    def _what(self) -> str:
-        return "the adapter" if self._phase == "sync" else "to sample"
-
-    def _fail(self, cause: str, summary: str) -> NoReturn:
-        raise _Failed(self._verdict(cause, summary))
-
-    def _verdict(self, cause: str, summary: str, evidence: Sequence[Evidence] = ()) -> Verdict:
-        entry = find_cause(cause)
-        return Verdict(
-            cause=cause,
-            when="during",
-            summary=one_line(summary, limit=1_000),
-            phase=self._phase,
-            evidence=tuple(evidence),
-            fix=entry.remedy if entry is not None else (),
-        )
-
-    def _verdict_on(self, finding: ProbeFinding, probe: Probe) -> Verdict:
-        url, count = self._section.url, self._tokens_of(probe.answers)
-        token, served, here = probe.farthest
-        evidence = Evidence(
-            where=f"version {probe.version} ({self._name})",
-            text=(
-                f"{count} tokens; root mean square {finding.distance:.2g} from the weights here, bound"
-                f" {BOUNDS[self._dtype]:g}; farthest: token {token}, {served:.4f} there, {here:.4f} here"
-            ),
-        )
-        if finding.kind == "mismatch":
-            text = (
-                f"the server {url} gives other log-probabilities to version {probe.version} than the weights here:"
-                f" they differ by {finding.distance:.2g}, the bound is {BOUNDS[self._dtype]:g}"
-            )
-            return self._verdict("sampler_mismatch", text, [evidence])
-        if finding.kind == "unbound":
-            text = (
-                f"the adapter {self._name} changes nothing on the server {url}: it answers as the model without an"
-                f" adapter (distance {finding.nearest:.2g}; from version {probe.version}: {finding.distance:.2g})"
-            )
-        else:
-            text = (
-                f"the server {url} answers as version {finding.version}, not as version {probe.version}, which it"
-                f" has loaded (distances {finding.nearest:.2g} and {finding.distance:.2g})"
-            )
-        return self._verdict("sampler_stale", text, [evidence])
+    def _failed(self, cause: str, summary: str) -> _Failed:
+        return _Failed(sampler_verdict(cause, summary, phase=self._phase))
 
     def close(self) -> None:
         """Unloads the present version, if the server answers at once, and removes its files."""
-        if self._rank.rank == 0 and self._name:
+        if self._rank.rank == 0 and self._name and self._away_since is None:
             with suppress(ServerAway, ServerRefused, BadAnswer, OSError):
                 self._server.unload(self._name)
         if self._rank.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._client.close()
-
-
-def client_of(section: RolloutSection) -> HttpClient:
-    """A client of the server of a config, with the key of the environment.
-
-    Raises:
-        ConfigError: if the key cannot be sent.
-    """
-    assert section.url is not None, "the config has checked it"
-    key = sampler_key()
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError.of(
-            "UNISONO_SAMPLER_KEY cannot be sent: it has other characters than printable ASCII",
-            where="environment",
-            fix="set it to the key that the server was started with (`--api-key`)",
-        )
-    return HttpClient(section.url, key)
-
-
-def check_server(plan: RunPlan) -> None:
-    """Asks the server of a plan what it can do, before the model is loaded.
-
-    Raises:
-        ConfigError: if it does not answer, cannot load adapters, or takes shorter prompts.
-    """
-    section, where = plan.config.rollout, "rollout.url"
-    client = client_of(section)
-    server = VllmServer(client, answer_s=1.0, vocabulary=0, on_wait=lambda: None)
-    try:
-        model = server.models()
-        can_load = server.can_load()
-    except ServerAway as error:
-        raise unreachable_at_start(section, str(error)) from None
-    except (ServerRefused, BadAnswer) as error:
-        is_key = isinstance(error, ServerRefused) and error.status in (401, 403)
-        raise ConfigError.of(
-            f"the server {section.url} does not list its models",
-            where=where,
-            why=str(error),
-            fix="set UNISONO_SAMPLER_KEY to its key"
-            if is_key
-            else f"set the address of a vLLM server: {_HOW}",
-        ) from None
-    finally:
-        client.close()
-    if not can_load:
-        raise ConfigError.of(
-            f"the server {section.url} cannot load adapters",
-            where=where,
-            why="each step has other weights, which it gets as a LoRA adapter",
-            fix=_HOW,
-        )
-    longest = plan.config.data.max_length
-    if model.max_length is not None and model.max_length < longest:
-        raise ConfigError.of(
-            f"the server {section.url} takes {model.max_length} tokens of prompt and answer, and data.max_length is"
-            f" {longest}",
-            where=where,
-            why="a prompt and its answer may have so many",
-            fix=f"start it with `--max-model-len {longest}`, or set data.max_length to {model.max_length}",
-        )
-
-
-def unreachable_at_start(section: RolloutSection, words: str) -> ConfigError:
-    """The error before the first step."""
-    return ConfigError.of(
-        f"the server {section.url} does not answer",
-        where="rollout.url",
-        why=words,
-        fix=f"wait until it is ready, or {_HOW}",
-    )

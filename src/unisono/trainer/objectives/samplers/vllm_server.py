@@ -24,7 +24,15 @@ _BUSY = (429, 502, 503, 504)
 
 
 class ServerAway(Exception):  # noqa: N818 - named for what happened
-    """The server does not answer now, or has lost an adapter: it may answer later."""
+    """The server does not answer now, or has lost an adapter: it may answer later.
+
+    Attributes:
+        waited_s: for its answer.
+    """
+
+    def __init__(self, words: str, *, waited_s: float = 0.0) -> None:
+        super().__init__(words)
+        self.waited_s = waited_s
 
 
 class ServerRefused(Exception):  # noqa: N818 - named for what happened
@@ -269,7 +277,7 @@ def _reply_of(future: Future[Reply]) -> Reply:
     try:
         reply = future.result()
     except NoAnswer as error:
-        raise ServerAway(str(error)) from None
+        raise ServerAway(str(error), waited_s=error.waited_s) from None
     except TooLong as error:
         raise BadAnswer(str(error)) from None
     if reply.status in _BUSY:
