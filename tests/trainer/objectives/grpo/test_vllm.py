@@ -40,6 +40,9 @@ class Server:
         self.start(**state)
 
     def start(self, **state: Any) -> None:
+        """Starts it, also again after it was killed."""
+        if self.port:
+            self.end()
         words = [sys.executable, "-m", vllm_like.__name__, "--model", str(self._model)]
         words += ["--port", str(self.port), "--state", json.dumps(state)]
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -59,6 +62,9 @@ class Server:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
