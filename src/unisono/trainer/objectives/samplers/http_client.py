@@ -171,7 +171,13 @@ class HttpClient:
         data = None if body is None else json.dumps(body).encode()
         connection.request(method, self._path + path, data, headers)
         with connection.getresponse() as response:
+            ends_with_connection = response.length is None and not response.chunked
             received = response.read(most_bytes + 1)
+            # http.client takes a lost connection for the end of headers, and of a body that is read in
+            # parts.
+            is_lost = ends_with_connection and not received
+            if is_lost or (response.length and len(received) <= most_bytes):
+                raise http.client.IncompleteRead(received)
         if len(received) > most_bytes:
             raise TooLong(f"the answer to {method} {path} has more than {most_bytes:,} bytes")
         return Reply(response.status, received)
