@@ -173,8 +173,7 @@ class HttpClient:
         with connection.getresponse() as response:
             ends_with_connection = response.length is None and not response.chunked
             received = response.read(most_bytes + 1)
-            # http.client takes a lost connection for the end of headers, and of a body that is read in
-            # parts.
+            # http.client takes a lost connection for the end of headers, or of a part of a body.
             is_lost = ends_with_connection and not received
             if is_lost or (response.length and len(received) <= most_bytes):
                 raise http.client.IncompleteRead(received)
