@@ -290,6 +290,17 @@ def test_a_server_that_is_killed_and_restarted_costs_no_answer(
     assert folder.figures("loss") == pytest.approx(figures(straight, "loss"), abs=1e-6)
 
 
+def test_sharded_weights_reach_the_server(
+    train_here: Train, sections: dict[str, Any], server: Server, tmp_path: Path, model_dir: Path
+) -> None:
+    straight = train_here(**served_by(server, sections))
+    folder = Folder(tmp_path / "sharded", model_dir, served_by(server, sections))
+    code, text = folder.train("--nproc", "2", "parallel.strategy=fsdp")
+    assert code == 0, text
+    assert max(folder.figures("sync_difference")) < 1e-5
+    assert folder.figures("reward") == pytest.approx(figures(straight, "reward"), abs=1e-9)
+
+
 def test_a_server_that_stays_away_ends_all_ranks_with_a_checkpoint(
     sections: dict[str, Any], tmp_path: Path, model_dir: Path
 ) -> None:

@@ -127,7 +127,9 @@ class VllmSampler:
         if self._rank.rank == 0:
             self._refusing(self._clean_up, HOW)
             base = self._refusing(lambda: self._ask(self._server.models().name), HOW)
-        base = self._with_bare(self._shared(base, None))
+        # The first forward has the adapter: sharded parameters keep requires_grad of then, and
+        # peft takes it away where the adapter is off.
+        base = self._with_both(self._shared(base, None))
         if self._rank.rank == 0 and not self._forward.loaded.base_changes:
             refuse_other_model(self._rank.plan, base)
         name = self._prefix + "check"
