@@ -150,7 +150,8 @@ def is_same(before: Sequence[ProbeAnswer], after: Sequence[ProbeAnswer], *, dtyp
                 break
             served.append(value)
             again.append(new_value)
-    return len(served) >= _LEAST_TOKENS and _distance(served, again) <= BOUNDS[dtype]
+    least = min(_LEAST_TOKENS, sum(len(one.tokens) for one in before) // 2)
+    return len(served) >= least and _distance(served, again) <= BOUNDS[dtype]
 
 
 def _distance(values: Sequence[float], others: Sequence[float]) -> float:

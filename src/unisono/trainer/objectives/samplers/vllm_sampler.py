@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 import torch
@@ -80,6 +80,17 @@ class _PromptAnswers:
             answer.tokens = one.tokens[:-1] if one.ended == "stop" else list(one.tokens)
 
 
+def _probe_prompts(prompts: TableSource, *, most_tokens: int) -> list[list[int]]:
+    """The shortest prompts of the table, together not longer than a row may be: their forward needs
+    no more memory than a step.
+    """
+    table = prompts.rows.table
+    shortest = table.row_lengths().argsort(kind="stable")[:_PROBE_PROMPTS].tolist()
+    rows = [table.row(unit)[0].tolist() for unit in shortest]
+    sums = list(accumulate(map(len, rows)))
+    return [row for row, tokens in zip(rows, sums, strict=True) if tokens <= most_tokens] or rows[:1]
+
+
 class VllmSampler:
     """See `sampler.AnswerSampler`."""
 
@@ -108,8 +119,7 @@ class VllmSampler:
             vocabulary=forward.loaded.base.get_input_embeddings().weight.shape[0],
             on_wait=self._tick,
         )
-        table = prompts.rows.table
-        self._prompts = [table.row(unit)[0].tolist() for unit in range(min(table.rows, _PROBE_PROMPTS))]
+        self._prompts = _probe_prompts(prompts, most_tokens=plan.config.data.max_length)
         try:
             self._check_model()
         except BaseException:
@@ -233,7 +243,7 @@ class VllmSampler:
             model=model,
             prompts=self._prompts,
             number=1,
-            max_tokens=_PROBE_TOKENS,
+            max_tokens=min(_PROBE_TOKENS, self._section.max_new_tokens),
             sampling=SamplingParams(
                 temperature=self._section.temperature,
                 top_p=self._section.top_p,
