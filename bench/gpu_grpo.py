@@ -1,7 +1,7 @@
 """GRPO by TRL and unisono, in turn in one run: answers sampled and whole steps, from the same
 weights, prompts and settings.
 
-    python bench/grpo_peers.py [tiny m15 1b] [--device cpu | cuda] [--threads 1] [--steps 3]
+    python bench/gpu_grpo.py [tiny m15 1b] [--device cpu | cuda] [--threads 1] [--steps 3]
     [--repetitions 2] [--arms unisono,trl,trl-batching] [--out FILE]
 
 Each arm is a process of its own, with the Python that runs this script, which needs trl and peft. A
@@ -262,7 +262,7 @@ def main() -> None:
         print(json.dumps(figures))
         return
     results = compare(args)
-    out = args.out or ROOT / "bench" / "results" / "grpo_peers.json"
+    out = args.out or ROOT / "bench" / "results" / "grpo.json"
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     out.write_text(
         json.dumps(
