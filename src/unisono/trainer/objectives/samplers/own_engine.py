@@ -1,5 +1,6 @@
 """The model of the rank as the sampler, with its own weights and layers: nothing has to be sent."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -8,8 +9,9 @@ from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.samplers.sampler import EndTokens
 
-_ROWS = 128  # answers that are computed together
+_ROWS = 512  # answers that are computed together
 _PART_TOKENS = 8_192
+_SHOWN_S = 5.0  # between two lines on a long rollout
 T = TypeVar("T")
 
 
@@ -41,14 +43,19 @@ class OwnEngine:
             part_tokens=_PART_TOKENS,
             with_log_probs=True,
         )
-        tokens = 0
+        rank, tokens, shown = self._rank, 0, time.monotonic()
+        who = f"rank {rank.rank} samples" if rank.world_size > 1 else "sampling"
         with engine.ready():
             for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
                 engine.add(answer)
             while not engine.is_idle:
                 engine.step()
                 tokens += 1
-                self._rank.enter("rollout", done=tokens)
+                rank.enter("rollout", done=tokens)
+                if time.monotonic() - shown > _SHOWN_S:  # a rank that others may wait for
+                    shown = time.monotonic()
+                    ended = sum(answer.ended is not None for answer in answers)
+                    rank.show("rollout", f"{who} answers", done=ended, total=len(answers))
 
     def close(self) -> None:
         """Nothing was started."""
