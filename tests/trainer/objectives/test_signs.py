@@ -21,6 +21,15 @@ HEALTHY = {
 }  # fmt: skip
 
 
+def test_later_steps_of_a_rollout_may_differ_from_the_sampler() -> None:
+    rollout = RolloutSection(steps=3)
+    shown = [
+        [sign.cause for sign in policy_signs({"sampler_difference": 0.2, "step": step}, rollout)]
+        for step in range(1, 6)
+    ]
+    assert shown == [["sampler_mismatch"], [], [], ["sampler_mismatch"], []]
+
+
 def causes(**figures: float) -> list[str]:
     return [sign.cause for sign in policy_signs(HEALTHY | figures, RolloutSection(max_new_tokens=7))]
 
@@ -38,6 +47,7 @@ def test_a_run_that_learns_shows_no_sign() -> None:
         ({"truncated": 0.96}, "answers_never_stop"),
         ({"sampler_kl": 1.5}, "kl_exploded"),
         ({"kl": 12.0}, "kl_exploded"),
+        ({"sampler_difference": 0.2, "step": 7}, "sampler_mismatch"),
     ],
 )
 def test_each_trouble_has_its_sign_and_a_cause_of_the_catalogue(

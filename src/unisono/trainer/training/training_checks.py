@@ -188,11 +188,11 @@ def lasting_trouble(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ver
     """Warns of signs of trouble that the objective sees in the figures of several steps; a verdict
     if the run must end.
     """
-    signs = run.objective.signs({**outcome.metrics, **batches.figures})
+    signs = run.objective.signs({"step": batches.step, **outcome.metrics, **batches.figures})
     for sign in run.sign_counts.lasting(signs):
         entry = find_cause(sign.cause)
         assert entry is not None
-        text = f"{sign.text}, in {sign.steps} steps in a row"
+        text = f"{sign.text}, in {sign.steps} steps in a row" if sign.steps > 1 else sign.text
         if sign.ends_run:
             return Verdict(
                 cause=sign.cause,
