@@ -223,11 +223,14 @@ def grpo_contradictions(
     ]
     problems = [text for is_wrong, text in rules if is_wrong]
     for number, reward in enumerate(rewards):
-        problems += _reward_contradictions(reward, f"rewards.{number}")
+        problems += reward_contradictions(reward, f"rewards.{number}")
     return problems
 
 
-def _reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+def reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+    """The keys of a reward that contradict each other, as `grpo_contradictions`; `key` is its
+    own.
+    """
     known = reward.is_own or reward.use in REWARDS
     if not known:
         near = nearest(reward.use, list(REWARDS))

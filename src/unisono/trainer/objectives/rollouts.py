@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.base.causes import Verdict
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import (
     BatchSource,
@@ -33,7 +33,7 @@ from unisono.trainer.batches.table import EvaluationRows, TableSource
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
-from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names
+from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names, verdict_on
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
@@ -42,7 +42,6 @@ from unisono.trainer.plan.task_requests import SamplingParams
 
 _ROWS = 128  # answers that are computed together
 _PART_TOKENS = 8_192
-_MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class RolloutSource(BatchSource):
         """
         sums = RewardSums.of([answer.reward for group in groups for answer in group.answers])
         rank = self._rank
-        verdict = b"" if failure is None else json.dumps(_verdict_on(failure, rank).to_json()).encode()
+        verdict = b"" if failure is None else json.dumps(verdict_on(failure, rank.rank).to_json()).encode()
         figures = torch.zeros(3 + rank.world_size, dtype=torch.float64, device=rank.device)
         figures[:3] = figures.new_tensor([sums.count, sums.total, sums.squares])
         figures[3 + rank.rank] = len(verdict)
@@ -379,20 +378,4 @@ def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torc
         label_index,
         input_ids[label_index + 1],
         loss_counts=[len(tokens) for _, tokens in answers],
-    )
-
-
-def _verdict_on(failure: RewardFailure, rank: SourceRank) -> Verdict:
-    """The verdict that ends a run whose reward failed."""
-    cause = "reward_timeout" if failure.kind == "timeout" else "reward_error"
-    entry = find_cause(cause)
-    row = f" on {failure.row}" if failure.row else ""  # none: a process could not be replaced
-    return Verdict(
-        cause=cause,
-        when="during",
-        summary=f"the reward {failure.function} failed{row}: {failure.text}"[:_MOST_TEXT],
-        ranks=(rank.rank,),
-        phase="reward",
-        evidence=(Evidence(where=failure.where or failure.function, text=failure.text[:_MOST_TEXT]),),
-        fix=entry.remedy if entry is not None else (),
     )
