@@ -226,16 +226,17 @@ def _opened(run: FollowedRun, path: Path) -> Iterator[Any]:
         ValueError: if it is damaged, too large, or not one of a run.
         OSError: if it cannot be opened, or leads out of the run.
     """
-    from pyarrow import parquet
+    from pyarrow import ArrowInvalid, parquet
 
     with open_plain(inside(run.root, path)) as source:
         try:
+            _check_types(path, parquet.read_schema(source))
+            source.seek(0)
             file = parquet.ParquetFile(
                 source, read_dictionary=list(_TEXTS), buffer_size=_BUFFER_BYTES, pre_buffer=False
             )
-        except ValueError as error:
+        except ArrowInvalid as error:
             raise ValueError(f"{path.name} is damaged: {error}") from error
-        _check_types(path, file.schema_arrow)
         sizes = (
             group.column(number).total_uncompressed_size
             for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
@@ -249,13 +250,9 @@ def _opened(run: FollowedRun, path: Path) -> Iterator[Any]:
 def _check_types(path: Path, schema: Any) -> None:
     types = {name: str(schema.field(name).type) for name in schema.names}
     for name, kind in {**_TYPES, **{n: k for n, k in _LATER_TYPES.items() if n in types}}.items():
-        if _plain_type(types.get(name, "")) != kind:
+        # lists of older versions of pyarrow have items, not elements
+        if types.get(name, "").replace("item:", "element:") != kind:
             raise ValueError(f"{path.name} has no column {name} as a run writes it")
-
-
-def _plain_type(kind: str) -> str:
-    """The type without the encoding of a dictionary, in the names of any version of pyarrow."""
-    return "string" if kind.startswith("dictionary<values=string,") else kind.replace("item:", "element:")
 
 
 def _rows(batch: Any) -> Iterator[Group]:
