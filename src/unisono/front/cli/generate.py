@@ -418,7 +418,8 @@ def evaluate(
         int, typer.Option(min=1, max=4096, help="With --rewards: answers to each prompt.")
     ] = 1,
     threshold: Annotated[
-        float, typer.Option(help="With --rewards: least reward of an answer that passes.")
+        float,
+        typer.Option(metavar="NUMBER", help="With --rewards: least reward of an answer that passes."),
     ] = 1.0,
     temperature: Annotated[
         float | None,

@@ -137,7 +137,9 @@ class RunDir:
 
     @property
     def rollouts(self) -> Path:
-        """Sampled answers with their rewards, `step-00000001.0.parquet` and so on."""
+        """Sampled answers with their rewards, `step-00000001.0.parquet` and so on; only with
+        `objective: grpo`.
+        """
         return self.root / ROLLOUTS
 
     @property

@@ -3,7 +3,8 @@
   "use strict";
   const REGIONS = ["status", "verdict", "curves", "rollouts", "ranks", "data", "checkpoints", "samples", "config", "log"];
   const SHARED = new Set(["curves", "config"]); // show all runs together
-  const FIRST = ["reward", "eval_reward", "answer_tokens", "truncated", "equal_groups", "entropy", "loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "expert_load_max"];
+  const OF_ANSWERS = ["answer_tokens", "truncated", "equal_groups", "entropy", "kl", "sampler_kl"];
+  const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "expert_load_max"];
   const HIDDEN = new Set(["time_s", "total_steps", "step"]);
   const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4], [1, 5]];
   const COLOURS = { light: ["#0b5fa5", "#b94a00", "#0c7a5b", "#8a3d8c", "#6d5a00", "#c2286b", "#3d4655", "#1483b4"],
@@ -376,8 +377,8 @@
     if (!curveGrid) buildCurves();
     const keys = new Set();
     for (const run of shownRuns()) for (const key of Object.keys(get("curves", run.name)?.series ?? {})) if (!HIDDEN.has(key)) keys.add(key);
-    const ofRewards = keys.has("reward") ? [...keys].filter((key) => key.startsWith("reward_") && key !== "reward_time_s").sort() : [];
-    const first = [...FIRST.slice(0, 2), ...ofRewards, ...FIRST.slice(2)].filter((key) => keys.has(key)), more = [...keys].filter((key) => !first.includes(key)).sort();
+    const isGrpo = keys.has("reward"), ofRewards = [...keys].filter((key) => key.startsWith("reward_") && key !== "reward_time_s").sort();
+    const first = [...(isGrpo ? ["reward", "eval_reward", ...ofRewards, ...OF_ANSWERS] : []), ...FIRST].filter((key) => keys.has(key)), more = [...keys].filter((key) => !first.includes(key)).sort();
     if (keys.size && axisBox.dataset.keys !== String(keys.size)) { axisBox.dataset.keys = String(keys.size); drawAxis(); }
     bodies.curves.querySelector(".note-place").replaceChildren(...problems("curves"), ...(keys.size ? [] : [empty("no_curves")]));
     bodies.curves.querySelector(".controls").hidden = !keys.size;
