@@ -254,6 +254,7 @@ def test_answers_of_a_step_and_of_a_prompt_over_the_steps(
             groups = groups_of(9, random.Random(1), share=0.5)
             write_rollout(root, 9, groups, rank=0, ranks=1)
             region.get_by_text("Step 7 / 9").wait_for()
+            region.locator("[data-step='9']").wait_for()
             region.get_by_role("button", name="Newest step").click()
             region.get_by_text("Step 9 / 9").wait_for()
     assert [error for error in errors if "CONNECTION" not in error and "INCOMPLETE" not in error] == []

@@ -43,7 +43,7 @@ def sections(tmp_path: Path) -> dict[str, Any]:
 def evaluated(target: object, folder: Path, *, said: Listening | None = None, **more: Any) -> dict[str, Any]:
     settings = {"data": None, "trust_code": True, "cache_dir": folder / "cache", **more}
     settings["rewards"] = read_rewards(settings.get("rewards", ()))
-    request = EvaluateRewardsRequest(model=RequestedModel(str(target), more.pop("step", None)), **settings)
+    request = EvaluateRewardsRequest(model=RequestedModel(str(target)), **settings)
     return dict(reward_evaluation.run(request, said or Listening()))
 
 

@@ -4,6 +4,7 @@ A file may be large, and is not trusted: texts are cut where they are read, and 
 the types that a run writes.
 """
 
+import functools
 import json
 import math
 import re
@@ -29,7 +30,7 @@ _TYPES = {
     **dict.fromkeys(("has_loss", "is_equal"), "bool"),
 }
 _LATER_TYPES = {"draw": "int64", "is_replaced": "bool"}  # which older files do not have
-_BATCH_ROWS = 256
+_BATCH_ROWS = 128
 _BUFFER_BYTES = 1 << 20
 _MOST_BYTES = 2 << 30  # of the columns that are read of a file, as its footer says
 _MOST_TEXT = 4_000
@@ -66,7 +67,7 @@ class _Answers:
             }
         if len(group["answers"]) < _MOST_ANSWERS:
             names = ("answer", "text", "tokens", "stop", "reward", "rewards", "advantage", "has_loss")
-            group["answers"].append({name: row[name] for name in names})
+            group["answers"].append({name: row[name] for name in names if name in row})
 
     def in_order(self) -> list[Group]:
         """The groups by place, each with its answers in order."""
@@ -92,6 +93,8 @@ def answers_of_step(run: FollowedRun, step: int | None, key: str | None) -> Grou
     step = last if step is None else min(max(step, firsts[0]), last)
     groups = _groups_of(run, files, step)
     chosen = next((group for group in groups if group["key"] == key), groups[0] if groups else None)
+    if chosen is not None:
+        chosen = _with_texts(run, files, chosen)
     return {
         "first": firsts[0],
         "last": last,
@@ -137,8 +140,7 @@ def answers_of_some_steps(
     shown = []
     for step, of_step in read.items():
         kept = sorted(of_step, key=lambda group: -often[group["row"]])[:groups]
-        for answer in (answer for group in kept for answer in group["answers"]):
-            answer["text"] = _cut(answer["text"], characters)
+        kept = [_with_texts(run, files, group, characters) for group in kept]
         page = _shown_step(step, of_step)
         left_out = page["groups_left_out"] + len(page["groups"]) - len(kept)
         rows = [_summary(group) for group in kept]
@@ -178,19 +180,37 @@ def _last_step(run: FollowedRun, paths: Sequence[Path], first: int) -> int:
 
 
 def _groups_of(run: FollowedRun, files: Mapping[int, Sequence[Path]], step: int) -> list[Group]:
-    """All groups of a step, with their answers."""
-    first = max((first for first in files if first <= step), default=None)
-    return [] if first is None else _read_step(run, files[first], step).in_order()
+    """All groups of a step; their answers have no texts, which may be long."""
+    return _read_step(run, _files_of(files, step), step).in_order()
+
+
+def _files_of(files: Mapping[int, Sequence[Path]], step: int) -> Sequence[Path]:
+    """The files of the rollout that a step belongs to."""
+    return files.get(max((first for first in files if first <= step), default=-1), ())
+
+
+def _with_texts(
+    run: FollowedRun, files: Mapping[int, Sequence[Path]], group: Group, characters: int = _MOST_TEXT
+) -> Group:
+    """A group whose answers have their texts."""
+    place = int(group["key"].partition(".")[0])
+    read = _read_step(run, _files_of(files, group["step"]), group["step"], only=place).in_order()
+    found: Group = next((one for one in read if one["key"] == group["key"]), group)
+    for answer in found["answers"]:
+        answer["text"] = _cut(answer.get("text", ""), characters)
+    return found
 
 
 def _read_step(run: FollowedRun, paths: Sequence[Path], step: int, *, only: int | None = None) -> _Answers:
-    """The answers of a step in the files of a rollout; `only`: the place of one group."""
+    """The answers of a step in the files of a rollout; `only`: with texts those of one place."""
     from pyarrow import compute
 
     answers = _Answers()
     for path in paths:
         with _opened(run, path) as file:
             names = [name for name in (*_TYPES, *_LATER_TYPES) if name in file.schema_arrow.names]
+            if only is None:
+                names.remove("text")
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
                 mask = compute.equal(batch.column("step"), step)
                 if only is not None:
@@ -209,8 +229,7 @@ def _places_of(run: FollowedRun, paths: Sequence[Path], row: str) -> list[tuple[
         with _opened(run, path) as file:
             names = [name for name in ("step", "place", "draw", "row") if name in file.schema_arrow.names]
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
-                texts = batch.column("row")
-                same = compute.equal(texts.dictionary, row).take(texts.indices)
+                same = compute.equal(batch.column("row"), row)
                 places |= {
                     (one["step"], one["place"], one.get("draw") or 0)
                     for one in batch.select(names[:-1]).filter(same).to_pylist()
@@ -232,9 +251,7 @@ def _opened(run: FollowedRun, path: Path) -> Iterator[Any]:
         try:
             _check_types(path, parquet.read_schema(source))
             source.seek(0)
-            file = parquet.ParquetFile(
-                source, read_dictionary=list(_TEXTS), buffer_size=_BUFFER_BYTES, pre_buffer=False
-            )
+            file = parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         except ArrowInvalid as error:
             raise ValueError(f"{path.name} is damaged: {error}") from error
         sizes = (
@@ -256,7 +273,7 @@ def _check_types(path: Path, schema: Any) -> None:
 
 
 def _rows(batch: Any) -> Iterator[Group]:
-    """The rows of a batch; each text of a dictionary is cut once."""
+    """The rows of a batch, with texts as they are shown."""
     from pyarrow import compute
 
     columns: dict[str, Sequence[Any]] = {}
@@ -265,20 +282,12 @@ def _rows(batch: Any) -> Iterator[Group]:
         if name == "ids":
             columns["tokens"] = compute.list_value_length(column).to_pylist()
         elif name in _TEXTS:
-            columns[name] = _texts(column, _VALUES.get(name, _cut))
+            value_of = functools.cache(_VALUES.get(name, _cut))  # a group has one prompt
+            columns[name] = [value_of(text or "") for text in column.to_pylist()]
         else:
             columns[name] = column.to_pylist()
     for number in range(batch.num_rows):
         yield {name: values[number] for name, values in columns.items()}
-
-
-def _texts(column: Any, value_of: Any) -> list[Any]:
-    """The values of a column, from its dictionary."""
-    values: dict[int, Any] = {}
-    indices = column.indices.to_pylist()
-    for index in {index for index in indices if index is not None}:
-        values[index] = value_of(column.dictionary[index].as_py() or "")
-    return [values.get(index) for index in indices]
 
 
 def _cut(text: str, most: int = _MOST_TEXT) -> str:

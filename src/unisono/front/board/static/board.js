@@ -487,15 +487,26 @@
     const steps = region.steps, step = steps.find((one) => one.step === chosen.step) ?? steps[steps.length - 1];
     return { ...region, ...step, group: step.details.find((one) => one.key === chosen.group) ?? step.details[0] };
   };
-  const groupsOver = (row) => IS_LIVE ? (chosen.answersOver?.row === row ? chosen.answersOver : null)
-    : { row, over: get("rollouts").steps.flatMap((one) => one.details).filter((one) => one.row === row), left_out: 0 };
+  let over = null, overPending = false;
+  const fetchOver = async (row) => {
+    if (overPending) return;
+    overPending = true;
+    const run = current, version = get("rollouts").version;
+    try { over = { ...await ask(run, "rollouts", new URLSearchParams({ row })), run, row }; } catch (error) { over = { run, row, version, over: [], left_out: 0, problems: [String(error)] }; }
+    overPending = false;
+    drawRollouts();
+  };
+  // the groups of a prompt; null while the first answer of the server is awaited
+  const groupsOver = (row) => {
+    const region = get("rollouts");
+    if (!IS_LIVE) return { over: region.steps.flatMap((one) => one.details).filter((one) => one.row === row), left_out: 0 };
+    const isKnown = over?.run === current && over.row === row;
+    if (!isKnown || over.version < region.version) fetchOver(row);
+    return isKnown ? over : null;
+  };
   const choose = async (change) => {
     Object.assign(chosen, change);
-    if (IS_LIVE && ("step" in change || "group" in change)) await fetchRegion(current, "rollouts");
-    const group = stepShown()?.group;
-    if (IS_LIVE && chosen.over && group && groupsOver(group.row) === null) {
-      try { chosen.answersOver = await ask(current, "rollouts", new URLSearchParams({ row: group.row })); } catch (error) { console.warn("rollouts", error); }
-    }
+    if (IS_LIVE && !("over" in change)) await fetchRegion(current, "rollouts");
     drawRollouts();
   };
   const buildRollouts = () => {
@@ -659,7 +670,6 @@
       }
       if (region === "rollouts") query = new URLSearchParams(Object.entries({ step: chosen.step, group: chosen.group }).filter(([, one]) => one !== null));
       const value = await ask(run, region, query);
-      if (region === "rollouts") chosen.answersOver = null; // there may be more
       data[run] ??= {};
       if (region === "curves" && value.appended) {
         for (const [name, more] of Object.entries(value.series)) {
