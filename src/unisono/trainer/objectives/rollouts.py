@@ -33,8 +33,9 @@ from unisono.trainer.batches.table import EvaluationRows, TableSource
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.model.forward import Forward, Rows
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
-from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names, verdict_on
+from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names
 from unisono.trainer.objectives.rewards.pool import RewardPool
+from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 from unisono.trainer.plan import deal

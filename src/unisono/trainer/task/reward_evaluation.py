@@ -18,8 +18,9 @@ from unisono.trainer.data.token_table import Split, TokenTable
 from unisono.trainer.families import rows_of
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.objectives.answer_scores import answer_scores
-from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, verdict_on
+from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure
 from unisono.trainer.objectives.rewards.pool import RewardPool
+from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 from unisono.trainer.plan.task_requests import (
     EvaluateRewardsRequest,

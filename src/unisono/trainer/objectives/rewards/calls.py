@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from unisono.base.causes import Evidence, Verdict, find_cause
-from unisono.base.causes.verdict import OwnRunOnly
 from unisono.base.user_code import own_class
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ Text = str | list[dict[str, object]]
 """A prompt or an answer: a text, or messages with `role` and `content`."""
 FailureKind = Literal["error", "timeout", "value", "memory", "died"]
 
-_MOST_QUOTED = 1_000  # characters of a failure in a verdict
 _MOST_TEXT = 4000  # characters of a prompt or an answer in a line of rewards.jsonl
 
 
@@ -75,28 +72,6 @@ class RewardFailure:
         answer = "" if self.answer is None else f", answer {self.answer}"
         where = f" ({self.where})" if self.where else ""
         return f"{self.function} on {self.row}{answer}: {self.text}{where}"
-
-
-def verdict_on(failure: RewardFailure, *ranks: int) -> Verdict:
-    """The verdict that ends a run, or an evaluation, whose reward failed.
-
-    Args:
-        failure: of a reward whose `on_error` is `error`.
-        ranks: whose reward it is; an evaluation has none.
-    """
-    cause = "reward_timeout" if failure.kind == "timeout" else "reward_error"
-    entry = find_cause(cause)
-    row = f" on {failure.row}" if failure.row else ""  # none: a process could not be replaced
-    remedy = entry.remedy if entry is not None else ()
-    return Verdict(
-        cause=cause,
-        when="during",
-        summary=f"the reward {failure.function} failed{row}: {failure.text}"[:_MOST_QUOTED],
-        ranks=ranks,
-        phase="reward",
-        evidence=(Evidence(where=failure.where or failure.function, text=failure.text[:_MOST_QUOTED]),),
-        fix=remedy if ranks else tuple(line for line in remedy if not isinstance(line, OwnRunOnly)),
-    )
 
 
 class RewardError(Exception):
