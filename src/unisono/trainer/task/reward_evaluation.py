@@ -32,7 +32,7 @@ from unisono.trainer.task.evaluate import evaluation_config, require_rows
 from unisono.trainer.task.inference import InferenceModel, open_requested
 from unisono.trainer.task.target import requested_target
 
-_ROWS = 128  # answers that are computed together
+_ROWS = 512  # answers that are computed together
 _ANSWERS = 512  # that are scored before others are sampled, so that a failing reward shows early
 _PART_TOKENS = 8_192
 _SHOWN_FAILURES = 3
