@@ -18,7 +18,7 @@ from playwright.sync_api import Browser  # noqa: E402
 from tests.front.board.boards import chromium  # noqa: E402
 from tests.front.board.made_runs import make_run  # noqa: E402
 from unisono.front.board.page import runs_file  # noqa: E402
-from unisono.front.board.regions import REGIONS  # noqa: E402
+from unisono.front.board.regions import REGIONS, ROLLOUTS  # noqa: E402
 
 FOLDER = ROOT / "docs" / "how-to" / "pictures"
 
@@ -44,10 +44,17 @@ def _take_all(browser: Browser) -> dict[str, bytes]:
         ("board-light.png", [stalled], "en", "light", 1900), ("board-dark.png", [stalled], "zh", "dark", 1900), ("board-runs.png", others, "en", "light", 1300),
     ):  # fmt: skip
         found[name] = _picture(browser, runs, language=language, scheme=scheme, height=height)
+    answers = make_run(Path("runs/grpo"), steps=24, total=24, rollouts=24)
+    found["board-answers.png"] = _picture(
+        browser, [answers], language="en", scheme="light", height=1900, region=ROLLOUTS
+    )
     return found
 
 
-def _picture(browser: Browser, runs: list[Path], *, language: str, scheme: Any, height: int) -> bytes:
+def _picture(
+    browser: Browser, runs: list[Path], *, language: str, scheme: Any, height: int, region: str | None = None
+) -> bytes:
+    """Of the top of the page, or of one region."""
     out = Path("page.html").absolute()
     out.write_text(runs_file(runs, key=b"")[1])
     context = browser.new_context(
@@ -57,12 +64,14 @@ def _picture(browser: Browser, runs: list[Path], *, language: str, scheme: Any, 
     page.goto(f"{out.as_uri()}?lang={language}")
     page.wait_for_selector("[data-painted]")
     page.wait_for_timeout(300)
-    for region in REGIONS:
-        section = page.locator(f"[data-region={region}]")
-        assert section.count() == 1, f"the region {region} is gone"
-        assert section.locator("h2").inner_text(), f"the region {region} has no heading"
-        assert section.locator(".body").inner_text(), f"the region {region} is empty"
-    picture = page.screenshot()
+    for name in REGIONS:
+        section = page.locator(f"[data-region={name}]")
+        assert section.count() == 1, f"the region {name} is gone"
+        if name == ROLLOUTS and region != ROLLOUTS:
+            continue
+        assert section.locator("h2").inner_text(), f"the region {name} has no heading"
+        assert section.locator(".body").inner_text(), f"the region {name} is empty"
+    picture = page.locator(f"[data-region={region}]").screenshot() if region else page.screenshot()
     context.close()
     return picture
 

@@ -6,6 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from unisono.trainer.objectives.rollout_files import write_rollout
+from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
+
 HOSTILE = (
     "<script>window.hurt=1</script>", "</script><script>window.hurt=1</script>", "</style><img src=x onerror='window.hurt=1'>",
     "\u202egnp.exe\u202c", "\x1b[31mred\x1b[0m\x1b]0;title\x07", "<!--", "]]>", "{{7*7}}", "javascript:window.hurt=1", "\u2028line\u2029",
@@ -38,11 +41,13 @@ def make_run(
     outcome: str | None = "completed",
     seed: int = 0,
     lr: float = 2e-4,
+    rollouts: int = 0,
     **more: Any,
 ) -> Path:
     """A run with all its regions.
 
     Args:
+        rollouts: its first steps with sampled answers.
         outcome: of result.json; None: there is none.
         more: keys of result.json.
     """
@@ -62,6 +67,8 @@ def make_run(
             if step % 10 == 0:
                 file.write(json.dumps({"step": step, "eval_loss": 2 / step}) + "\n")
     write_ranks(root, ranks, steps)
+    for step in range(1, rollouts + 1):
+        write_rollout(root, step, groups_of(step, rng, share=0.7 * step / rollouts), rank=0, ranks=1)
     if outcome is not None:
         codes = {"completed": 0, "stalled": 4, "died": 5, "preempted": 75}
         write(
@@ -82,6 +89,52 @@ def make_run(
     if outcome in ("stalled", "died"):
         write(root / "verdict.json", VERDICT)
     return root
+
+
+PROMPTS = 6
+
+
+def groups_of(step: int, rng: random.Random, *, share: float, text: str = "") -> list[AnswerGroup]:
+    """The groups of a step: 3 of 6 prompts, with 4 answers each, of which about a share are right.
+
+    Args:
+        text: of all prompts and answers; empty: sums.
+    """
+    groups = []
+    for place in range((step - 1) * 3, step * 3):
+        number = place % PROMPTS
+        asked, right = f"What is {number + 13} + {2 * number + 8}?", str(3 * number + 21)
+        prompt = [
+            {"role": "system", "content": "Think, then give the number alone on the last line."},
+            {"role": "user", "content": text or asked},
+        ]
+        group = AnswerGroup(
+            step,
+            place,
+            number,
+            text or f"data/prompts.jsonl:{number + 1}",
+            [5, 6],
+            {"prompt": prompt, "columns": {}},
+        )
+        for _ in range(4):
+            is_right, is_long = rng.random() < share, rng.random() < 0.3 * (1 - share)
+            said = f"{number + 13} and {2 * number + 8} make\n{right if is_right else rng.randint(10, 99)}"
+            tokens = [7] * (16 if is_long else rng.randint(6, 12))
+            rewards = {"exact": float(is_right and not is_long), "length": float(not is_long)}
+            group.answers.append(
+                SampledAnswer(
+                    group.prompt, tokens, [-1.0] * len(tokens), text or said, is_truncated=is_long,
+                    rewards={f"{text}{name}": value for name, value in rewards.items()},
+                    reward=rewards["exact"] + 0.1 * rewards["length"],
+                )
+            )  # fmt: skip
+        values = [answer.reward or 0.0 for answer in group.answers]
+        mean = sum(values) / len(values)
+        group.is_equal = len(set(values)) == 1
+        for answer, value in zip(group.answers, values, strict=True):
+            answer.advantage = value - mean
+        groups.append(group)
+    return groups
 
 
 def plan_of(total: int, ranks: int, lr: float) -> dict[str, Any]:
@@ -194,6 +247,7 @@ def make_hostile(root: Path) -> Path:
     append(root, {"step": 41, "loss": 1.0, bad: 3.0, "note": bad})
     with (root / "logs" / "host0-rank-00000.log").open("a") as file:
         file.write(bad + "\n" + f"HF_TOKEN={SECRET}\n" + "x" * (1 << 20) + "\n" + bad + "\n")
+    write_rollout(root, 1, groups_of(1, random.Random(0), share=0.5, text=bad), rank=0, ranks=1)
     with (root / "events" / "rank-00000.jsonl").open("a") as file:
         file.write(
             json.dumps(

@@ -6,6 +6,7 @@ Run: .venv/bin/python -m pytest tests/front/board/test_page.py
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -21,13 +22,14 @@ from playwright.sync_api import Browser, Page
 from board_pictures import take_pictures
 from tests import front_server
 from tests.front.board.boards import board_of, chromium
-from tests.front.board.made_runs import append, make_hostile, make_run, write
+from tests.front.board.made_runs import append, groups_of, make_hostile, make_run, write
 from tests.jobs.nodes.harness import ENTRY, PACED
 from tests.needs import lacking
 from unisono.front.board.page import runs_file
 from unisono.front.board.regions import REGIONS
 from unisono.guard.rundir import RunDir
 from unisono.jobs.runs.start_decision import set_aside
+from unisono.trainer.objectives.rollout_files import write_rollout
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,7 +97,7 @@ def until(condition: Callable[[], bool], *, limit_s: float = 120.0) -> float:
 def test_the_file_asks_for_nothing_and_shows_every_region(
     browser: Browser, tmp_path: Path, errors: list[str]
 ) -> None:
-    url = file_of(tmp_path, make_run(tmp_path / "run", outcome="stalled"))
+    url = file_of(tmp_path, make_run(tmp_path / "run", outcome="stalled", rollouts=2))
     context = browser.new_context(offline=True)
     page = context.new_page()
     asked: list[str] = []
@@ -162,7 +164,7 @@ def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     folder = tmp_path_factory.mktemp("full")
     runs = [
-        make_run(folder / "run", outcome="stalled", steps=10),
+        make_run(folder / "run", outcome="stalled", steps=10, rollouts=3),
         make_run(folder / "other", seed=1, lr=1e-3, steps=10),
     ]
     return file_of(folder, *runs)
@@ -195,6 +197,10 @@ def test_axe_finds_nothing_in_any_region(
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     assert [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in found["violations"]] == []
     assert len(found["passes"]) > 20
+    page.locator("[name=answers][value=over]").check()
+    page.wait_for_selector("[data-step]")
+    over = page.evaluate("axe.run('#rollouts', {resultTypes: ['violations']})")
+    assert [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in over["violations"]] == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
     assert page.evaluate("document.documentElement.lang") == {"en": "en", "zh": "zh-CN"}[language]
     page.context.close()
@@ -208,11 +214,59 @@ def test_hostile_text_stays_text(browser: Browser, tmp_path: Path, errors: list[
         live = opened(browser, board.url, errors)
         for one in (page, live):
             one.wait_for_selector("[data-region=log] li")
+            one.wait_for_selector("[data-region=rollouts] .answer")
             assert one.evaluate("window.hurt") is None
             assert one.locator("section[data-region]").count() == len(REGIONS)
             assert one.locator("#page img, #page script, #page style, #page iframe").count() == 0
-            assert "<script>window.hurt=1</script>" in one.locator("[data-region=verdict]").inner_text()
+            for region in ("verdict", "rollouts"):
+                assert "<script>window.hurt=1</script>" in one.locator(f"[data-region={region}]").inner_text()
     assert [error for error in errors if "CONNECTION" not in error and "INCOMPLETE" not in error] == []
+
+
+def test_answers_of_a_step_and_of_a_prompt_over_the_steps(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    root = make_run(tmp_path / "run", outcome=None, rollouts=8)
+    with board_of(root) as board:
+        for url in (board.url, file_of(tmp_path, root)):
+            is_live = url == board.url
+            page = opened(browser, url, errors)
+            region = page.locator("[data-region=rollouts]")
+            region.locator(".answer").first.wait_for()
+            assert "Step 8 / 8" in region.inner_text()
+            assert region.locator(".answer").count() == 4
+            rewards = [float(text) for text in region.locator(".answer strong").all_inner_texts()]
+            assert rewards == sorted(rewards, reverse=True)
+            region.locator(".prompts button").last.click()
+            region.locator(".prompts button[aria-pressed=true]").get_by_text("prompts.jsonl:6").wait_for()
+            assert "What is 18 + 18?" in region.locator(".prompt").inner_text()
+            assert page.evaluate("document.activeElement.dataset.keep"), "the focus stays"
+            region.get_by_label("One prompt over steps").check()
+            region.locator("[data-step]").first.wait_for()
+            steps = [one.get_attribute("data-step") for one in region.locator("[data-step]").all()]
+            assert steps == (["2", "4", "6", "8"] if is_live else ["2", "4", "8"]), (
+                "6 of 8 steps are in a file"
+            )
+            region.get_by_role("button", name="Earlier").click()
+            region.get_by_text("Step 7 / 8").wait_for()
+            if not is_live:
+                continue
+            groups = groups_of(9, random.Random(1), share=0.5)
+            write_rollout(root, 9, groups, rank=0, ranks=1)
+            region.get_by_text("Step 7 / 9").wait_for()
+            region.locator("[data-step='9']").wait_for()
+            region.get_by_role("button", name="Newest step").click()
+            region.get_by_text("Step 9 / 9").wait_for()
+    assert [error for error in errors if "CONNECTION" not in error and "INCOMPLETE" not in error] == []
+
+
+def test_a_run_without_rollouts_has_no_region_of_answers(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    page = opened(browser, file_of(tmp_path, make_run(tmp_path / "run")), errors)
+    assert page.locator("[data-region=rollouts]").is_hidden()
+    assert page.get_by_role("link", name="Answers").count() == 0
+    assert errors == []
 
 
 def test_the_keyboard_alone_reaches_everything(browser: Browser, tmp_path: Path, errors: list[str]) -> None:

@@ -19,6 +19,7 @@ from unisono.base.events import Reporter
 from unisono.base.files import write_json
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, RunPlan, resolve_plan
 from unisono.trainer.plan.task_requests import PrepareRequest
 from unisono.trainer.task import data_tasks
@@ -172,7 +173,7 @@ def train_here(model_dir: Path, rows_file: Path, tmp_path: Path) -> Callable[...
                 config=config, run_id="test", output_dir=str(out), host="here", threads=1, threads_origin="test",
                 device=DeviceChoice(kind="cpu", name="cpu", memory_bytes=10**10, bfloat16=True),
                 model=ModelFacts.model_validate(prepared["model"]), data=DataSummary.model_validate(prepared["data"]),
-                resume=None, resume_reason="",
+                resume=None, resume_reason="", code_digests=own_code_digests(config),
             )
         )  # fmt: skip
         result = run_plan(plan, Listening(), StopRequest())

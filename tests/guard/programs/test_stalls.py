@@ -154,7 +154,9 @@ def test_a_reward_of_trl_that_never_returns_is_reported_with_its_line(
     found, *_ = _IDLE.finditer(text)  # others may have been waited for
     assert 30 <= int(found[1]) <= 40
     ranks = "ranks 0 and 1" if program.ranks == 2 else "rank 0"
-    assert re.match(rf"{ranks}(, node 0 \(\S+\))? waiting for the reward, at .*trl_grpo\.py:\d+ in judge", found[2]), text
+    assert re.match(
+        rf"{ranks}(, node 0 \(\S+\))? waiting for the reward, at .*trl_grpo\.py:\d+ in judge", found[2]
+    ), text
     assert "move again" not in text
 
 

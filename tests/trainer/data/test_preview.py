@@ -85,6 +85,20 @@ def test_an_answer_that_counts_in_part_is_shown_with_its_weight(run: Run) -> Non
     assert [run["weight"] for run in shown if run["loss"]] == [0.25, 1]
 
 
+def test_a_prompt_has_the_columns_that_rewards_get(run: Run) -> None:
+    rows = [{"prompt": "hello", "answer": "there\x1b[31m", "level": 2, "tags": ["a"]}, {"prompt": "hi"}]
+    words = ("objective=grpo", "rewards=[exact]", "rollout.max_new_tokens=8")
+    done = run(rows, *words)
+    assert done.returncode == 0, done.stderr
+    assert 'rewards get: answer = "there' in done.stdout
+    assert 'level = 2, tags = ["a"]' in done.stdout
+    assert "rewards get: no columns" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert json.loads(run(rows, *words, "--json").stdout)["rows"][0]["columns"] == {
+        "answer": "there\x1b[31m", "level": 2, "tags": ["a"],
+    }  # fmt: skip
+
+
 def test_bad_rows_end_with_2_and_their_places(run: Run) -> None:
     done = run([{"prompt": "q", "completion": "a"}, '{"prompt": }'])
     assert done.returncode == 2

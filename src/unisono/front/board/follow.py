@@ -220,7 +220,9 @@ class FollowedRun:
         generation = self.curves.generation
         self._begin()
         self.curves.generation = generation + 1
-        return {"status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log"}
+        return {
+            "status", "verdict", "curves", "rollouts", "ranks", "data", "checkpoints", "samples", "config", "log",
+        }  # fmt: skip
 
     # ---- growing files
 
@@ -375,6 +377,7 @@ class FollowedRun:
             "status": (self.holder, run.lock.exists(), _stamp_of(run.plan), _stamp_of(run.result)),
             "verdict": (_stamp_of(run.verdict), _stamp_of(run.verdicts)),
             "data": _stamp_of(run.data),
+            "rollouts": _stamp_of(run.rollouts),  # files appear in it whole
             "checkpoints": (_stamp_of(run.checkpoints), _stamp_of(verified)),
             "config": (_stamp_of(run.plan), _stamp_of(run.config)),
         }

@@ -77,7 +77,8 @@ def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], s
     for name, root in named:
         run = FollowedRun(name, root)
         run.look()
-        regions = {region: show_region(run, region, {"points": str(points)}, key=key) for region in REGIONS}
+        query = {"points": str(points), "spread": "1"}
+        regions = {region: show_region(run, region, query, key=key) for region in REGIONS}
         runs.append({"name": harmless(name), "path": harmless(str(root)), "regions": regions})
     return [{"name": name, "path": str(root)} for name, root in named], file_html({"schema": 1, "runs": runs})
 

@@ -21,6 +21,7 @@ from unisono.base.locale import Chinese, chinese
 from unisono.base.text import is_secret, names_secret, one_line, plain, redact, why_unreadable
 from unisono.front.board.curves import TIME
 from unisono.front.board.follow import TRAINER_STATE, FollowedRun, inside, trainer_state_of
+from unisono.front.board.rollouts import answers_of_some_steps, answers_of_step, answers_over_steps
 from unisono.guard.rundir.merged_logs import LogLine
 from unisono.guard.rundir.records import STOPPED_WITHOUT_A_STALL, best_evaluated
 from unisono.trainer.checkpoint.retention import row_of
@@ -28,8 +29,20 @@ from unisono.trainer.config.sections import GRPO
 from unisono.trainer.config.yaml_file import read_yaml
 from unisono.trainer.plan.families import family_for
 
-REGIONS = ("status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log")
-"""In the order of the page."""
+ROLLOUTS = "rollouts"
+REGIONS = (
+    "status",
+    "verdict",
+    "curves",
+    ROLLOUTS,
+    "ranks",
+    "data",
+    "checkpoints",
+    "samples",
+    "config",
+    "log",
+)
+"""In the order of the page; that of rollouts is only on it if a run has some."""
 POINTS = 2_000
 _MOST_POINTS = 20_000
 _MOST_ROWS = 500
@@ -52,7 +65,8 @@ def show_region(run: FollowedRun, region: str, query: Query, *, key: bytes = b""
 
     Args:
         query: parameters of the address: `points`, `from`, `to` and `since` of curves, `q` and
-            `rank` of the log.
+            `rank` of the log; of rollouts `step` and `group`, or `row` for its answers over the
+            steps, or `spread` for some of all steps.
         key: the user's key; checkpoints that are not signed with it are foreign.
     """
     problems: list[str] = []
@@ -167,6 +181,8 @@ def _status(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) 
         "resume": plan.get("resume_reason"),
         "loss": _last(run, "loss"),
         "eval_loss": _last(run, "eval_loss"),
+        "reward": _last(run, "reward"),
+        "eval_reward": _last(run, "eval_reward"),
         "tokens": _last(run, "tokens"),
         "tokens_per_second": _last(run, "tokens_per_second"),
         "wall_time_s": result.get("wall_time_s") or _last(run, TIME),
@@ -435,6 +451,15 @@ def _samples(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes)
     }
 
 
+def _rollouts(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
+    if "row" in query:
+        return answers_over_steps(run, query["row"])
+    if "spread" in query:
+        return answers_of_some_steps(run)
+    step = _number(query, "step", math.inf)
+    return answers_of_step(run, int(step) if math.isfinite(step) else None, query.get("group"))
+
+
 def _config(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:
     plan = reader.read(run.run.plan)
     origins: Region = plan["origins"] if isinstance(plan.get("origins"), dict) else {}
@@ -535,6 +560,7 @@ _SHOW: dict[str, Callable[[FollowedRun, _RunFileReader, Query, bytes], Region]] 
     "status": _status,
     "verdict": _verdict,
     "curves": _curves,
+    ROLLOUTS: _rollouts,
     "ranks": _ranks,
     "data": _data,
     "checkpoints": _checkpoints,

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
-from unisono.front.board.regions import REGIONS, Region, list_runs, show_region
+from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, show_region
 from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
@@ -118,8 +118,9 @@ class Board:
         run = self.runs.get(name)
         if run is None or region not in REGIONS:
             return None
-        # a search reads all logs from their beginning, which may take long, with readers of its own
-        is_search = region == "log" and (query.get("q") or query.get("rank"))
+        # a search reads all logs from their beginning, which takes long, with readers of its own;
+        # answers of rollouts are read from files alone
+        is_search = (region == "log" and (query.get("q") or query.get("rank"))) or region == ROLLOUTS
         with self._searching if is_search else self._lock:
             body = show_region(run, region, query, key=self._key)
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()

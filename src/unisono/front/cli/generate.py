@@ -395,12 +395,59 @@ def evaluate(
         ),
     ] = None,
     step: Step = None,
+    rewards: Annotated[
+        bool,
+        typer.Option(
+            "--rewards",
+            help="Measure the rewards of sampled answers, and pass@k, with the rewards of the run.",
+        ),
+    ] = False,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            metavar="REWARD",
+            help=(
+                "Use this reward instead of those of the run, as in a config: exact, FILE.py:FUNCTION,"
+                " '{use: length, max: 60}'; may be repeated."
+            ),
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, max=4096, help="With --rewards: answers to each prompt.")
+    ] = 1,
+    threshold: Annotated[
+        float,
+        typer.Option(metavar="NUMBER", help="With --rewards: least reward of an answer that passes."),
+    ] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=100.0,
+            help="With --rewards: sampling temperature; default: that of the run, and 0 for one answer.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --rewards: most tokens of an answer; default: as in the run, else 256.",
+            show_default=False,
+        ),
+    ] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Execute your own reward functions.")
+    ] = False,
 ) -> None:
     """Measure loss and perplexity over the loss tokens, and exact match, ROUGE-L and BLEU of greedy
     answers.
 
     For a reward model, or a run with another preference objective: the loss, and the rewards of
-    chosen and rejected answers.
+    chosen and rejected answers. With --rewards: the mean reward, and pass@k, the probability that
+    one of k answers has at least the reward --threshold.
 
     A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers
     are written to its output_dir.
@@ -409,13 +456,31 @@ def evaluate(
 
     from unisono.base.files import write_text
     from unisono.front.cli.llamafactory_file import read_inference_file
+    from unisono.front.cli.reward_evaluation import read_rewards, refuse_options_of_rewards, show_rewards
     from unisono.guard.facts import read_environment
-    from unisono.trainer.plan.task_requests import EvaluateRequest, RequestedModel
+    from unisono.trainer.plan.task_requests import EvaluateRequest, EvaluateRewardsRequest, RequestedModel
 
     if out is not None:
         refuse_unwritable(out, "--out")
     cache_dir = read_environment().cache_dir
     given = read_inference_file(target, overrides or [])
+    model = replace(given.model if given else RequestedModel(target), step=step)
+    if rewards or reward:
+        request = EvaluateRewardsRequest(
+            model=model,
+            data=data,
+            cache_dir=cache_dir,
+            rewards=read_rewards(reward or ()),
+            samples=samples,
+            threshold=threshold,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            limit=limit,
+            trust_code=trust_code,
+        )
+        show_rewards(_run_task(request), out)
+        return
+    refuse_options_of_rewards(context)
     if given is not None and data is None:
         _predict(given.prediction(cache_dir=cache_dir, step=step, limit=limit, out=out))
         return
@@ -423,9 +488,9 @@ def evaluate(
         from unisono.base.errors import UsageError
 
         raise UsageError.of("there are no rows to evaluate", where="--data", fix="add --data FILE")
-    model = replace(given.model if given else RequestedModel(target), step=step)
-    request = EvaluateRequest(model=model, data=data, cache_dir=cache_dir, limit=limit, each=out is not None)
-    result = _run_task(request)
+    result = _run_task(
+        EvaluateRequest(model=model, data=data, cache_dir=cache_dir, limit=limit, each=out is not None)
+    )
     printer = output()
     if out is not None:
         write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result["rows"]))

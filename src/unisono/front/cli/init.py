@@ -368,6 +368,7 @@ def _lines(section: Mapping[str, object], prefix: str, translation: "Translation
 app = typer.Typer(help="Show the rows of a config.", rich_markup_mode=None)
 
 _BAR = 40  # characters of the longest bar of the histogram
+_VALUE = 80  # characters of a column's name or value
 _BESIDE_BAR = 26  # characters in front of a bar
 
 
@@ -497,6 +498,8 @@ def _parts(row: "ShownRow") -> "list[ShownRow]":
 
 
 def _row_lines(row: "ShownRow") -> list[Line]:
+    import json
+
     from unisono.base.text import one_line, plain
 
     share = row["loss_tokens"] / max(1, row["tokens"])
@@ -512,6 +515,12 @@ def _row_lines(row: "ShownRow") -> list[Line]:
         lines[-1].append((first, kind))
         lines += [[(text, kind)] for text in more]
     lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
+    if "columns" in row:
+        given = (
+            f"{one_line(name, limit=_VALUE)} = {one_line(json.dumps(value, ensure_ascii=False), limit=_VALUE)}"
+            for name, value in row["columns"].items()
+        )
+        lines.append([(f"rewards get: {', '.join(given) or 'no columns'}", "")])
     return [[(part, kind) for part, kind in line if part] for line in lines]
 
 

@@ -40,12 +40,13 @@ def read_inference_request(
     if given is None:
         return RequestedModel(target), max_tokens, sampling
     file = given.translation
-    typed = {name: value for name, value in asdict(sampling).items() if _is_typed(context, name)}
-    limit = max_tokens if _is_typed(context, "max_tokens") else file.max_tokens
+    typed = {name: value for name, value in asdict(sampling).items() if is_typed(context, name)}
+    limit = max_tokens if is_typed(context, "max_tokens") else file.max_tokens
     return given.model, limit, replace(file.sampling, **typed)
 
 
-def _is_typed(context: typer.Context, option: str) -> bool:
+def is_typed(context: typer.Context, option: str) -> bool:
+    """Whether the command line has an option."""
     source = context.get_parameter_source(option)
     return source is not None and source.name == "COMMANDLINE"
 

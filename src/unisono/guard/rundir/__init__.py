@@ -5,6 +5,9 @@ from pathlib import Path
 
 from unisono.base.text import nearest
 
+ROLLOUTS = "rollouts"
+"""The folder of sampled answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -131,6 +134,13 @@ class RunDir:
         them.
         """
         return self.root / "samples"
+
+    @property
+    def rollouts(self) -> Path:
+        """Sampled answers with their rewards, `step-00000001.0.parquet` and so on; only with
+        `objective: grpo`.
+        """
+        return self.root / ROLLOUTS
 
     @property
     def slurm(self) -> Path:

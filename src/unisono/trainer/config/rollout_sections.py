@@ -300,7 +300,7 @@ def grpo_contradictions(
     ]
     problems = [text for is_wrong, text in rules if is_wrong]
     for number, reward in enumerate(rewards):
-        problems += _reward_contradictions(reward, f"rewards.{number}")
+        problems += reward_contradictions(reward, f"rewards.{number}")
     return problems
 
 
@@ -352,7 +352,10 @@ def server_contradictions(
     return [text for is_wrong, text in rules if is_wrong]
 
 
-def _reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+def reward_contradictions(reward: RewardSection, key: str) -> list[str]:
+    """The keys of a reward that contradict each other, as `grpo_contradictions`; `key` is its
+    own.
+    """
     known = reward.is_own or reward.use in REWARDS
     if not known:
         near = nearest(reward.use, list(REWARDS))

@@ -24,10 +24,11 @@ from typing import Any
 from unisono.base.errors import IntegrityError
 from unisono.base.files import make_private_dir, whole_file
 from unisono.base.text import one_line
+from unisono.guard.rundir import ROLLOUTS
 from unisono.trainer.objectives.rewards.calls import RewardFailure
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 
-FOLDER, FAILURES = "rollouts", "rewards.jsonl"
+FOLDER, FAILURES = ROLLOUTS, "rewards.jsonl"
 _FIX = "restore that directory, or start with --fresh"
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from unisono.base.causes import Evidence, Verdict, find_cause
+from unisono.base.causes import Verdict
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import (
     BatchSource,
@@ -32,15 +32,14 @@ from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
 from unisono.trainer.objectives.agreement import sum_or_fail
-from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure, reward_names
+from unisono.trainer.objectives.rewards.calls import RewardError, reward_names
 from unisono.trainer.objectives.rewards.pool import RewardPool
+from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
 from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer, rows_of
 from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
 from unisono.trainer.plan import deal
 from unisono.trainer.plan.task_requests import SamplingParams
-
-_MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
 @dataclass
@@ -211,7 +210,7 @@ class RolloutSource(BatchSource):
             scored = self._rewards.score(calls)
         except RewardError as error:
             note_failures(self._rank.directory, error.failures)
-            return _verdict_on(error.failure, self._rank)
+            return verdict_on(error.failure, self._rank.rank)
         note_failures(self._rank.directory, [failure for scores in scored for failure in scores.failures])
         for group, scores in zip(groups, scored, strict=True):
             group.take(scores)
@@ -376,19 +375,3 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
 def _stream(name: str, draw: int) -> str:
     """The name of a random stream of a group's prompt or answers."""
     return f"{name} {draw}" if draw else name
-
-
-def _verdict_on(failure: RewardFailure, rank: SourceRank) -> Verdict:
-    """The verdict that ends a run whose reward failed."""
-    cause = "reward_timeout" if failure.kind == "timeout" else "reward_error"
-    entry = find_cause(cause)
-    row = f" on {failure.row}" if failure.row else ""  # none: a process could not be replaced
-    return Verdict(
-        cause=cause,
-        when="during",
-        summary=f"the reward {failure.function} failed{row}: {failure.text}"[:_MOST_TEXT],
-        ranks=(rank.rank,),
-        phase="reward",
-        evidence=(Evidence(where=failure.where or failure.function, text=failure.text[:_MOST_TEXT]),),
-        fix=entry.remedy if entry is not None else (),
-    )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
 from unisono.guard.supervise.task_requests import TaskRequest
+from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import Thinking
 
@@ -176,6 +177,7 @@ class ShownRow(TypedDict, total=False):
         chosen, rejected: of a pair, which has no tokens but these.
         kl: of a rated answer, the same prompt with another row's answer.
         not_rendered: its parts that are in no token.
+        columns: of a prompt that the model answers, what rewards get beside it.
     """
 
     row: str
@@ -189,6 +191,7 @@ class ShownRow(TypedDict, total=False):
     kl: "ShownRow"
     desirable: bool
     not_rendered: list[str]
+    columns: dict[str, object]
 
 
 class LengthClass(TypedDict):
@@ -389,6 +392,58 @@ class EvaluateRequest(TaskRequest[Evaluated]):
     cache_dir: Path
     limit: int | None = None
     each: bool = False
+
+
+class RewardsEvaluated(TypedDict):
+    """Rewards of answers to held-out prompts.
+
+    Attributes:
+        source: of the prompts, for people.
+        samples: answers to each prompt.
+        temperature: of the sampling; 0: the most likely answer.
+        threshold: least reward of an answer that passes.
+        figures: by name.
+        rows: the answers.
+        ledger, formats: as in DataSummary.
+    """
+
+    description: str
+    source: str
+    samples: int
+    temperature: float
+    threshold: float
+    figures: dict[str, float | None]
+    rows: list[Mapping[str, object]]
+    ledger: dict[str, int]
+    formats: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateRewardsRequest(TaskRequest[RewardsEvaluated]):
+    """Rewards of answers to held-out prompts.
+
+    Attributes:
+        data: the file of the prompts; None: those that the run holds out.
+        rewards: instead of those of the run.
+        samples: answers to each prompt.
+        threshold: least reward of an answer that passes.
+        temperature: None: that of the run's rollouts, and 0 for a single answer.
+        max_tokens: of an answer; None: as many as in the run.
+        limit: only the first prompts.
+        trust_code: execute functions of the user's own files.
+    """
+
+    task: ClassVar = "eval_rewards"
+    model: RequestedModel
+    data: str | None
+    cache_dir: Path
+    rewards: tuple[RewardSection, ...] = ()
+    samples: int = 1
+    threshold: float = 1.0
+    temperature: float | None = None
+    max_tokens: int | None = None
+    limit: int | None = None
+    trust_code: bool = False
 
 
 class Predicted(TypedDict):

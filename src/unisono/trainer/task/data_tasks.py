@@ -129,6 +129,9 @@ def shown_unit(table: TokenTable, i: int, show: Callable[..., ShownRow]) -> Show
     """The parts of a row of a table for the preview, with those of both sides if it has two."""
     sides = [show(*table.row(i, side), table.weights(i, side)) for side in range(table.sides)]
     row = table.row_id(i)
+    if table.records:
+        columns: Any = table.record(i)["columns"]
+        return {"row": row, **sides[0], "columns": columns}
     if table.sides == 1:
         return {"row": row, **sides[0]}
     if "label" in table.columns:

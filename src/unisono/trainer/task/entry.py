@@ -24,6 +24,7 @@ TASKS: dict[str, tuple[Any, str, str]] = {
     "chat": (requests.ConversationRequest, "generation", "run_chat"),
     "serve": (requests.ServeRequest, "serving", "run"),
     "eval": (requests.EvaluateRequest, "evaluate", "run"),
+    "eval_rewards": (requests.EvaluateRewardsRequest, "reward_evaluation", "run"),
     "predict": (requests.PredictRequest, "evaluate", "run_predict"),
     "export": (requests.ExportRequest, "export", "run"),
     "gguf": (requests.GgufRequest, "gguf_export", "run"),

@@ -52,12 +52,9 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
     rouge_l, bleu.
     """
-    file = request.data
-    fault = fault_of(expand(file), file)
-    if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
-        raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
+    require_rows(request.data)
     opened = open_requested(request.model, report, answers=False)
-    config = evaluation_config(opened, file)
+    config = evaluation_config(opened, request.data)
     data, table = _prepared(config, request.cache_dir, report)
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if config.objective in PREFERENCE:
@@ -71,6 +68,17 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
         "figures": figures,
         "rows": rows,
     }
+
+
+def require_rows(file: str) -> None:
+    """Refuses a local file of rows that cannot be read.
+
+    Raises:
+        DataError: with what is wrong.
+    """
+    fault = fault_of(expand(file), file)
+    if fault is not None and "://" not in file and not (fault.is_missing and glob.has_magic(file)):
+        raise DataError.of(fault.what, where="--data", why=fault.why, fix=fault.fix)
 
 
 def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[DataSummary, TokenTable]:

@@ -1,8 +1,9 @@
 // The page of `unisono board`, live and as a file. Text from runs is only ever set as text, never as markup.
 (() => {
   "use strict";
-  const REGIONS = ["status", "verdict", "curves", "ranks", "data", "checkpoints", "samples", "config", "log"];
+  const REGIONS = ["status", "verdict", "curves", "rollouts", "ranks", "data", "checkpoints", "samples", "config", "log"];
   const SHARED = new Set(["curves", "config"]); // show all runs together
+  const OF_ANSWERS = ["answer_tokens", "truncated", "equal_groups", "entropy", "kl", "sampler_kl"];
   const FIRST = ["loss", "eval_loss", "lr", "grad_norm", "tokens_per_second", "expert_load_max"];
   const HIDDEN = new Set(["time_s", "total_steps", "step"]);
   const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3], [5, 2], [14, 4, 4, 4], [1, 5]];
@@ -68,7 +69,8 @@
     node.replaceChildren(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false));
     for (const one of node.querySelectorAll("details[data-keep]")) if (open.has(one.dataset.keep)) one.open = open.get(one.dataset.keep);
     for (const one of node.querySelectorAll("[data-scroll]")) if (scrolled.has(one.dataset.scroll)) [one.scrollTop, one.scrollLeft] = scrolled.get(one.dataset.scroll);
-    if (focus) [...node.querySelectorAll("[data-keep]")].find((one) => one.dataset.keep === focus)?.querySelector("summary")?.focus();
+    const kept = focus ? [...node.querySelectorAll("[data-keep]")].find((one) => one.dataset.keep === focus) : null;
+    (kept?.querySelector("summary") ?? kept)?.focus({ preventScroll: true });
   };
   const table = (caption, head, rows, { tall = false, keep = caption, cls = "" } = {}) => h("div", { class: `scroll ${tall ? "tall" : ""}`, tabindex: "0", role: "region", "aria-label": `${t("table")}: ${caption}`, "data-scroll": keep },
     h("table", { class: cls }, h("caption", { class: "sr" }, caption),
@@ -111,14 +113,14 @@
     const sections = REGIONS.map((region) => {
       const body = bodies[region] = h("div", { class: "body" });
       const id = `h-${region}`;
-      return h("section", { class: "region", id: region, "data-region": region, "aria-labelledby": id },
+      return h("section", { class: "region", id: region, "data-region": region, "aria-labelledby": id, hidden: region === "rollouts" },
         h("div", { class: "head" }, h("h2", { id }, t(region)), headOf(region)), body);
     });
     document.getElementById("page").replaceChildren(
       h("a", { class: "skip", href: "#main" }, t("skip")),
       h("header", { class: "top" }, h("div", { class: "bar" },
         h("div", { class: "brand" }, h("span", { class: "mark", "aria-hidden": "true" }, h("i"), h("i"), h("i")), h("h1", {}, "unisono board")),
-        h("nav", { "aria-label": t("regions") }, h("ul", { tabindex: "-1" }, REGIONS.map((one) => h("li", {}, h("a", { href: `#${one}` }, t(one)))))),
+        h("nav", { "aria-label": t("regions") }, h("ul", { tabindex: "-1" }, REGIONS.map((one) => h("li", { "data-for": one, hidden: one === "rollouts" }, h("a", { href: `#${one}` }, t(one)))))),
         picker, pill, h("a", { href: other.href, lang: LANG === "zh" ? "en" : "zh-CN", class: "soft" }, t("language")))),
       banner, h("main", { id: "main", tabindex: "-1" }, sections));
   };
@@ -131,7 +133,7 @@
     options.map(([key, text, disabled]) => h("label", {}, h("input", { type: "radio", name, value: key, checked: key === value, disabled: Boolean(disabled), on: { change: () => onChange(key) } }), text)));
   const drawPicker = () => {
     if (runs.length < 2) { put(picker); return; }
-    const select = h("select", { id: "pick", on: { change: (event) => { current = event.target.value; for (const region of REGIONS) { if (IS_LIVE) fetchRegion(current, region); draw(region); } } } },
+    const select = h("select", { id: "pick", on: { change: (event) => { current = event.target.value; chosen.step = chosen.group = null; for (const region of REGIONS) { if (IS_LIVE) fetchRegion(current, region); draw(region); } } } },
       runs.map((run) => h("option", { value: run.name, selected: run.name === current }, run.name)));
     put(picker, h("label", {}, t("details_of"), select));
   };
@@ -165,7 +167,7 @@
       parts.push(h("dl", { class: "tiles" },
         tile("step", one.total_steps ? t("step_of", { step: number(one.step), total: number(one.total_steps) }) : number(one.step)),
         tile("time_left", one.state === "running" ? duration(one.seconds_left) : "–"), tile("elapsed", duration(one.wall_time_s)),
-        tile("loss", number(one.loss)), tile("eval_loss", number(one.eval_loss)), tile(one.unit, number(one.tokens)), tile(`${one.unit}_per_second`, number(one.tokens_per_second === null ? null : Math.round(one.tokens_per_second))),
+        tile("reward", number(one.reward)), tile("eval_reward", number(one.eval_reward)), tile("loss", number(one.loss)), tile("eval_loss", number(one.eval_loss)), tile(one.unit, number(one.tokens)), tile(`${one.unit}_per_second`, number(one.tokens_per_second === null ? null : Math.round(one.tokens_per_second))),
         tile("world", number(one.world_size)), one.restarts ? tile("restarts", number(one.restarts)) : null,
         one.model ? tile("model", one.model, "wide") : null, one.resume ? tile("resume", one.resume, "wide") : null));
       if (one.holder) parts.push(h("p", { class: "soft" }, t("held_by", { pid: one.holder.pid, host: one.holder.host, since: when(one.holder.since) })));
@@ -375,7 +377,8 @@
     if (!curveGrid) buildCurves();
     const keys = new Set();
     for (const run of shownRuns()) for (const key of Object.keys(get("curves", run.name)?.series ?? {})) if (!HIDDEN.has(key)) keys.add(key);
-    const first = FIRST.filter((key) => keys.has(key)), more = [...keys].filter((key) => !FIRST.includes(key)).sort();
+    const isGrpo = keys.has("reward"), ofRewards = [...keys].filter((key) => key.startsWith("reward_") && key !== "reward_time_s").sort();
+    const first = [...(isGrpo ? ["reward", "eval_reward", ...ofRewards, ...OF_ANSWERS] : []), ...FIRST].filter((key) => keys.has(key)), more = [...keys].filter((key) => !first.includes(key)).sort();
     if (keys.size && axisBox.dataset.keys !== String(keys.size)) { axisBox.dataset.keys = String(keys.size); drawAxis(); }
     bodies.curves.querySelector(".note-place").replaceChildren(...problems("curves"), ...(keys.size ? [] : [empty("no_curves")]));
     bodies.curves.querySelector(".controls").hidden = !keys.size;
@@ -473,6 +476,120 @@
     const one = (evaluation) => table(t("at_step", { step: number(evaluation.step) }), [t("prompt"), t("reference"), t("answer")], evaluation.samples.map((sample) => h("tr", {}, cell(sample.prompt ?? "", "text"), cell(sample.reference ?? "–", "text"), cell([sample.text ?? "", sample.reference !== null && sample.reference === sample.text ? [" ", h("span", { class: "badge good" }, t("equal"))] : null], "text"))));
     put(bodies.samples, problems("samples"), all.length ? [h("h3", {}, t("at_step", { step: number(all[0].step) })), one(all[0]), all.slice(1).map((each) => fold(`s${each.step}`, t("at_step", { step: number(each.step) }), one(each)))] : empty("no_samples"));
   };
+
+  // ---- answers of rollouts
+  const chosen = { step: null, group: null, over: false };
+  let rolloutBox = null, rolloutTools = null;
+  // the step that is shown: asked of the server, or of those that are in the file
+  const stepShown = () => {
+    const region = get("rollouts");
+    if (IS_LIVE || !region?.steps?.length) return region;
+    const steps = region.steps, step = steps.find((one) => one.step === chosen.step) ?? steps[steps.length - 1];
+    return { ...region, ...step, group: step.details.find((one) => one.key === chosen.group) ?? step.details[0] };
+  };
+  let over = null, overPending = false;
+  const fetchOver = async (row) => {
+    if (overPending) return;
+    overPending = true;
+    const run = current, version = get("rollouts").version;
+    try { over = { ...await ask(run, "rollouts", new URLSearchParams({ row })), run, row }; } catch (error) { over = { run, row, version, over: [], left_out: 0, problems: [String(error)] }; }
+    overPending = false;
+    drawRollouts();
+  };
+  // the groups of a prompt; null while the first answer of the server is awaited
+  const groupsOver = (row) => {
+    const region = get("rollouts");
+    if (!IS_LIVE) return { over: region.steps.flatMap((one) => one.details).filter((one) => one.row === row), left_out: 0 };
+    const isKnown = over?.run === current && over.row === row;
+    if (!isKnown || over.version < region.version) fetchOver(row);
+    return isKnown ? over : null;
+  };
+  const choose = async (change) => {
+    Object.assign(chosen, change);
+    if (IS_LIVE && !("over" in change)) await fetchRegion(current, "rollouts");
+    drawRollouts();
+  };
+  const buildRollouts = () => {
+    const steps = () => IS_LIVE ? null : get("rollouts").steps.map((one) => one.step);
+    const move = (by) => {
+      const region = stepShown(), known = steps();
+      if (known) choose({ step: known[Math.max(0, Math.min(known.length - 1, known.indexOf(region.step) + by))], group: null });
+      else choose({ step: Math.max(region.first, Math.min(region.last, region.step + by)), group: null });
+    };
+    let timer = 0;
+    const range = h("input", { type: "range", "aria-label": t("step"), on: { input: (event) => {
+      const at = Number(event.target.value), step = steps()?.[at] ?? at;
+      rolloutTools.label.textContent = t("at_step", { step: number(step) });
+      clearTimeout(timer); timer = setTimeout(() => choose({ step, group: null }), IS_LIVE ? 120 : 0);
+    } } });
+    const label = h("output", {});
+    const newest = h("button", { type: "button", class: "plain", on: { click: () => choose({ step: null, group: null }) } }, t("newest"));
+    rolloutTools = { range, label, newest, steps };
+    rolloutBox = h("div");
+    bodies.rollouts.replaceChildren(
+      h("div", { class: "controls" },
+        choice("answers", t("show"), [["step", t("one_step")], ["over", t("over_steps")]], "step", (value) => choose({ over: value === "over" })),
+        h("span", { class: "zoom" }, h("button", { type: "button", "aria-label": t("left"), on: { click: () => move(-1) } }, "←"), range,
+          h("button", { type: "button", "aria-label": t("right"), on: { click: () => move(1) } }, "→")), label, newest),
+      rolloutBox);
+  };
+  const percent = (value) => value === null || value === undefined ? "–" : `${precise.format(Math.round(value * 1000) / 10)} %`;
+  const bars = (rewards) => {
+    const known = rewards.filter((one) => one !== null), low = Math.min(0, ...known), high = Math.max(...known, low + 1e-9);
+    return h("span", { class: "bars", "aria-hidden": "true" }, rewards.slice(0, 32).map((one) => {
+      const bar = h("i", { class: one === null ? "none" : "" });
+      bar.style.height = one === null ? "100%" : `${Math.max(8, 100 * (one - low) / (high - low))}%`;
+      return bar;
+    }));
+  };
+  const signed = (value) => value > 0 ? `+${number(value)}` : number(value).replace("-", "−");
+  const promptOf = (prompt) => Array.isArray(prompt)
+    ? prompt.map((turn) => h("div", { class: "turn" }, h("b", {}, turn.role), h("div", { class: "answer-text" }, turn.content)))
+    : h("div", { class: "answer-text" }, prompt ?? "");
+  const answerCard = (answer) => h("li", { class: `answer ${answer.reward === null ? "" : answer.advantage > 0 ? "above" : answer.advantage < 0 ? "below" : ""}` },
+    h("div", { class: "answer-head" },
+      h("span", { class: "soft" }, `#${answer.answer + 1}`), h("strong", {}, answer.reward === null ? t("no_reward") : number(answer.reward)),
+      answer.reward === null ? null : h("span", { class: "advantage" }, `${t("advantage")} ${signed(answer.advantage ?? 0)}`)),
+    Object.keys(answer.rewards ?? {}).length > 1 ? h("dl", { class: "parts" }, Object.entries(answer.rewards).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value))))) : null,
+    h("div", { class: "answer-head" }, h("span", { class: "soft" }, t("n_tokens", { n: number(answer.tokens) })), answer.stop === "length" ? h("span", { class: "badge warn" }, t("cut_at_limit")) : null),
+    h("div", { class: "answer-text", tabindex: answer.text.length > 600 ? "0" : null, role: answer.text.length > 600 ? "region" : null, "aria-label": answer.text.length > 600 ? `${t("answer")} ${answer.answer + 1}` : null }, answer.text || h("i", { class: "soft" }, t("empty_answer"))));
+  const byReward = (answers) => [...answers].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.answer - b.answer);
+  const groupMean = (group) => { const known = group.answers.map((one) => one.reward).filter((one) => one !== null); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null; };
+  const groupBadges = (one) => [one.is_equal ? h("span", { class: "badge" }, t("equal_rewards")) : null, one.is_replaced ? h("span", { class: "badge warn" }, t("replaced")) : null];
+  const drawPrompts = (region) => [h("h3", {}, `${t("prompts")} (${number(region.groups.length + region.groups_left_out)})`),
+    h("ol", { class: "prompts", "data-scroll": "prompts" }, region.groups.map((one) => h("li", {}, h("button", { type: "button", "data-keep": `p${one.key}`, "aria-pressed": String(one.key === region.group?.key), on: { click: () => choose({ step: region.step, group: one.key }) } },
+      h("span", { class: "excerpt" }, one.prompt || one.row), h("span", { class: "soft path" }, one.row.split("/").pop()),
+      h("span", { class: "mean" }, bars(one.rewards), h("span", {}, h("span", { class: "sr" }, `${t("reward")} `), number(one.mean)), one.truncated ? h("span", { class: "soft" }, t("n_cut", { n: number(one.truncated) })) : null, groupBadges(one)))))),
+    region.groups_left_out ? h("p", { class: "soft" }, t("left_out", { n: number(region.groups_left_out) })) : null];
+  const drawGroup = (group) => [h("h3", {}, `${t("answers")} (${number(group.answers.length)}) `, groupBadges(group)), h("ol", { class: "answers" }, byReward(group.answers).map(answerCard))];
+  const drawOver = (group) => {
+    const found = groupsOver(group.row);
+    if (!found) return empty("loading");
+    return [h("h3", {}, `${t("over_steps")} (${number((found.over ?? []).length + (found.left_out ?? 0))})`), (found.problems ?? []).map((one) => h("p", { class: "note bad", role: "note" }, `${t("problem")}: ${one}`)),
+      found.left_out ? h("p", { class: "soft" }, t("left_out", { n: number(found.left_out) })) : null,
+      h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": t("over_steps"), "data-scroll": `over ${group.row}` }, (found.over ?? []).map((one) => h("div", { class: one.step === group.step ? "at" : "", "data-step": one.step },
+        h("h4", {}, t("at_step", { step: number(one.step) }), h("span", { class: "mean" }, bars(one.answers.map((answer) => answer.reward)), number(groupMean(one))), groupBadges(one)),
+        h("ol", { class: "answers" }, byReward(one.answers).map(answerCard)))))];
+  };
+  const drawRollouts = () => {
+    const region = stepShown(), isThere = Boolean(region?.last !== undefined || region?.problems?.length);
+    for (const node of [bodies.rollouts.closest("section"), document.querySelector("[data-for=rollouts]")]) node.hidden = !isThere;
+    if (!isThere) return;
+    if (region.step === undefined) { rolloutTools = null; put(bodies.rollouts, problems("rollouts")); return; }
+    if (!rolloutTools) buildRollouts();
+    const { range, label, newest, steps } = rolloutTools, known = steps();
+    range.min = known ? 0 : region.first; range.max = known ? known.length - 1 : region.last;
+    if (document.activeElement !== range) range.value = known ? known.indexOf(region.step) : region.step;
+    range.setAttribute("aria-valuetext", t("at_step", { step: number(region.step) }));
+    label.textContent = `${t("at_step", { step: number(region.step) })} / ${number(region.last)}`;
+    newest.hidden = chosen.step === null;
+    const group = region.group, figures = Object.entries(region.figures ?? {}), shares = ["truncated", "equal_groups", "no_reward"];
+    put(rolloutBox, problems("rollouts"), known && known.length < region.last - region.first + 1 ? h("p", { class: "soft" }, t("some_steps", { n: number(known.length) })) : null,
+      h("dl", { class: "tiles" }, figures.map(([name, value]) => value === null || (name === "no_reward" && !value) ? null
+        : h("div", {}, h("dt", {}, WORDS[LANG][name] ?? name.replace(/^reward_/, "")), h("dd", {}, shares.includes(name) ? percent(value) : number(value))))),
+      group ? h("div", { class: "rollout" }, h("div", {}, drawPrompts(region)), h("div", { class: "group", "data-group": group.key },
+        h("h3", {}, t("prompt"), " ", h("span", { class: "soft path" }, group.row)), h("div", { class: "prompt" }, promptOf(group.prompt)), chosen.over ? drawOver(group) : drawGroup(group))) : empty("no_answers"));
+  };
   const text = (value) => value === null || value === undefined ? "null" : typeof value === "string" ? value : Array.isArray(value) ? value.map(text).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value);
   const drawConfig = () => {
     const region = get("config");
@@ -519,7 +636,7 @@
     if (atEnd) list.scrollTop = list.scrollHeight;
   };
 
-  const DRAW = { status: drawStatus, verdict: drawVerdict, curves: updateCurves, ranks: drawRanks, data: drawData, checkpoints: drawCheckpoints, samples: drawSamples, config: drawConfig, log: drawLog };
+  const DRAW = { status: drawStatus, verdict: drawVerdict, curves: updateCurves, ranks: drawRanks, data: drawData, checkpoints: drawCheckpoints, samples: drawSamples, rollouts: drawRollouts, config: drawConfig, log: drawLog };
   const draw = (region) => { if (bodies[region] && (region === "status" || region === "curves" || get(region))) DRAW[region](); };
   const drawAll = () => { drawPicker(); drawLegend(); for (const region of REGIONS) draw(region); };
 
@@ -551,6 +668,7 @@
         const isLong = size > 2 * pointsOf();
         query = new URLSearchParams(old && !isLong ? { points: pointsOf(), since: old.lines, generation: old.generation } : { points: pointsOf() });
       }
+      if (region === "rollouts") query = new URLSearchParams(Object.entries({ step: chosen.step, group: chosen.group }).filter(([, one]) => one !== null));
       const value = await ask(run, region, query);
       data[run] ??= {};
       if (region === "curves" && value.appended) {
