@@ -23,13 +23,12 @@ NO_PYARROW = "answers are in Parquet files, which pyarrow reads: pip install pya
 _FILE = re.compile(r"step-(\d{8,12})\.(\d{1,6})\.parquet")
 _TEXTS = ("row", "prompt", "text", "stop", "rewards")
 _TYPES = {
-    **dict.fromkeys(("step", "place", "answer", "policy"), "int64"),
+    **dict.fromkeys(("step", "place", "answer", "draw", "policy"), "int64"),
     **dict.fromkeys(_TEXTS, "string"),
     "ids": "list<element: int32>",
     **dict.fromkeys(("reward", "advantage"), "double"),
-    **dict.fromkeys(("has_loss", "is_equal"), "bool"),
+    **dict.fromkeys(("has_loss", "is_equal", "is_replaced"), "bool"),
 }
-_LATER_TYPES = {"draw": "int64", "is_replaced": "bool"}  # which older files do not have
 _BATCH_ROWS = 128
 _BUFFER_BYTES = 1 << 20
 _MOST_BYTES = 2 << 30  # of the columns that are read of a file, as its footer says
@@ -53,7 +52,7 @@ class _Answers:
 
     def add(self, row: Group) -> None:
         """Takes an answer, if there is room for it."""
-        key = row["place"] or 0, row.get("draw") or 0
+        key = row["place"] or 0, row["draw"] or 0
         group = self.groups.get(key)
         if group is None:
             if len(self.groups) >= _MOST_READ_GROUPS:
@@ -62,7 +61,7 @@ class _Answers:
                 "key": f"{key[0]}.{key[1]}",
                 **{name: row[name] for name in ("step", "row", "prompt", "policy")},
                 "is_equal": bool(row["is_equal"]),
-                "is_replaced": bool(row.get("is_replaced")),
+                "is_replaced": bool(row["is_replaced"]),
                 "answers": [],
             }
         if len(group["answers"]) < _MOST_ANSWERS:
@@ -208,7 +207,7 @@ def _read_step(run: FollowedRun, paths: Sequence[Path], step: int, *, only: int 
     answers = _Answers()
     for path in paths:
         with _opened(run, path) as file:
-            names = [name for name in (*_TYPES, *_LATER_TYPES) if name in file.schema_arrow.names]
+            names = list(_TYPES)
             if only is None:
                 names.remove("text")
             for batch in file.iter_batches(_BATCH_ROWS, columns=names):
@@ -227,12 +226,12 @@ def _places_of(run: FollowedRun, paths: Sequence[Path], row: str) -> list[tuple[
     places = set()
     for path in paths:
         with _opened(run, path) as file:
-            names = [name for name in ("step", "place", "draw", "row") if name in file.schema_arrow.names]
-            for batch in file.iter_batches(_BATCH_ROWS, columns=names):
+            names = ["step", "place", "draw"]
+            for batch in file.iter_batches(_BATCH_ROWS, columns=[*names, "row"]):
                 same = compute.equal(batch.column("row"), row)
                 places |= {
-                    (one["step"], one["place"], one.get("draw") or 0)
-                    for one in batch.select(names[:-1]).filter(same).to_pylist()
+                    (one["step"], one["place"], one["draw"])
+                    for one in batch.select(names).filter(same).to_pylist()
                 }
     return sorted(places)
 
@@ -266,7 +265,7 @@ def _opened(run: FollowedRun, path: Path) -> Iterator[Any]:
 
 def _check_types(path: Path, schema: Any) -> None:
     types = {name: str(schema.field(name).type) for name in schema.names}
-    for name, kind in {**_TYPES, **{n: k for n, k in _LATER_TYPES.items() if n in types}}.items():
+    for name, kind in _TYPES.items():
         # lists of older versions of pyarrow have items, not elements
         if types.get(name, "").replace("item:", "element:") != kind:
             raise ValueError(f"{path.name} has no column {name} as a run writes it")
