@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import UsageError
-from unisono.base.events import Message
 from unisono.guard.control.file_transfer import Content, Offer, OfferRefused
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.interrupts import Interrupts
+from unisono.guard.supervise.node_messages import RankSaid, decode_news
 from unisono.jobs.remote_checkpoint.storage import Uploads
 from unisono.jobs.remote_checkpoint.transfers import ShardArrivals
 from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint
@@ -30,7 +30,7 @@ SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 
 
 def uploading(
-    tmp_path: Path, interrupts: Interrupts, printed: list[Message], *, grace: str = "1 second"
+    tmp_path: Path, interrupts: Interrupts, printed: list[Any], *, grace: str = "1 second"
 ) -> Uploads:
     run = RunDir(tmp_path / "out")
     run.checkpoint(3).mkdir(parents=True)
@@ -44,7 +44,7 @@ def uploading(
 def test_signal_during_the_last_upload_leaves_only_the_grace_time(
     tmp_path: Path,
 ) -> None:
-    interrupts, printed = Interrupts(), list[Message]()
+    interrupts, printed = Interrupts(), list[Any]()
     later = threading.Timer(0.5, lambda: interrupts.request_stop(signal.SIGTERM, where="node 1 (b)"))
     began = time.monotonic()
     with uploading(tmp_path, interrupts, printed) as upload:
@@ -57,7 +57,7 @@ def test_signal_during_the_last_upload_leaves_only_the_grace_time(
 def test_no_room_for_temporary_files_is_reported_and_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed: list[Message] = []
+    printed: list[Any] = []
     plan: Any = SimpleNamespace(rehearse=True, rehearsed_step=1, run_id="r")
     first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=printed.append)
     first.on_message(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
@@ -97,16 +97,12 @@ def test_node_puts_only_its_own_parts_into_a_checkpoint_being_written(
         arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
 
 
-def test_what_is_not_a_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
-    nodes = [SimpleNamespace(node_rank=rank, shares_output=rank == 0) for rank in range(2)]
-    places = [SimpleNamespace(node_rank=rank) for rank in range(2)]
-    plan: Any = SimpleNamespace(nodes=nodes, node=nodes.__getitem__, ranks=places)
-    arrivals = ShardArrivals(plan, tmp_path)
+def test_what_is_not_a_list_of_files_is_refused_as_unreadable() -> None:
+    fields = {"step": 1, "temporary": "step-00000001.tmp-a", "directory": "d", "error": ""}
     for files in (["a"], {"a": "b"}, "a"):
+        message = {"kind": "shard_written", **fields, "files": files}
         with pytest.raises(ValueError, match="files"):
-            arrivals.confirmed(
-                1, {"kind": "shard_written", "temporary": "step-00000001.tmp-a", "files": files}
-            )
+            decode_news({"kind": RankSaid.kind, "rank": 1, "message": message})
 
 
 def test_a_start_that_is_refused_takes_nothing_of_a_quicker_one_away(

@@ -22,8 +22,8 @@ from typing import IO, Self
 
 from unisono.base.child import end_with_front
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message
-from unisono.base.files import read_json
+from unisono.base.files import objects_of, read_json
+from unisono.base.messages import Message, ResultMessage, VerdictMessage, message_of
 from unisono.front.drill.drills import (
     Drill,
     DrillResult,
@@ -56,7 +56,7 @@ class TimedLine:
     """A JSON line, and when it came, in seconds of the monotonic clock."""
 
     at: float
-    message: Message
+    message: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,9 @@ class DrillRun:
 
     def _step(self) -> int:
         steps = [
-            int(line.message["step"]) for line in self.fronts[0].lines if line.message.get("kind") == "step"
+            int(str(line.message["step"]))
+            for line in self.fronts[0].lines
+            if line.message.get("kind") == "step"
         ]
         return steps[-1] if steps else 0
 
@@ -337,7 +339,7 @@ class DrillRun:
         for front in self.fronts:
             for line in front.lines:
                 if line.message.get("kind") == "result":
-                    yield from (str(problem["what"]) for problem in line.message.get("problems") or [])
+                    yield from (str(problem["what"]) for problem in objects_of(line.message.get("problems")))
             yield from front.errors
 
     def _ends(self) -> list[FrontExit]:
@@ -536,9 +538,9 @@ def main(path: Path) -> int:
     except UnisonoError as error:
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
-            _show({"kind": "verdict", **verdict})
+            _show(message_of(VerdictMessage, verdict))
         result = refused_result(error.exit_code, [asdict(one) for one in error.problems], verdict)
-        _show({"kind": "result", **result.to_json()})
+        _show(message_of(ResultMessage, result.to_json()))
         return error.exit_code
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from unisono.base._version import __version__
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnfitError
-from unisono.base.events import read_message
 from unisono.base.files import read_json
+from unisono.base.messages import read_message
 from unisono.base.text import one_line, plain
 from unisono.guard.agree.reports import name_node, plain_host
 from unisono.guard.facts import package_versions
@@ -163,7 +163,7 @@ class JobNode:
         for stream, text in texts:
             message = read_message(text) if stream == "out" else None
             if message is not None and message["kind"] == "front_ended":
-                self.code = int(message["code"])
+                self.code = message["code"]
         return texts
 
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.base.events import Message, Show
 from unisono.base.files import objects_of, read_object
+from unisono.base.messages import CheckpointMessage, Message, Show, WarningMessage
 from unisono.base.text import one_line, show_bytes, show_seconds
 from unisono.guard.facts import Clock, SystemClock
 from unisono.guard.facts.storage import responds
@@ -32,6 +33,9 @@ from unisono.trainer.checkpoint.retention import DiskSpace, Rules, last_verified
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.verify import VerificationResult, read_manifest, read_through
 from unisono.trainer.plan import ResumePoint, RunPlan
+
+if TYPE_CHECKING:
+    from unisono.trainer.plan.task_requests import Timed
 
 _PATIENCE_S = 60.0
 _TIMES_WRITING = 20.0
@@ -102,7 +106,7 @@ class FirstCheckpoint:
         self._saved: SavedCheckpoint | None = None
         self._error: UnisonoError | None = None
         self._task: TaskProcess | None = None
-        self._held: Message | None = None
+        self._held: CheckpointMessage | None = None
         self._room: DiskSpace | None = None
         self._began = 0.0
         self._is_over = not plan.rehearse
@@ -113,11 +117,11 @@ class FirstCheckpoint:
             return
         if message["kind"] == "checkpoint":
             self._saved = SavedCheckpoint(
-                int(message["step"]),
+                message["step"],
                 Path(message["path"]),
-                int(message["bytes"]),
-                float(message["seconds"]),
-                float(message.get("blocking_s") or 0.0),
+                message.get("bytes", 0),
+                message.get("seconds", 0.0),
+                message.get("blocking_s", 0.0),
             )
         elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
             self._error = _not_written(message, host=self._plan.host)
@@ -182,7 +186,9 @@ class FirstCheckpoint:
     def _release(self, estimate: dict[str, object] | None = None) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._show({**held, "estimate": estimate} if estimate is not None else held)
+            if estimate is not None:
+                held["estimate"] = estimate
+            self._show(held)
 
     def _take(self, message: Message, saved: SavedCheckpoint) -> None:
         if message["kind"] == "room":
@@ -192,7 +198,7 @@ class FirstCheckpoint:
                 self._release(estimate(self._plan, saved, self._room, read_s=None))
                 self._end()
         elif message["kind"] == "result" and self._room is not None:
-            read_s = float(message["seconds"])
+            read_s = cast("Timed", message)["seconds"]
             self._release(estimate(self._plan, saved, self._room, read_s=read_s))
             self._end()
             text = summary(self._plan, saved, self._room, read_s=read_s)
@@ -329,15 +335,15 @@ def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
     )
 
 
-def _not_written(message: Message, *, host: str) -> UnfitError:
+def _not_written(message: WarningMessage, *, host: str) -> UnfitError:
     value = message.get("verdict")
     fatal = {"severity": "fatal", "hosts": (host,)}
-    verdict = Verdict.from_json(value).model_copy(update=fatal) if isinstance(value, dict) else None
+    verdict = Verdict.from_json(value).model_copy(update=fatal) if value is not None else None
     return UnfitError.of(
-        f"the first checkpoint could not be written: {message.get('text', '')}",
-        where=str(message.get("where", "")),
+        f"the first checkpoint could not be written: {message['text']}",
+        where=message.get("where", ""),
         why="it is written after the first step so that a run that cannot be saved does not train for hours",
-        fix=str(message.get("fix", "")),
+        fix=message.get("fix", ""),
         verdict=verdict,
     )
 

@@ -5,15 +5,15 @@ ended, in the fields of result.json.
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir, read_object, write_json, write_text
+from unisono.base.messages import Message, ResultMessage, Show, WarningMessage, fields_of
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport, RankReport
 from unisono.guard.facts import package_versions
@@ -34,6 +34,7 @@ from unisono.guard.rundir.records import (
     set_verdict,
     write_result,
 )
+from unisono.guard.supervise.codec import decode
 from unisono.guard.supervise.decision import Decision
 from unisono.guard.supervise.interrupts import exit_code_of
 from unisono.guard.supervise.local_ranks import RankEnd
@@ -246,16 +247,13 @@ class RunRecorder:
         """
         match message["kind"]:
             case "ready":
-                facts, names = (
-                    message.get("facts"),
-                    {name: name for name in ("kept_every", "padded", "padding")},
-                )
+                facts = message["facts"]
+                fields = {name: facts[name] for name in ("kept_every", "padded", "padding") if name in facts}
             case "kept":
-                facts, names = message, {"kept_every": "every"}
+                fields = {"kept_every": message["every"]}
             case _:
                 return
-        if isinstance(facts, dict) and "rank" not in message:
-            fields = {field: facts[name] for field, name in names.items() if name in facts}
+        if "rank" not in message:
             self._disk.later(partial(note_in_plan, self._run, **fields))
 
     def _forget_earlier_end(self) -> None:
@@ -264,7 +262,7 @@ class RunRecorder:
         set_verdict(self._run, None)
 
 
-def as_warning(verdict: Verdict) -> Message:
+def as_warning(verdict: Verdict) -> WarningMessage:
     """The message of a verdict that does not end the run."""
     return {
         "kind": "warning",
@@ -305,16 +303,16 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         attempt.tokens_per_second,
         attempt.checkpoint,
     )
-    last = attempt.last or {}
-    if last.get("kind") == "result" and attempt.decision is None:
-        reported = replace(known, **{one.name: last[one.name] for one in fields(known) if one.name in last})
+    last = attempt.last
+    if last is not None and last["kind"] == "result" and attempt.decision is None:
+        reported = decode(Progress, {**vars(known), **fields_of(last)})
         reported = replace(reported, checkpoint=last.get("checkpoint") or attempt.checkpoint)
-        verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
+        verdict = Verdict.from_json(named) if (named := last.get("verdict")) else None
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
             return _ended_by(name_death(end, plan, seen=attempt.run_view), reported)
-        return Ending(int(last.get("exit_code", 0)), reported, verdict)
+        return Ending(last.get("exit_code", 0), reported, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
@@ -339,12 +337,14 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     return _ended_by(_name(decision, attempt, plan), known)
 
 
-def _left_early(last: Mapping[str, Any], plan: RunPlan) -> bool:
+def _left_early(last: ResultMessage, plan: RunPlan) -> bool:
     """Whether rank 0 believes that the run is whole, and it is not: the others wait for it in the
     next step.
     """
     planned = min(plan.total_steps, plan.last_step or plan.total_steps)
-    return plan.world_size > 1 and last.get("exit_code", 0) == 0 and int(last.get("step", planned)) < planned
+    step = last.get("step")
+    is_whole = step is None or step >= planned
+    return plan.world_size > 1 and last.get("exit_code", 0) == 0 and not is_whole
 
 
 def _ended_by(verdict: Verdict, progress: Progress) -> Ending:
