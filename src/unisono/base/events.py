@@ -15,7 +15,7 @@ from functools import partial
 from typing import TextIO, TypedDict
 
 from unisono.base.files import BackgroundThread
-from unisono.base.messages import Message
+from unisono.base.messages import Message, fields_of
 from unisono.base.text import one_line
 
 _PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -53,7 +53,7 @@ class Reporter:
 
     def send(self, message: Message) -> None:
         """Sends one message, with the time. A missing front or a full disk does not raise."""
-        body = {"kind": message["kind"], "time": time.time(), **message}
+        body = {"kind": message["kind"], "time": time.time(), **fields_of(message)}
         # A lone surrogate, which a row may contain, has no UTF-8 encoding.
         data = (json.dumps(body, ensure_ascii=False) + "\n").encode(errors="replace")
         with self._lock:

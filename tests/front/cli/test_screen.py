@@ -17,8 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.base.causes import Verdict
-from unisono.base.messages import PlanMessage, ResultMessage, StepMessage, VerdictMessage, message_of
+from unisono.base.messages import (
+    CheckpointMessage,
+    PlanMessage,
+    ResultMessage,
+    StepMessage,
+    VerdictMessage,
+    message_of,
+)
 from unisono.front.cli.output import Output
 from unisono.front.cli.screen import PlainLine, Screen, StepRate, ending
 from unisono.front.cli.terminal import first_screen
@@ -243,10 +249,10 @@ def test_quiet_keeps_warnings_and_verdicts_only() -> None:
     screen.show(message_of(PlanMessage, plan().to_json()))
     screen.show({"kind": "ready", "facts": {}})
     screen.show({"kind": "step", "step": 1, "loss": 1.0})
-    screen.show({"kind": "checkpoint", "step": 1, "path": "/out/checkpoints/step-00000001"})
+    screen.show(message_of(CheckpointMessage, {"step": 1}))
     screen.show({"kind": "warning", "text": "the disk is \x1b[2Jfull", "fix": "free some"})
-    verdict = Verdict(cause="nan_loss", when="during", summary="not a number")
-    screen.show(message_of(VerdictMessage, verdict.to_json()))
+    verdict = {"schema": 1, "cause": "nan_loss", "when": "during", "summary": "not a number"}
+    screen.show(message_of(VerdictMessage, verdict))
     assert line.shown == []
     assert line.kept == ["warning: the disk is full (free some)", "not a number  [nan_loss]"]
     screen.show({"kind": "result", "outcome": "stalled", "exit_code": 4, "step": 1, "output_dir": "/out"})

@@ -45,15 +45,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_messages_come_in_order_and_torn_or_foreign_lines_are_left_out(tmp_path: Path) -> None:
-    script = 'os.write(fd, b\'{"kind":"note","text":"a"}\\nnoise\\n{"kind":"note"}\\n{"kind":\'); os.write(fd, b\'"note","text":"b"}\\n{"kind":"torn\')'
+    script = 'os.write(fd, b\'{"kind":"a"}\\nnoise\\n{"kind":\'); os.write(fd, b\'"b"}\\n{"kind":"torn\')'
     with (tmp_path / "log").open("w+b") as log, start(script, log) as child:
-        assert [message["text"] for message in read_all(child)] == ["a", "b"]
+        assert [message["kind"] for message in read_all(child)] == ["a", "b"]
         assert child.returncode == 0
 
 
 def test_a_flood_of_messages_and_of_print_blocks_nobody(tmp_path: Path) -> None:
     script = (
-        "line = json.dumps({'kind': 'note', 'text': 'x' * 1000}).encode() + b'\\n'\n"
+        "line = json.dumps({'kind': 'step', 'text': 'x' * 1000}).encode() + b'\\n'\n"
         "for _ in range(5000):\n    os.write(fd, line)\n    print('y' * 500)"
     )
     with (tmp_path / "log").open("w+b") as log:
@@ -72,7 +72,7 @@ def test_a_grandchild_that_holds_the_pipe_is_ended_and_not_waited_for(tmp_path: 
     script = (
         "pid = os.fork()\n"
         "if pid == 0:\n    signal.pause()\n"
-        "os.write(fd, json.dumps({'kind': 'note', 'text': '', 'pid': pid}).encode() + b'\\n')"
+        "os.write(fd, json.dumps({'kind': 'child', 'pid': pid}).encode() + b'\\n')"
     )
     with (tmp_path / "log").open("w+b") as log, start(script, log) as child:
         (message,) = read_all(child)
@@ -81,7 +81,7 @@ def test_a_grandchild_that_holds_the_pipe_is_ended_and_not_waited_for(tmp_path: 
 
 def test_leaving_the_context_leaves_no_process(tmp_path: Path) -> None:
     with tempfile.TemporaryFile() as log:
-        with start('os.write(fd, b\'{"kind":"note","text":""}\\n\'); signal.pause()', log) as child:
+        with start('os.write(fd, b\'{"kind":"here"}\\n\'); signal.pause()', log) as child:
             wait_for(lambda: bool(child.read()))
         assert not _lives(child.pid)
         assert child.returncode == -signal.SIGKILL
@@ -90,7 +90,7 @@ def test_leaving_the_context_leaves_no_process(tmp_path: Path) -> None:
 def test_patience_lets_it_end_by_itself(tmp_path: Path) -> None:
     script = (
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
-        'os.write(fd, b\'{"kind":"note","text":""}\\n\')\nwhile True: signal.pause()'
+        'os.write(fd, b\'{"kind":"here"}\\n\')\nwhile True: signal.pause()'
     )
     with tempfile.TemporaryFile() as log, start(script, log) as child:
         wait_for(lambda: bool(child.read()))
@@ -100,7 +100,7 @@ def test_patience_lets_it_end_by_itself(tmp_path: Path) -> None:
 
 def test_it_hears_what_is_sent_until_its_input_is_closed() -> None:
     script = (
-        "\nfor line in sys.stdin:\n    os.write(fd, json.dumps({'kind': 'note', 'text': '', 'line':"
+        "\nfor line in sys.stdin:\n    os.write(fd, json.dumps({'kind': 'echo', 'line':"
         " json.loads(line)}).encode() + b'\\n')"
     )
     with tempfile.TemporaryFile() as log, start(script, log, has_input=True) as child:
@@ -110,7 +110,7 @@ def test_it_hears_what_is_sent_until_its_input_is_closed() -> None:
 
 
 def test_it_leads_a_session_of_its_own_so_ctrl_c_does_not_reach_it() -> None:
-    script = "os.write(fd, json.dumps({'kind': 'note', 'text': '', 'sid': os.getsid(0)}).encode() + b'\\n')"
+    script = "os.write(fd, json.dumps({'kind': 'ids', 'sid': os.getsid(0)}).encode() + b'\\n')"
     with tempfile.TemporaryFile() as log, start(script, log) as child:
         (message,) = read_all(child)
         assert message["sid"] == child.pid != os.getsid(0)
@@ -119,7 +119,9 @@ def test_it_leads_a_session_of_its_own_so_ctrl_c_does_not_reach_it() -> None:
 def test_no_other_descriptor_of_the_front_is_inherited(tmp_path: Path) -> None:
     with (tmp_path / "secret").open("w") as held, tempfile.TemporaryFile() as log:
         os.set_inheritable(held.fileno(), True)
-        script = "os.write(fd, json.dumps({'kind': 'note', 'text': '', 'fds': os.listdir('/proc/self/fd')}).encode() + b'\\n')"
+        script = (
+            "os.write(fd, json.dumps({'kind': 'fds', 'fds': os.listdir('/proc/self/fd')}).encode() + b'\\n')"
+        )
         with start(script, log) as child:
             (message,) = read_all(child)
     assert len(message["fds"]) <= 5  # 0, 1, 2, the report pipe, the listing itself
@@ -144,9 +146,9 @@ def test_telling_a_deaf_child_blocks_nobody_and_the_words_arrive_later(
     tmp_path: Path,
 ) -> None:
     script = (
-        'os.write(fd, b\'{"kind":"note","text":""}\\n\'); os.kill(os.getpid(), signal.SIGSTOP)\n'
+        'os.write(fd, b\'{"kind":"here"}\\n\'); os.kill(os.getpid(), signal.SIGSTOP)\n'
         "sizes = [len(json.loads(sys.stdin.readline())['text']) for _ in range(4)]\n"
-        "os.write(fd, json.dumps({'kind': 'note', 'text': '', 'sizes': sizes}).encode() + b'\\n')"
+        "os.write(fd, json.dumps({'kind': 'heard', 'sizes': sizes}).encode() + b'\\n')"
     )
     with (tmp_path / "log").open("w+b") as log, start(script, log, has_input=True) as child:
         wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import UsageError
+from unisono.base.messages import ShardWrittenMessage, message_of
 from unisono.guard.control.file_transfer import Content, Offer, OfferRefused
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.interrupts import Interrupts
-from unisono.guard.supervise.node_messages import RankSaid, decode_news
 from unisono.jobs.remote_checkpoint.storage import Uploads
 from unisono.jobs.remote_checkpoint.transfers import ShardArrivals
 from unisono.jobs.remote_checkpoint.verification import FirstCheckpoint
@@ -97,12 +97,16 @@ def test_node_puts_only_its_own_parts_into_a_checkpoint_being_written(
         arrivals.place(Offer(1, "b", 0, content, {**good, **odd}))
 
 
-def test_what_is_not_a_list_of_files_is_refused_as_unreadable() -> None:
-    fields = {"step": 1, "temporary": "step-00000001.tmp-a", "directory": "d", "error": ""}
+def test_what_is_not_a_list_of_files_is_refused_as_unreadable(tmp_path: Path) -> None:
+    nodes = [SimpleNamespace(node_rank=rank, shares_output=rank == 0) for rank in range(2)]
+    places = [SimpleNamespace(node_rank=rank) for rank in range(2)]
+    plan: Any = SimpleNamespace(nodes=nodes, node=nodes.__getitem__, ranks=places)
+    arrivals = ShardArrivals(plan, tmp_path)
     for files in (["a"], {"a": "b"}, "a"):
-        message = {"kind": "shard_written", **fields, "files": files}
         with pytest.raises(ValueError, match="files"):
-            decode_news({"kind": RankSaid.kind, "rank": 1, "message": message})
+            arrivals.confirmed(
+                1, message_of(ShardWrittenMessage, {"temporary": "step-00000001.tmp-a", "files": files})
+            )
 
 
 def test_a_start_that_is_refused_takes_nothing_of_a_quicker_one_away(

@@ -37,8 +37,8 @@ def body(report):
         os.mkfifo(request["fifo"]); open(request["fifo"])
     if arguments.name == "echo":
         for line in sys.stdin:
-            report.send({"kind": "token", "text": json.loads(line)["text"]})
-    return {"answer": request.get("question"), "threads": os.environ["OMP_NUM_THREADS"], "of_rank": os.environ.get("RANK")}
+            report.send({"kind": "echo", "text": json.loads(line)["text"]})
+    return {"answer": request.get("question"), "threads": os.environ["OMP_NUM_THREADS"], "rank": os.environ.get("RANK")}
 sys.exit(run_child(body, arguments))
 """
 
@@ -75,7 +75,7 @@ def test_its_environment_has_threads_and_no_leftovers(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     result = run_task("ask", {}, programs=programs)
-    assert (result["threads"], result["of_rank"]) == ("1", None)
+    assert (result["threads"], result["rank"]) == ("1", None)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("refuse", UsageError), ("unfit", UnfitError)])

@@ -281,7 +281,7 @@ def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unp
         raise KeyboardInterrupt
     if last is None or last["kind"] != "report":
         raise shown(front.error())
-    return Report(tuple(findings_of(last)), last["exit_code"])
+    return Report(tuple(findings_of(last)), int(last["exit_code"]))
 
 
 class Diagnosis(Verdict):

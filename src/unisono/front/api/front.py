@@ -125,15 +125,15 @@ class Front:
         last = self.last
         if last is not None and last["kind"] == "start_refused":
             known = refusal(last)
-            kind = getattr(errors, last.get("type", ""), type(known))
+            kind = getattr(errors, str(last.get("type")), type(known))
             return kind(*known.problems, verdict=known.verdict) if issubclass(kind, type(known)) else known
         if last is not None and last["kind"] == "crashed":
             error = UnisonoError.of(
-                f"a bug in unisono, not your mistake: {one_line(last['error'])}",
+                f"a bug in unisono, not your mistake: {one_line(str(last['error']))}",
                 where="the process that supervises the run",
                 fix="report it with the traceback below",
             )
-            error.add_note(last.get("traceback", ""))
+            error.add_note(str(last.get("traceback", "")))
             return error
         return RankDied(
             Problem(
@@ -312,7 +312,7 @@ class Ended(Event):
     result: Result
 
 
-def event_of(message: Message) -> Event | None:  # noqa: C901 - a table of kinds
+def event_of(message: Message) -> Event | None:
     """The event of a message; None for messages that are not for programs."""
     when = message.get("time", 0.0)
     match message["kind"]:
@@ -322,42 +322,46 @@ def event_of(message: Message) -> Event | None:  # noqa: C901 - a table of kinds
                 plan=fields_of(message),
                 total_steps=message["total_steps"],
                 world_size=message["world_size"],
-                output_dir=Path(message["output_dir"]),
+                output_dir=Path(str(message["output_dir"])),
             )
         case "ready":
-            return Started(time=when, facts=dict(message["facts"]))
+            facts = message.get("facts")
+            return Started(time=when, facts=facts if isinstance(facts, dict) else {})
         case "phase":
             return Phase(
                 time=when,
-                name=message.get("phase", ""),
-                text=message["text"],
+                name=str(message.get("phase", "")),
+                text=str(message.get("text", "")),
                 done=message.get("done"),
                 total=message.get("total"),
             )
         case "step":
             loss = message.get("loss")
-            assert not isinstance(loss, str)  # that is a program of `unisono run`
-            return Step(time=when, step=message["step"], loss=loss, metrics=fields_of(message))
+            return Step(time=when, step=int(message["step"]), loss=loss, metrics=fields_of(message))
         case "eval":
             metrics = {name: value for name, value in fields_of(message).items() if name != "step"}
-            return Evaluation(time=when, step=message["step"], metrics=metrics)
+            return Evaluation(time=when, step=int(message["step"]), metrics=metrics)
         case "sample":
-            return Sample(time=when, step=message["step"], prompt=message["prompt"], text=message["text"])
+            prompt, text = str(message.get("prompt", "")), str(message.get("text", ""))
+            return Sample(time=when, step=int(message.get("step") or 0), prompt=prompt, text=text)
         case "checkpoint":
             return Checkpoint(
                 time=when,
-                step=message["step"],
-                path=Path(message["path"]),
-                bytes=message.get("bytes", 0),
-                seconds=message.get("seconds", 0.0),
+                step=int(message["step"]),
+                path=Path(str(message.get("path", ""))),
+                bytes=int(message.get("bytes") or 0),
+                seconds=float(message.get("seconds") or 0.0),
             )
-        case "warning":
-            code, fix = message.get("code", ""), message.get("fix", "")
-            return Notice(time=when, is_warning=True, code=code, text=message["text"], fix=fix)
-        case "note":
-            return Notice(time=when, is_warning=False, code="", text=message["text"], fix="")
+        case "warning" | "note":
+            return Notice(
+                time=when,
+                is_warning=message["kind"] == "warning",
+                code=str(message.get("code", "")),
+                text=str(message.get("text", "")),
+                fix=str(message.get("fix", "")),
+            )
         case "verdict":
-            return Failed(time=when, verdict=Verdict.from_json(message))
+            return Failed(time=when, verdict=Verdict.from_json(fields_of(message)))
         case _:
             return None
 
@@ -450,12 +454,13 @@ class Stream(Iterator[Event]):
             raise shown(self._front.error())
         result = Result(RunResult.from_json(fields_of(last)))
         if result.outcome == "refused":
-            raise shown(refusal(message_of(RefusedMessage, fields_of(last))))
+            refused = {**fields_of(last), "exit_code": result.exit_code}
+            raise shown(refusal(message_of(RefusedMessage, refused)))
         return result
 
     def _ended_at(self) -> float:
         self._front.wait()
-        return self._front.last.get("time", 0.0) if self._front.last is not None else 0.0
+        return float(self._front.last.get("time") or 0.0) if self._front.last is not None else 0.0
 
 
 def shown(error: UnisonoError) -> UnisonoError:

@@ -250,7 +250,8 @@ class AttemptRanks:
                 if results:
                     received += (done := [cast("CollectiveResult", one) for one in results])
                     waiting.remove(task)
-                    limit = limit if done[0]["ok"] else min(limit, time.monotonic() + _OTHER_RANKS_S)
+                    is_ok = done[0].get("ok") is True
+                    limit = limit if is_ok else min(limit, time.monotonic() + _OTHER_RANKS_S)
             time.sleep(_POLL_S)
         text = f"no result within {self.deadline_s:g} s"
         missing = cast("CollectiveResult", {"ok": False, "text": text})
@@ -287,7 +288,7 @@ def _until_ready(stream: Iterator[Message]) -> int:
     port = 0
     for message in stream:
         if message["kind"] == "store":
-            port = message["port"]
+            port = int(message["port"])
         if message["kind"] == "phase" and message.get("phase") == "collective.store":
             return port
     raise UnisonoError.of("a rank ended before the collective")

@@ -29,7 +29,7 @@ from unisono.base.messages import (
 from unisono.base.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 from unisono.front.cli.output import Output, terminal_width
 from unisono.front.cli.terminal import first_screen
-from unisono.guard.rundir.records import ReadBackResult, shown_outcome
+from unisono.guard.rundir.records import shown_outcome
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_at, family_of
 
@@ -153,7 +153,7 @@ class Screen:
             case "warning":
                 self._on_warning(message)
             case "note":
-                self._notify(one_line(message["text"]))
+                self._notify(one_line(str(message.get("text", ""))))
             case "verdict":
                 self._on_verdict(message)
             case "refused":
@@ -174,8 +174,9 @@ class Screen:
         self._plan = RunPlan.model_validate(fields_of(message))
 
     def _on_ready(self, message: ReadyMessage) -> None:
+        facts = message.get("facts")
         if not self._header_shown:
-            self._show_header(message["facts"])
+            self._show_header(facts if isinstance(facts, dict) else {})
 
     def _show_header(self, facts: Mapping[str, object]) -> None:
         assert self._plan is not None
@@ -187,15 +188,15 @@ class Screen:
 
     def _on_phase(self, message: PhaseMessage) -> None:
         done, total = message.get("done"), message.get("total")
-        share = done / total if done is not None and total else None
+        share = done / total if isinstance(done, int | float) and total else None
         if self._printer.quiet:
             return
-        counted = f" {min(done, total):,} of {total:,}" if done and total else ""
+        counted = f" {min(done, total):,} of {total:,}" if share is not None and done and total else ""
         trains = self._pace.rate() is not None  # then the bar shows the steps
-        self._line.show(one_line(message["text"]) + counted, share=None if trains else share)
+        self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
 
     def _on_step(self, message: StepMessage) -> None:
-        step = message["step"]
+        step = int(message["step"])
         self._pace.note(step, message.get("time"))
         if self._printer.quiet:
             return
@@ -204,7 +205,7 @@ class Screen:
         parts = [f"step {step:,}" + (f"/{total:,}" if total else ""), f"loss {_figure(message.get('loss'))}"]
         parts += [f"{name} {value}" for name, value in self._figures.items()]
         if speed := message.get("tokens_per_second"):
-            parts.append(_speed(speed, self._plan))
+            parts.append(_speed(float(speed), self._plan))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
         left_s = (total - step) / rate if rate and step < total else 0.0
@@ -217,16 +218,16 @@ class Screen:
         if "eval_loss" in figures:
             self._figures["eval_loss"] = _figure(figures["eval_loss"])
         shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
-        self._notify(f"evaluation at step {message['step']}: {shown}")
+        self._notify(f"evaluation at step {message.get('step')}: {shown}")
 
     def _on_sample(self, message: SampleMessage) -> None:
         width = terminal_width(sys.stderr) or _SAMPLE_WIDTH
-        prompt = shortened(one_line(message["prompt"]), width * 2 // 5)
-        answer = one_line(message["text"])
+        prompt = shortened(one_line(str(message.get("prompt", ""))), width * 2 // 5)
+        answer = one_line(str(message.get("text", "")))
         self._notify(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
 
     def _on_checkpoint(self, message: CheckpointMessage) -> None:
-        step, size, seconds = message["step"], message.get("bytes"), message.get("seconds")
+        step, size, seconds = message.get("step"), message.get("bytes"), message.get("seconds")
         self._notify(
             f"checkpoint at step {step}"
             + (f", {show_bytes(size)}" if size else "")
@@ -234,16 +235,16 @@ class Screen:
         )
 
     def _on_warning(self, message: WarningMessage) -> None:
-        fix = f" ({one_line(fix)})" if (fix := message.get("fix")) else ""
+        fix = f" ({one_line(str(fix))})" if (fix := message.get("fix")) else ""
         source = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
-        source = f"{one_line(source)}: " if source else ""
-        text, cause = one_line(message["text"]), _cause_of(message)
+        source = f"{one_line(str(source))}: " if source else ""
+        text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
         self._line.above(f"warning: {source}{text}{cause}{fix}")
 
     def _on_verdict(self, message: VerdictMessage) -> None:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
         self._show_verdict()
-        self._verdict = Verdict.from_json(message)
+        self._verdict = Verdict.from_json(fields_of(message))
         if self._verdict.when == "during":  # before a start nothing follows
             self._line.above(f"{self._verdict.summary}  [{self._verdict.cause}]")
 
@@ -254,7 +255,7 @@ class Screen:
 
     def _on_refused(self, message: RefusedMessage) -> None:
         for problem in message.get("problems") or []:
-            for text in Problem(**problem).lines():
+            for text in Problem(**{name: str(value) for name, value in problem.items()}).lines():
                 self._line.above(text)
 
     def _on_result(self, message: ResultMessage) -> None:
@@ -308,7 +309,7 @@ def ending(result: ResultMessage, cwd: Path, *, plan: RunPlan | None = None) -> 
     if result.get("loss") is not None:
         figures.append(f"loss {_figure(result['loss'])}")
     if speed := result.get("tokens_per_second"):
-        figures.append(_speed(speed, plan))
+        figures.append(_speed(float(speed), plan))
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
     trained = bool(result.get("step") or result.get("checkpoint"))
     verdict = result.get("verdict") or {}
@@ -345,17 +346,16 @@ def ending(result: ResultMessage, cwd: Path, *, plan: RunPlan | None = None) -> 
     return lines
 
 
-def _read_back(about: Mapping[str, object] | None) -> list[str]:
+def _read_back(about: Mapping[str, Any] | None) -> list[str]:
     """How the written files compare with the trained model; empty if they were not read again."""
     if not about:
         return []
-    read = ReadBackResult.model_validate(about)
-    took = show_seconds(read.seconds)
-    if read.compared == "digests":
-        return [f"read back in {took}: names, shapes and digests only, as {read.why}"]
-    what = "logits" if read.compared == "logits" else "predictions"
+    took = show_seconds(float(about["seconds"]))
+    if about["compared"] == "digests":
+        return [f"read back in {took}: names, shapes and digests only, as {about['why']}"]
+    what = "logits" if about["compared"] == "logits" else "predictions"
     return [
-        f"read back in {took}: {what} differ by {read.differs_by:.1e} of their spread from those of the"
+        f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the"
         " trained model"
     ]
 
@@ -418,10 +418,10 @@ class RunOutput:
             self._printer.emit(message)
         match message["kind"]:
             case "note":
-                self._printer.notify(f"unisono: {one_line(message['text'])}")
+                self._printer.notify(f"unisono: {one_line(str(message.get('text', '')))}")
             case "warning":
-                fix = f" ({one_line(fix)})" if (fix := message.get("fix")) else ""
-                text, cause = one_line(message["text"]), _cause_of(message)
+                fix = f" ({one_line(str(fix))})" if (fix := message.get("fix")) else ""
+                text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
                 self._printer.warn(f"unisono: warning: {text}{cause}{fix}")
             case "verdict":
                 self._on_verdict(message)
@@ -432,7 +432,7 @@ class RunOutput:
 
     def _on_verdict(self, message: VerdictMessage) -> None:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
-        self._verdict = Verdict.from_json(message)
+        self._verdict = Verdict.from_json(fields_of(message))
         self._printer.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")
 
     def _on_result(self, message: ResultMessage) -> None:

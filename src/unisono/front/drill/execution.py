@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Self, cast
 
 from unisono.base.child import end_with_front
 from unisono.base.errors import UnisonoError
@@ -56,7 +56,7 @@ class TimedLine:
     """A JSON line, and when it came, in seconds of the monotonic clock."""
 
     at: float
-    message: Mapping[str, object]
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class FrontProcess:
             except ValueError:
                 self._errors.append(text.rstrip())
                 continue
-            if isinstance(message, dict):
-                self._lines.append(TimedLine(at, message))
+            if isinstance(message, dict) and "kind" in message:
+                self._lines.append(TimedLine(at, cast("Message", message)))
         stream.close()
 
     def _read_errors(self, stream: IO[str]) -> None:
@@ -302,11 +302,7 @@ class DrillRun:
         return True
 
     def _step(self) -> int:
-        steps = [
-            int(str(line.message["step"]))
-            for line in self.fronts[0].lines
-            if line.message.get("kind") == "step"
-        ]
+        steps = [int(line.message["step"]) for line in self.fronts[0].lines if line.message["kind"] == "step"]
         return steps[-1] if steps else 0
 
     def _moment(self) -> float | None:

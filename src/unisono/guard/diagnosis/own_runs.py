@@ -14,7 +14,7 @@ from unisono.base.causes.signatures import match_line
 from unisono.base.causes.verdict import Evidence, Verdict
 from unisono.base.events import own_frame
 from unisono.base.files import iterate_lines, objects_of, parse_json, read_object, read_text
-from unisono.base.messages import CrashedMessage, Message, RefusedMessage, read_message
+from unisono.base.messages import CrashedMessage, Message, RefusedMessage, fields_of, read_message
 from unisono.base.text import one_line
 from unisono.base.user_code import MODEL_CODE, own_code
 from unisono.guard.diagnosis.judge import DiagnosisResult
@@ -66,9 +66,7 @@ class RankEvents:
     def crash(self) -> tuple[LogEvent, CrashedMessage | RefusedMessage] | None:
         """The exception that ended it, unless another rank's exit caused it."""
         for event, message in zip(self.events, self.messages, strict=True):
-            if message["kind"] == "refused" or (
-                message["kind"] == "crashed" and not message.get("peer_lost")
-            ):
+            if message["kind"] in ("crashed", "refused") and not message.get("peer_lost"):
                 return event, message
         return None
 
@@ -109,8 +107,10 @@ def _framework(plan: Mapping[str, object], reports: list[RankEvents]) -> str:
     """The framework: "unisono", or what a program of `unisono run` has loaded; empty if unknown."""
     if not isinstance(plan.get("command"), list):
         return "unisono"
-    names = (message["name"] for one in reports for message in one.messages if message["kind"] == "framework")
-    return one_line(next(names, ""), limit=100)
+    names = (
+        message.get("name") for one in reports for message in one.messages if message["kind"] == "framework"
+    )
+    return one_line(str(next(names, "")), limit=100)
 
 
 def last_step(run: RunDir) -> int | None:
@@ -148,7 +148,7 @@ def _read_rank(path: Path, hosts: dict[int | None, str], clocks: Clocks, run: Ru
     phase = ""
     for number, message in _messages(path):
         if message["kind"] == "phase":
-            phase = one_line(message.get("phase", ""), limit=40)
+            phase = one_line(str(message.get("phase") or ""), limit=40)
             if phase == "start":  # an earlier start is another run's story
                 events, messages = [], []
         time = message.get("time")
@@ -398,10 +398,10 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     if not crashes:
         return None
     one, event, message = min(crashes, key=lambda crash: crash[1].time or 0.0)
-    problems = (message.get("problems") if message["kind"] == "refused" else None) or [{}]
-    said = message["error"] if message["kind"] == "crashed" else problems[0].get("what", "")
-    error = shown(one_line(said or "an exception", limit=400))
-    text = message.get("traceback", "") if message["kind"] == "crashed" else ""
+    fields = fields_of(message)
+    problems = objects_of(fields.get("problems")) or [{}]
+    error = shown(one_line(str(fields.get("error") or problems[0].get("what") or "an exception"), limit=400))
+    text = str(fields.get("traceback") or "")
     trace = [line for line in text.splitlines() if line.strip()][-_MOST_TRACE:]
     config = read_object(run.plan).get("config")
     code = {**MODEL_CODE, **_own_code(config)}

@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
-from unisono.base.messages import Message, Show, VerdictMessage, WarningMessage, message_of
+from unisono.base.messages import (
+    Message,
+    NoteMessage,
+    Show,
+    VerdictMessage,
+    WarningMessage,
+    fields_of,
+    message_of,
+)
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
@@ -258,18 +266,19 @@ class ProgramSupervisor(HeadSupervision):
 
     def _take_rank_message(self, rank: int, message: Message) -> None:
         if message["kind"] == "framework":
-            self.framework = one_line(message["name"], limit=100)
+            self.framework = one_line(str(message.get("name", "")), limit=100)
         elif message["kind"] in ("note", "warning", "unguarded"):
-            text = f"rank {rank}: {one_line(message['text'], limit=1_000)}"
-            if message["kind"] == "note":
-                self.notify(text)
-            else:
-                warned = {"code": "unguarded", "fix": "", **message, "kind": "warning", "text": text}
-                self.show(message_of(WarningMessage, warned))
-        elif message["kind"] == "refused" and (verdict := message.get("verdict")) and self.verdict is None:
+            text = f"rank {rank}: {one_line(str(message.get('text', '')), limit=1_000)}"
+            more = {"time": message.get("time") or time.time(), "text": text}
+            fields = {"code": "unguarded", "fix": "", **fields_of(message), **more}
+            is_note = message["kind"] == "note"
+            self.show(message_of(NoteMessage, fields) if is_note else message_of(WarningMessage, fields))
+        elif (
+            message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
+        ):
             # A callback has compared the ranks by itself: all of them have this verdict, and end
             # with it.
-            self._name(Verdict.from_json(verdict), end_in_s=_PROGRAM_ENDS_S)
+            self._name(Verdict.from_json(message["verdict"] or {}), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
         if end.end_reason == UNKNOWN_END:  # neither a success nor a failure

@@ -216,7 +216,7 @@ def _until_ready(messages: Iterator[Message]) -> dict[str, object]:
     try:
         for message in messages:
             if message["kind"] == "store":
-                port = message["port"]
+                port = int(message["port"])
             if message["kind"] == "phase" and message.get("phase") == "collective.store":
                 return {"ok": True, "port": port}
     except UnisonoError as error:

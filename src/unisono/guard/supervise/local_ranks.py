@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Protocol, Self, cast
 
-from unisono.base.messages import FinalMessage, Message, check_message, is_final
+from unisono.base.messages import FinalMessage, Message, check_message
 from unisono.guard.facts.limits import oom_kills
 from unisono.guard.facts.processes import stuck_threads
 from unisono.guard.facts.storage import Hung, unless_stuck
@@ -221,9 +221,7 @@ class RankEnd:
         Raises:
             KeyError, TypeError, ValueError: if the value is not such an object.
         """
-        last = check_message(value["last"]) if value["last"] is not None else None
-        if last is not None and not is_final(last):
-            raise ValueError("the final message of a rank is invalid")
+        last = cast("FinalMessage", check_message(value["last"])) if value["last"] is not None else None
         return cls(
             rank=int(value["rank"]),
             returncode=int(value["returncode"]),
@@ -258,7 +256,7 @@ class _Rank:
             case "phase":
                 self.phase = str(message.get("phase"))
             case "step":
-                self.phase, self.step = "train", message["step"]
+                self.phase, self.step = "train", int(message["step"])
             case "result" | "refused" | "crashed":
                 self.last = message
             case _:

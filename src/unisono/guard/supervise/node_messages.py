@@ -389,7 +389,7 @@ class JobEnded:
         tuple[Annotated[Verdict, _AsJson()], ...],
         BeforeValidator(lambda value: tuple(readable_verdicts(value))),
     ] = ()
-    problems: tuple[dict[str, str], ...] = ()
+    problems: tuple[dict[str, object], ...] = ()
     result: dict[str, object] | None = None
     stopped: StoppedBy | None = None
 

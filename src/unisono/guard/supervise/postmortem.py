@@ -9,7 +9,7 @@ from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.causes.signatures import match_line
 from unisono.base.causes.verdict import OwnRunOnly
 from unisono.base.events import own_frame
-from unisono.base.messages import CrashedMessage
+from unisono.base.messages import CrashedMessage, fields_of
 from unisono.base.text import one_line
 from unisono.guard.agree.membership import refused_node
 from unisono.guard.places.ranks import RankPlace
@@ -117,8 +117,8 @@ def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tup
     """
     if cause not in ("user_code_error", "rank_killed") or code is None:
         return "", ()
-    trace = end.last.get("traceback", "") if end.last is not None and end.last["kind"] == "crashed" else ""
-    frame = own_frame(trace, code) or own_frame(end.tail, code)
+    trace = fields_of(end.last).get("traceback", "") if end.last is not None else ""
+    frame = own_frame(str(trace), code) or own_frame(end.tail, code)
     if frame:
         return f"; the likely origin is {frame}", (f"Fix {frame}.",)
     if end.last is not None or (end.returncode < 0 and end.phase != "objective"):
@@ -149,7 +149,7 @@ def _how(end: RankEnd, where: str) -> tuple[str, str, list[Evidence]]:
     """Cause, what happened (with `{at}` for phase and step), and the evidence."""
     last = end.last
     if last is not None and last["kind"] == "crashed":
-        where_raised, error = last.get("where", ""), last["error"]
+        where_raised, error = str(last.get("where", "")), str(last.get("error", ""))
         text = one_line(error, limit=200).replace("{", "{{").replace("}", "}}")
         evidence = [Evidence(where=f"{where}, {where_raised}", text=error)]
         cause = next((one.cause for one in match_line(error) if one.cause in _OF_DEVICES), None)
@@ -350,8 +350,8 @@ def name_cut_off(loss: NodeLoss, *, head: str, after_s: float | None = None) -> 
 
 
 def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
-    error = end.last["error"] if end.last is not None and end.last["kind"] == "crashed" else ""
-    return Evidence(where=place.label, text=one_line(error, limit=200))
+    assert end.last is not None
+    return Evidence(where=place.label, text=one_line(str(fields_of(end.last).get("error", "")), limit=200))
 
 
 def _tail(end: RankEnd, where: str) -> list[Evidence]:

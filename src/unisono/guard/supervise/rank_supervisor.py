@@ -148,14 +148,14 @@ class Attempt:
         """Takes a message of rank 0."""
         match message["kind"]:
             case "step":
-                self.step, self.tokens = message["step"], message.get("tokens", 0)
-                loss = message.get("loss")
-                self.loss = loss if not isinstance(loss, str) else None
+                self.step = int(message["step"])
+                self.tokens = int(message.get("tokens") or 0)
+                self.loss = message.get("loss")
                 self.tokens_per_second = message.get("tokens_per_second")
             case "ready":
                 self.ready = True
             case "checkpoint":
-                self.checkpoint, self.saved_step = message["path"], message["step"]
+                self.checkpoint, self.saved_step = str(message.get("path")), int(message["step"])
             case "eval":
                 values = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
                 self.evals |= {name: value for name, value in values.items() if value is not None}
@@ -309,7 +309,9 @@ class _RankSupervision(HeadSupervision):
             return
         # It is a signal to the rank itself, or the echo of one that was passed on.
         if message["kind"] == "asked":
-            self._interrupts.request_stop(signal.Signals[message["signal"]], where=self.job.ranks[rank].label)
+            self._interrupts.request_stop(
+                signal.Signals[str(message["signal"])], where=self.job.ranks[rank].label
+            )
             return
         if rank == 0:
             self.attempt.note(message)
@@ -342,7 +344,7 @@ class _RankSupervision(HeadSupervision):
                 self.shards.moved(self.attempt.moved_to)
         elif message["kind"] == "shards_over":
             if rank == 0 and self.shards is not None:
-                self.shards.given_up(message["temporary"])
+                self.shards.given_up(str(message.get("temporary")))
         elif message["kind"] == "shard_written" and self.shards is not None:
             self._local.send(self.shards.confirmed(rank, message), rank=0)
         else:

@@ -185,7 +185,9 @@ class TaskProcess:
             raise refusal(message)
         if message["kind"] == "crashed":
             self.crash = message
-            raise self._died(f"{message['error']} ({message.get('where', '')})", message.get("traceback", ""))
+            raise self._died(
+                f"{message['error']} ({message.get('where', '')})", str(message.get("traceback"))
+            )
         return message
 
     @property
@@ -286,7 +288,7 @@ def _environment() -> dict[str, str]:
 
 def refusal(message: RefusedMessage | StartRefusedMessage) -> UnisonoError:
     """The error of a `refused` message, in the class of its exit code."""
-    kind = _BY_EXIT_CODE.get(message.get("exit_code", 1), UnisonoError)
+    kind = _BY_EXIT_CODE.get(int(message.get("exit_code", 1)), UnisonoError)
     fields = ("what", "where", "why", "fix")
     problems = [
         Problem(**{f: str(p.get(f, "")) for f in fields})

@@ -443,4 +443,4 @@ def _joined(first: TimelineEntry, second: TimelineEntry) -> TimelineEntry:
 def _parts(entry: TimelineEntry) -> dict[str, float]:
     """Its seconds by share; of a phase, without a name."""
     seconds = entry.get("seconds") or 0.0
-    return seconds if isinstance(seconds, dict) else {"": seconds}
+    return seconds if isinstance(seconds, dict) else {"": float(seconds)}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from unisono.base.child import parse_child_arguments, run_child
 from unisono.base.errors import UnfitError, UsageError
 from unisono.base.events import Reporter
-from unisono.base.messages import RefusedMessage, VerdictMessage, message_of
+from unisono.base.messages import RefusedMessage, VerdictMessage, message_of, read_message
 from unisono.base.user_key import user_key
 from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import read_environment
@@ -77,13 +77,13 @@ class _FrontInput:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            match json.loads(line):
-                case {"kind": "signal", "name": str(name)}:
-                    self.signals.append(name)
-                case {"kind": "go"}:
-                    self.go.set()
-                case _:
-                    pass
+            message = read_message(line)
+            if message is None:
+                continue
+            if message["kind"] == "signal":
+                self.signals.append(str(message["name"]))
+            elif message["kind"] == "go":
+                self.go.set()
 
 
 @dataclass

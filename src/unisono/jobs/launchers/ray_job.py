@@ -133,13 +133,13 @@ class _Session:
                             stack.close()
                         driver.send({"kind": "go"})
                     case "connected":
-                        self.ray_head = RayHead(message["address"], message["host"])
+                        self.ray_head = RayHead(str(message["address"]), str(message["host"]))
                     case "restarting":
                         self.restarts.append(Restart.model_validate(message["restart"]))
                     case "result":
                         return cast("JobOutcome", message)
                     case _:
-                        self.step = message["step"] if message["kind"] == "step" else self.step
+                        self.step = int(message["step"]) if message["kind"] == "step" else self.step
                         self.show(message)
             received = (self.interrupts.first is not None) + self.interrupts.twice
             while sent < received and self.interrupts.first is not None:
@@ -177,7 +177,7 @@ class _Session:
         last, lost = outcome["last"], outcome["lost"]
         restarts = [Restart.model_validate(one) for one in outcome["restarts"]]
         if last is None:
-            return self._lost(Verdict.from_json(lost or {}), outcome["step"], restarts)
+            return self._lost(Verdict.from_json(lost or {}), int(outcome["step"]), restarts)
         if last["kind"] == "start_refused":
             raise refusal(last)
         result = RunResult.from_json(last)

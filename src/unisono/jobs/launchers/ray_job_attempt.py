@@ -245,7 +245,7 @@ class JobAttempt:
                 case "verdict":
                     self._note_verdict(message)
                 case "step":
-                    self._ended.step = message["step"]
+                    self._ended.step = int(message["step"])
                 case _:
                     pass
             self.reporter.send(message)
@@ -319,12 +319,12 @@ class JobAttempt:
         """Records the hosts in the head's verdict; a loss that it already explains with Ray's
         message is not shown again.
         """
-        where = {item["where"] for item in message["evidence"]}
+        where = {str(item["where"]) for item in message["evidence"]}
         for node in self.nodes:
             if ray_label(node) in where:
                 self._reported.add(node.node_rank)
                 self._pending_losses.pop(node.node_rank, None)
-        self._hosts_in_verdicts.update(message["hosts"])
+        self._hosts_in_verdicts.update(map(str, message["hosts"]))
 
     def _show_pending_loss(self, node_rank: int) -> None:
         verdict = self._pending_losses.pop(node_rank)

@@ -163,7 +163,7 @@ class JobNode:
         for stream, text in texts:
             message = read_message(text) if stream == "out" else None
             if message is not None and message["kind"] == "front_ended":
-                self.code = message["code"]
+                self.code = int(message["code"])
         return texts
 
 

@@ -121,7 +121,7 @@ class Uploads:
                     " there is a newer one"
                 )
                 self._notify(text)
-            self._due = Path(message["path"])
+            self._due = Path(str(message["path"]))
 
     def expect(self, step: int) -> None:
         """Puts the result of the next copy of this step or a later one into `first`, for the caller
@@ -223,7 +223,7 @@ class Uploads:
     def _take(self, message: Message) -> None:
         self._progress_at = time.monotonic()
         if message["kind"] == "progress":
-            self._done_bytes, self._of_bytes = message["bytes"], message["of"]
+            self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
         elif message["kind"] == "result":
             self._close()
             done = cast("Uploaded", message)

@@ -303,8 +303,8 @@ class ShardSender:
     def written(self, rank: int, message: ShardWrittenMessage) -> None:
         """Sends the shard that a rank has written, or its error."""
         waiting = _PendingMessage(rank, message)
-        temporary, files = message["temporary"], message["files"]
-        if message["error"] or not is_temporary_name(temporary) or not all(map(is_file_name, files)):
+        temporary, files = message.get("temporary"), message.get("files") or {}
+        if message.get("error") or not is_temporary_name(temporary) or not all(map(is_file_name, files)):
             self._end(waiting)
             return
         for name, entry in files.items():
@@ -328,9 +328,9 @@ class ShardSender:
             self._end(waiting)
 
     def _end(self, waiting: _PendingMessage) -> None:
-        if is_temporary_name(waiting.message["temporary"]):
+        if is_temporary_name(waiting.message.get("temporary")):
             self._run_later(partial(_delete_shards, waiting.rank, Path(waiting.message["directory"])))
-        error = waiting.message["error"] or "; ".join(waiting.errors)
+        error = waiting.message.get("error") or "; ".join(waiting.errors)
         self._forward(waiting.rank, {**waiting.message, "error": error})
 
 
@@ -451,8 +451,10 @@ class ShardArrivals:
         confirmed: ShardWrittenMessage = {**message, "rank": rank}
         if node.node_rank == 0 or node.shares_output:
             return confirmed
-        error = one_line(message["error"], limit=1_000)
-        temporary, files = message["temporary"], message["files"]
+        error = one_line(str(message.get("error") or ""), limit=1_000)
+        temporary, files = str(message.get("temporary")), message.get("files") or {}
+        if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+            raise ValueError("the files of a shard are not valid")
         error = error or self._missing(temporary, files)
         self._forget(temporary, files)
         return {**confirmed, "error": error}

@@ -117,11 +117,11 @@ class FirstCheckpoint:
             return
         if message["kind"] == "checkpoint":
             self._saved = SavedCheckpoint(
-                message["step"],
+                int(message["step"]),
                 Path(message["path"]),
-                message.get("bytes", 0),
-                message.get("seconds", 0.0),
-                message.get("blocking_s", 0.0),
+                int(message["bytes"]),
+                float(message["seconds"]),
+                float(message.get("blocking_s") or 0.0),
             )
         elif message["kind"] == "warning" and message.get("code") == "checkpoint_failed":
             self._error = _not_written(message, host=self._plan.host)
@@ -198,7 +198,7 @@ class FirstCheckpoint:
                 self._release(estimate(self._plan, saved, self._room, read_s=None))
                 self._end()
         elif message["kind"] == "result" and self._room is not None:
-            read_s = cast("Timed", message)["seconds"]
+            read_s = float(cast("Timed", message)["seconds"])
             self._release(estimate(self._plan, saved, self._room, read_s=read_s))
             self._end()
             text = summary(self._plan, saved, self._room, read_s=read_s)
@@ -338,12 +338,12 @@ def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
 def _not_written(message: WarningMessage, *, host: str) -> UnfitError:
     value = message.get("verdict")
     fatal = {"severity": "fatal", "hosts": (host,)}
-    verdict = Verdict.from_json(value).model_copy(update=fatal) if value is not None else None
+    verdict = Verdict.from_json(value).model_copy(update=fatal) if isinstance(value, dict) else None
     return UnfitError.of(
-        f"the first checkpoint could not be written: {message['text']}",
-        where=message.get("where", ""),
+        f"the first checkpoint could not be written: {message.get('text', '')}",
+        where=str(message.get("where", "")),
         why="it is written after the first step so that a run that cannot be saved does not train for hours",
-        fix=message.get("fix", ""),
+        fix=str(message.get("fix", "")),
         verdict=verdict,
     )
 

@@ -386,9 +386,9 @@ class ReplicaDrift:
         """Takes a digest; compares when all ranks have reported a step."""
         if message["kind"] != "digest" or self._verdict is not None:
             return
-        step = message["step"]
+        step = int(message["step"])
         by_rank = self._drift_reports[step]
-        by_rank[rank] = DriftReport(message["digest"], message["arithmetic"])
+        by_rank[rank] = DriftReport(str(message["digest"]), str(message["arithmetic"]))
         if len(by_rank) == self._plan.world_size:
             self._compare(step, self._drift_reports.pop(step))
         while len(self._drift_reports) > _KEPT_STEPS:

@@ -5,7 +5,7 @@ ended, in the fields of result.json.
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from unisono.guard.rundir.records import (
     set_verdict,
     write_result,
 )
-from unisono.guard.supervise.codec import decode
 from unisono.guard.supervise.decision import Decision
 from unisono.guard.supervise.interrupts import exit_code_of
 from unisono.guard.supervise.local_ranks import RankEnd
@@ -247,13 +246,14 @@ class RunRecorder:
         """
         match message["kind"]:
             case "ready":
-                facts = message["facts"]
-                fields = {name: facts[name] for name in ("kept_every", "padded", "padding") if name in facts}
+                facts = message.get("facts")
+                names = {name: name for name in ("kept_every", "padded", "padding")}
             case "kept":
-                fields = {"kept_every": message["every"]}
+                facts, names = fields_of(message), {"kept_every": "every"}
             case _:
                 return
-        if "rank" not in message:
+        if isinstance(facts, dict) and "rank" not in message:
+            fields = {field: facts[name] for field, name in names.items() if name in facts}
             self._disk.later(partial(note_in_plan, self._run, **fields))
 
     def _forget_earlier_end(self) -> None:
@@ -305,14 +305,16 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     )
     last = attempt.last
     if last is not None and last["kind"] == "result" and attempt.decision is None:
-        reported = decode(Progress, {**vars(known), **fields_of(last)})
+        said = fields_of(last)
+        values: dict[str, Any] = {one.name: said[one.name] for one in fields(known) if one.name in said}
+        reported = replace(known, **values)
         reported = replace(reported, checkpoint=last.get("checkpoint") or attempt.checkpoint)
         verdict = Verdict.from_json(named) if (named := last.get("verdict")) else None
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
             return _ended_by(name_death(end, plan, seen=attempt.run_view), reported)
-        return Ending(last.get("exit_code", 0), reported, verdict)
+        return Ending(int(last.get("exit_code", 0)), reported, verdict)
     decision = attempt.decision or Decision()
     if decision.agreement is not None:
         return Ending(3, known, decision.agreement.fatal[0])
