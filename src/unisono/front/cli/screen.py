@@ -41,7 +41,7 @@ _SAMPLE_WIDTH = 176  # of a sample without a terminal
 
 def _cause_of(message: WarningMessage) -> str:
     """The cause of a warning that has one, as after a verdict's summary."""
-    return f"  [{message.get('code')}]" if message.get("verdict") else ""
+    return f"  [{message['code']}]" if message.get("verdict") else ""
 
 
 class Line(Protocol):
