@@ -72,7 +72,9 @@ KINDS = {
     "Crashes": (
         "rank_killed", "rank_died_first", "preempted_sigterm", "user_code_error", "unused_parameters_ddp",
         "process_group_destroyed_twice", "teardown_crash", "single_device_nccl", "ray_worker_died",
-        "reward_error", "reward_timeout",
+    ),
+    "Rewards": (
+        "reward_error", "reward_timeout", "no_reward_signal", "entropy_collapsed", "answers_never_stop", "kl_exploded",
     ),
     "Network": (
         "node_unreachable", "head_unreachable", "address_unreachable", "rdzv_timeout", "port_in_use", "dns_failure",

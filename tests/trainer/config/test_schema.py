@@ -154,6 +154,10 @@ def _needed_by(objective: str) -> dict[str, Any]:
             "grpo.beta: the reference is the model without its adapter",
         ),
         ({"grpo": {"loss": "cispo", "dual_clip": 3.0}}, "grpo.dual_clip: cispo limits ratios"),
+        (
+            {"grpo": {"correction": "token_mask"}, "rollout": {"steps": 2}},
+            "grpo.correction: with several steps for the same answers",
+        ),
         ({"duration": "1M tokens"}, "duration: how long answers will be is not known"),
         ({"objective": "sft"}, "rewards: objective sft does not use it"),
     ],

@@ -21,6 +21,7 @@ from unisono.trainer.objectives.policy import (
     PolicyBatch,
     cispo_losses,
     clipped_losses,
+    correction_weights,
     k3,
     policy_loss,
 )
@@ -308,6 +309,50 @@ def test_a_mean_over_tokens_or_answers_is_that_of_other_suites(case: Mean) -> No
     ]
     parts = [policy_loss(rank, section, **totals).loss.item() for rank in ranks]
     assert sum(parts) == pytest.approx(case.mean, rel=1e-6)
+
+
+RATIOS = [0.5, 1.5, 3.0, 5.0, 0.8, 1.2, 2.5, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cap", "ratios", "counts", "expected"),
+    [
+        ("token_truncate", 2.0, RATIOS, [4, 4], [0.5, 1.5, 2.0, 2.0, 0.8, 1.2, 2.0, 2.0]),
+        ("token_mask", 2.0, RATIOS[:4], [4], [0.5, 1.5, 0.0, 0.0]),
+        ("sequence_truncate", 2.0, [3.0] * 4 + [1.0] * 4, [4, 4], [2.0] * 4 + [1.0] * 4),
+        ("sequence_mask", 2.0, [3.0] * 4 + [1.0] * 4, [4, 4], [0.0] * 4 + [1.0] * 4),
+        ("token_truncate", 2.0, [0.5, 1.0, 1.5], [3], [0.5, 1.0, 1.5]),
+        ("token_truncate", 2.0, [3.0, 4.0, 5.0], [3], [2.0] * 3),
+        ("token_truncate", 2.0, [math.exp(60.0), math.exp(-60.0), 1.0], [3], [2.0, math.exp(-LARGEST), 1.0]),
+        ("sequence_truncate", 3.0, [0.5, 4.0, 1.5, 0.5], [2, 2], [2.0, 2.0, 0.75, 0.75]),  # TRL: the product
+    ],
+)
+def test_weights_of_a_correction_are_those_of_ms_swift_and_trl(
+    kind: str, cap: float, ratios: list[float], counts: list[int], expected: list[float]
+) -> None:
+    """ms-swift, tests/train/test_vllm_importance_sampling_basic.py, but the last."""
+    weights = correction_weights(torch.tensor(ratios).log(), counts, kind=kind, cap=cap)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_multiply_the_losses_and_leave_the_divergence(loss: Any) -> None:
+    answers = [
+        Answer([(-1.0, -1.2, -0.9), (-0.5, -0.4, -0.7)], 0.5, True),
+        Answer([(-2.0, -2.2, -2.1)], -1.0, True),
+    ]
+    plain, weighted = _batch(answers, reference=True), _batch(answers, reference=True)
+    weighted = replace(weighted, weights=torch.full((3,), 0.25))
+
+    def loss_of(batch: PolicyBatch, beta: float) -> float:
+        section = GrpoSection(loss=loss, beta=beta)
+        batch = batch if beta else replace(batch, reference=None)
+        part = policy_loss(batch, section, answers=2, loss_tokens=3, max_new_tokens=LONGEST)
+        return part.loss.item()
+
+    divergence = loss_of(plain, 0.1) - loss_of(plain, 0.0)
+    assert divergence > 0
+    assert loss_of(weighted, 0.1) == pytest.approx(0.25 * loss_of(plain, 0.0) + divergence, abs=1e-6)
 
 
 def test_the_gradient_of_dr_grpo_is_that_of_verl() -> None:

@@ -113,6 +113,12 @@ class RolloutSection(Section):
     steps: int = Field(
         default=1, ge=1, le=1000, description="optimizer steps for the answers that were sampled together"
     )
+    resample: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="draw another prompt, up to so many times, where all answers get the same reward; 0: never",
+    )
 
 
 class GrpoSection(Section):
@@ -150,6 +156,14 @@ class GrpoSection(Section):
         default=0.0,
         description="weight of the divergence (k3, times the ratio) from the model without its adapter; 0: none",
     )
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="none",
+        description=(
+            "weights of tokens, or of whole answers, for a sampler whose probabilities differ from those of"
+            " the training forward: their ratio, at most `correction_cap` (truncate), or 0 above it (mask)"
+        ),
+    )
+    correction_cap: Positive = Field(default=3.0, description="largest weight of `correction`")
     truncated: Literal["mask", "keep", "penalize"] = Field(
         default="mask",
         description=(
@@ -216,6 +230,13 @@ def grpo_contradictions(
         ),
     ]
     rules += [
+        (
+            section.correction != "none" and rollout.steps > 1,
+            (
+                "grpo.correction: with several steps for the same answers their ratios are already those to"
+                " the sampler; set `correction: none`, or `rollout.steps: 1`"
+            ),
+        ),
         (
             section.loss == "cispo" and section.dual_clip is not None,
             "grpo.dual_clip: cispo limits ratios by `clip` alone; remove it",

@@ -2,6 +2,7 @@
 of their group become likelier (arXiv:2402.03300).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,26 +11,35 @@ from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRan
 from unisono.trainer.batches.table import TableSource
 from unisono.trainer.config.rollout_sections import GrpoSection, RolloutSection
 from unisono.trainer.model.forward import Forward
-from unisono.trainer.objectives.objective import Objective, Part, sums_of
-from unisono.trainer.objectives.policy import POLICY_METRICS, PolicyBatch, policy_loss
+from unisono.trainer.objectives.objective import Objective, Part, Sign, sums_of
+from unisono.trainer.objectives.policy import (
+    POLICY_METRICS,
+    PolicyBatch,
+    correction_weights,
+    k3,
+    limited,
+    policy_loss,
+)
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rollouts import RolloutSource
+from unisono.trainer.objectives.signs import policy_signs
 
-_DIFFERENCE = "sampler_difference"
+_SAMPLER = ("sampler_difference", "sampler_kl", "correction", "effective_samples")
 
 
 @dataclass(frozen=True)
 class Grpo(Objective):
     """The loss of sampled answers by their advantages.
 
-    Metrics besides those of `policy`: how far the log-probabilities of the sampler are from those
-    of the training forward, a mean over tokens. All are those of answers that have a part in the
-    gradient.
+    Metrics besides those of `policy`, means over the tokens of answers that have a part in the
+    gradient: how far the log-probabilities of the sampler are from those of the training forward,
+    their divergence (k3), the weights of the correction, and the share of effective samples, (Σ
+    w)² / (n Σ w²), which is 1 for equal weights.
     """
 
     rollout: RolloutSection
     section: GrpoSection
-    metrics = (_DIFFERENCE, *POLICY_METRICS)
+    metrics = (*_SAMPLER, *POLICY_METRICS)
 
     def source(self, rows: BatchSource, forward: Forward, group: SourceRank) -> BatchSource:
         """Sampled answers to the prompts of the data."""
@@ -55,7 +65,12 @@ class Grpo(Objective):
         if self.section.beta:
             with torch.no_grad(), forward.without_adapter():
                 reference = forward.log_probs(rows, temperature=temperature)
-        sampled = columns["sampled"]
+        sampled, section = columns["sampled"], self.section
+        log_ratios, weights = new.detach() - sampled, None
+        if section.correction != "none":
+            weights = correction_weights(
+                log_ratios, rows.loss_counts, kind=section.correction, cap=section.correction_cap
+            )
         batch = PolicyBatch(
             new,
             # In the only step of a rollout the weights are those that sampled.
@@ -64,13 +79,27 @@ class Grpo(Objective):
             columns["advantage"],
             rows.loss_counts,
             columns["has_loss"],
+            weights,
         )
         part = policy_loss(
             batch,
-            self.section,
+            section,
             answers=counts.units,
             loss_tokens=counts.loss_tokens,
             max_new_tokens=self.rollout.max_new_tokens,
         )
-        difference = sums_of((new.detach() - sampled).abs())
-        return Part(part.loss, torch.cat([difference, part.sums]))
+        none = log_ratios[:0]
+        weights = none if weights is None else weights
+        of_sampler = sums_of(log_ratios.abs(), k3(limited(log_ratios)), weights, weights.square())
+        return Part(part.loss, torch.cat([of_sampler, part.sums]))
+
+    def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:
+        """The metrics of a step."""
+        means = super().figures(sums, known=known)
+        if square := means.pop("effective_samples", 0.0):
+            means["effective_samples"] = means["correction"] ** 2 / square
+        return means
+
+    def signs(self, figures: Mapping[str, float]) -> Sequence[Sign]:
+        """Rewards without a signal, answers without an end, a policy that collapses or explodes."""
+        return policy_signs(figures, self.rollout)

@@ -21,6 +21,7 @@ What the seam can carry without a change of the loop:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -58,6 +59,23 @@ class Part:
 
     loss: torch.Tensor
     sums: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something in the figures of a step that means trouble if it lasts.
+
+    Attributes:
+        cause: id of the cause that it is a sign of.
+        text: what the figures show, e.g. `no answer ended within 128 tokens`.
+        steps: consecutive steps that must show it before it is reported.
+        ends_run: whether the run ends then, since further steps do harm; else it is a warning.
+    """
+
+    cause: str
+    text: str
+    steps: int
+    ends_run: bool = False
 
 
 class Objective(ABC):
@@ -122,6 +140,11 @@ class Objective(ABC):
         del known
         each = zip(self.metrics, sums[::2], sums[1::2], strict=True)
         return {name: total / number for name, total, number in each if number}
+
+    def signs(self, figures: Mapping[str, float]) -> Sequence[Sign]:
+        """Returns the signs of trouble in the figures of a step, the line of metrics.jsonl."""
+        del figures
+        return ()
 
 
 def sums_of(*values: torch.Tensor) -> torch.Tensor:

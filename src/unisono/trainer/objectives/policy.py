@@ -71,6 +71,7 @@ class PolicyBatch:
         counts: loss tokens of each answer; they sum to N.
         has_loss: (A,) bool; False for answers that count but have no loss. They may as well be
             absent.
+        weights: (N,), factors of the losses, without those of the divergence; None: 1.
     """
 
     new: torch.Tensor
@@ -79,6 +80,7 @@ class PolicyBatch:
     advantages: torch.Tensor
     counts: list[int]
     has_loss: torch.Tensor
+    weights: torch.Tensor | None = None
 
     @cached_property
     def tokens(self) -> torch.Tensor:
@@ -111,8 +113,10 @@ def policy_loss(
         losses = cispo_losses(batch.new, ratios, advantages, clip=section.clip)
     else:
         losses = clipped_losses(ratios, advantages, clip=section.clip, dual_clip=section.dual_clip)
+    if batch.weights is not None:
+        losses = losses * batch.weights
     if batch.reference is not None:
-        divergences = ratios * k3(_limited(batch.reference - batch.new))
+        divergences = ratios * k3(limited(batch.reference - batch.new))
         of_tokens = batch.spread(batch.sums(divergences)) if section.loss == "rloo" else divergences
         losses = losses + section.beta * of_tokens
     else:
@@ -168,6 +172,25 @@ def cispo_losses(
     return -ratios.detach().clamp(1 - clip[0], 1 + clip[1]) * advantages * new
 
 
+def correction_weights(log_ratios: torch.Tensor, counts: list[int], *, kind: str, cap: float) -> torch.Tensor:
+    """(N,): weights of tokens that another model sampled than the one that is trained, truncated or
+    masked importance sampling (https://fengyao.notion.site/off-policy-rl): p / q of the token, or
+    of its whole answer; above `cap` it is that, or 0.
+
+    Args:
+        log_ratios: (N,), log(p / q), p of the training forward and q of the sampler.
+        counts: tokens of each answer; they sum to N.
+        kind: token or sequence, truncate or mask, e.g. `token_mask`.
+        cap: the largest weight.
+    """
+    unit, _, limit = kind.partition("_")
+    if unit == "sequence":
+        sums = torch.stack([part.sum() for part in log_ratios.split(counts)])
+        log_ratios = torch.repeat_interleave(sums, torch.tensor(counts, device=sums.device))
+    ratios = limited(log_ratios).exp()
+    return ratios.clamp(max=cap) if limit == "truncate" else torch.where(ratios > cap, 0.0, ratios)
+
+
 def k3(log_ratios: torch.Tensor) -> torch.Tensor:
     """(N,): estimates of the divergence of q from p by tokens that q has sampled: p / q - 1 -
     log(p / q), at least 0 (http://joschu.net/blog/kl-approx.html).
@@ -184,10 +207,11 @@ def _ratios(batch: PolicyBatch, loss: str) -> torch.Tensor:
     if loss in _OF_ANSWERS:
         of_answers = batch.sums(log_ratios)
         log_ratios = batch.spread(of_answers / batch.tokens if loss == "gspo" else of_answers)
-    return _limited(log_ratios).exp()
+    return limited(log_ratios).exp()
 
 
-def _limited(log_ratios: torch.Tensor) -> torch.Tensor:
+def limited(log_ratios: torch.Tensor) -> torch.Tensor:
+    """(N,): log-ratios, as far as they count."""
     return log_ratios.clamp(-LARGEST, LARGEST)
 
 
@@ -202,7 +226,7 @@ def _sums(
         (ratios, shares),
         ((ratios < 1 - section.clip[0]) & (both_signs | (advantages < 0)), shares),
         ((ratios > 1 + section.clip[1]) & (both_signs | (advantages > 0)), shares),
-        (k3(_limited(batch.new - batch.old)), counts),
+        (k3(limited(batch.new - batch.old)), counts),
         (counts, torch.zeros_like(counts)) if divergences is None else (divergences, counts),
     ]
     return torch.stack([part for value, weight in values for part in ((weight * value).sum(), weight.sum())])

@@ -11,11 +11,13 @@
     reward          the sum; null: the answer has left its group
     rewards         by function, as JSON
     advantage, has_loss, is_equal
+    draw            0: the prompt of that place; else the number of the one that was drawn instead
+    is_replaced     whether another prompt was drawn, so that nothing is trained on it
     policy          optimizer steps that the weights had made
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +61,20 @@ def write_rollout(
             "advantage": answer.advantage,
             "has_loss": answer.has_loss,
             "is_equal": group.is_equal,
+            "draw": group.draw,
+            "is_replaced": group.is_replaced,
             "policy": first - 1,
         }
         for group in groups
         for number, answer in enumerate(group.answers)
     ]
     kinds = {
-        **dict.fromkeys(("step", "place", "answer", "policy"), pa.int64()),
+        **dict.fromkeys(("step", "place", "answer", "draw", "policy"), pa.int64()),
         **dict.fromkeys(("row", "prompt", "text", "stop", "rewards"), pa.string()),
         **dict.fromkeys(("prompt_ids", "ids"), pa.list_(pa.int32())),
         "log_probs": pa.list_(pa.float32()),
         **dict.fromkeys(("reward", "advantage"), pa.float64()),
-        **dict.fromkeys(("has_loss", "is_equal"), pa.bool_()),
+        **dict.fromkeys(("has_loss", "is_equal", "is_replaced"), pa.bool_()),
     }
     table = pa.Table.from_pylist(rows, schema=pa.schema(kinds.items()))
     make_private_dir(directory / FOLDER)
@@ -94,8 +98,16 @@ def note_failures(directory: Path, failures: Sequence[RewardFailure]) -> None:
         file.write(lines.encode(errors="replace"))
 
 
-def read_rollout(directory: Path, first: int, groups: Sequence[AnswerGroup]) -> None:
+def read_rollout(
+    directory: Path, first: int, groups: Sequence[AnswerGroup], draw: Callable[[AnswerGroup, int], None]
+) -> None:
     """Gives groups their answers, which were sampled before the run was interrupted.
+
+    Args:
+        directory: of the run.
+        first: the first step of the rollout.
+        groups: with the prompts of their places.
+        draw: gives a group the prompt of a draw.
 
     Raises:
         IntegrityError: if some are missing, or a file is damaged.
@@ -114,7 +126,9 @@ def read_rollout(directory: Path, first: int, groups: Sequence[AnswerGroup]) -> 
                 fix=_FIX,
             ) from error
         for row in rows:
-            if (group := by_place.get(row["place"])) is not None:
+            if (group := by_place.get(row["place"])) is not None and not row["is_replaced"]:
+                if group.draw != row["draw"]:
+                    draw(group, row["draw"])
                 group.is_equal = row["is_equal"]
                 group.answers.append(_answer(row))
     missing = [group for group in groups if not group.answers]

@@ -11,9 +11,9 @@ the number of the answer.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -40,12 +40,14 @@ from unisono.trainer.objectives.sampled import AnswerGroup, SampledAnswer
 from unisono.trainer.plan import deal
 from unisono.trainer.plan.task_requests import SamplingParams
 
+T = TypeVar("T")
+
 _ROWS = 128  # answers that are computed together
 _PART_TOKENS = 8_192
 _MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Times:
     """Seconds of this rank for a rollout."""
 
@@ -108,14 +110,60 @@ class RolloutSource(BatchSource):
         groups = {one: self._groups_of_rank(one) for one in steps}
         mine = [group for of_step in groups.values() for group in of_step]
         if step != first:  # the run was resumed within a rollout, whose answers are on disk
-            read_rollout(self._rank.directory, first, [group for group in mine if group.step >= step])
+            needed = [group for group in mine if group.step >= step]
+            read_rollout(self._rank.directory, first, needed, self._draw)
             return groups
-        self._sample(mine)
-        failure = self._score(mine)
+        self._times = _Times(0.0, 0.0)
+        replaced: list[AnswerGroup] = []
+        failure = self._with_model(lambda model: self._answer(model, mine, replaced))
         sums = self._agree(mine, failure)
         self._set_advantages(mine, sums)
-        write_rollout(self._rank.directory, first, mine, rank=self._rank.rank, ranks=self._rank.world_size)
+        self._set_advantages(replaced, sums)
+        written = sorted([*mine, *replaced], key=lambda group: (group.place, group.draw))
+        write_rollout(self._rank.directory, first, written, rank=self._rank.rank, ranks=self._rank.world_size)
         return groups
+
+    def _with_model(self, use: Callable[[torch.nn.Module], T]) -> T:
+        """The result of `use`, which may sample with the model; with sharded weights all ranks must
+        call it alike.
+        """
+        with self._forward.ready_to_generate() as model:
+            return self._forward.within(lambda: use(model))
+
+    def _answer(
+        self, model: torch.nn.Module, groups: Sequence[AnswerGroup], replaced: list[AnswerGroup]
+    ) -> RewardFailure | None:
+        """Samples and scores answers; or what has failed, if the run ends then.
+
+        Groups with equal rewards get another prompt, up to `rollout.resample` times, and
+        `replaced` what they were before.
+        """
+        failure = self._answer_once(model, groups)
+        for draw in range(1, 1 + self._section.resample):
+            equal = [group for group in groups if is_equal(self._rewards_of(group))]
+            if failure is not None or not equal:
+                break
+            replaced += [replace(group, is_replaced=True) for group in equal]
+            for group in equal:
+                self._draw(group, draw)
+            failure = self._answer_once(model, equal)
+        return failure
+
+    def _answer_once(self, model: torch.nn.Module, groups: Sequence[AnswerGroup]) -> RewardFailure | None:
+        self._sample(model, groups)
+        return self._score(groups)
+
+    def _draw(self, group: AnswerGroup, draw: int) -> None:
+        """Gives a group another prompt of the table; which one follows from the seed, its place and
+        the number of the draw.
+        """
+        prompts, table = self._prompts, self._prompts.rows.table
+        number = stream_seed(self._seed, _stream("resample", draw), group.place)
+        group.sequence = number % len(table.sequence_tokens())
+        (unit,) = prompts.rows.units_of([group.sequence])
+        group.draw, group.answers = draw, []
+        group.row, group.prompt = table.row_id(unit), table.row(unit)[0].tolist()
+        group.record = table.record(unit)
 
     def _groups_of_rank(self, step: int) -> list[AnswerGroup]:
         """The prompts of a step that this rank answers, in order; all ranks call it alike."""
@@ -139,7 +187,7 @@ class RolloutSource(BatchSource):
             )
         return groups
 
-    def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> None:
+    def _sample(self, model: torch.nn.Module, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> None:
         """Samples the answers of some groups with the present weights."""
         began = time.perf_counter()
         size = 1 if greedy else self._section.group
@@ -149,19 +197,18 @@ class RolloutSource(BatchSource):
                 temperature=0.0 if greedy else self._section.temperature,
                 top_p=self._section.top_p,
                 top_k=self._section.top_k,
-                seed=stream_seed(self._seed, "rollout", group.place),
+                seed=stream_seed(self._seed, _stream("rollout", group.draw), group.place),
             )
             answers = [
                 GeneratedAnswer(group.prompt, self._section.max_new_tokens, sampling, place=number)
                 for number in range(size)
             ]
             waiting.append((group, answers))
-        with self._forward.ready_to_generate() as model:
-            self._forward.within(lambda: self._generate(model, [one for _, of in waiting for one in of]))
+        self._generate(model, [one for _, of in waiting for one in of])
         tokenizer = self._forward.loaded.tokenizer
         for group, answers in waiting:
             group.answers = [SampledAnswer.of(group.prompt, one, tokenizer) for one in answers]
-        self._times = replace(self._times, sample_s=time.perf_counter() - began)
+        self._times.sample_s += time.perf_counter() - began
 
     def _generate(self, model: torch.nn.Module, answers: Sequence[GeneratedAnswer]) -> None:
         engine = Engine(
@@ -194,7 +241,7 @@ class RolloutSource(BatchSource):
         note_failures(self._rank.directory, [failure for scores in scored for failure in scores.failures])
         for group, scores in zip(groups, scored, strict=True):
             group.take(scores)
-        self._times = replace(self._times, reward_s=time.perf_counter() - began)
+        self._times.reward_s += time.perf_counter() - began
         return None
 
     def _agree(self, groups: Sequence[AnswerGroup], failure: RewardFailure | None) -> RewardSums:
@@ -230,9 +277,7 @@ class RolloutSource(BatchSource):
         automatic: Literal["group", "none"] = "none" if section.loss == "rloo" else "group"
         scale = automatic if section.scale == "auto" else section.scale
         for group in groups:
-            rewards: Sequence[float | None] = [answer.reward for answer in group.answers]
-            if section.truncated == "penalize":
-                rewards = penalize(rewards, [answer.is_truncated for answer in group.answers])
+            rewards = self._rewards_of(group)
             advantages = group_advantages(
                 rewards,
                 scale=scale,
@@ -243,7 +288,14 @@ class RolloutSource(BatchSource):
             for answer, advantage in zip(group.answers, advantages, strict=True):
                 answer.advantage = advantage or 0.0
                 is_masked = section.truncated == "mask" and answer.is_truncated
-                answer.has_loss = advantage is not None and not is_masked
+                answer.has_loss = advantage is not None and not is_masked and not group.is_replaced
+
+    def _rewards_of(self, group: AnswerGroup) -> Sequence[float | None]:
+        """The rewards that are compared."""
+        rewards = [answer.reward for answer in group.answers]
+        if self._grpo.truncated != "penalize":
+            return rewards
+        return penalize(rewards, [answer.is_truncated for answer in group.answers])
 
     # ---- batches
 
@@ -319,7 +371,7 @@ class RolloutSource(BatchSource):
             AnswerGroup(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
             for unit in units
         ]
-        self._sample(groups, greedy=True)
+        self._with_model(lambda model: self._sample(model, groups, greedy=True))
         self._agree(groups, self._score(groups))
         answers = [group.answers[0] for group in groups]
         scored = [answer.reward for answer in answers if answer.reward is not None]
@@ -333,8 +385,11 @@ class RolloutSource(BatchSource):
 
 def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: SourceRank) -> dict[str, float]:
     """Figures of the answers of a step on all ranks, which must all call it: the mean reward and
-    that of each function, tokens of an answer, shares of truncated answers, of those in groups with
-    equal rewards, and of those that have left their group.
+    that of each function, tokens of an answer, the entropy, and shares: of truncated answers, of
+    those in groups with equal rewards or equal answers, of those to another prompt than the first,
+    and of those that have left their group.
+
+    The entropy, in nats per token, is estimated by the sampled tokens: the mean of -log p.
     """
     answers = [(group, answer) for group in groups for answer in group.answers]
     values: dict[str, list[float]] = {
@@ -342,6 +397,9 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
         "answer_tokens": [float(len(answer.tokens)) for _, answer in answers],
         "truncated": [float(answer.is_truncated) for _, answer in answers],
         "equal_groups": [float(group.is_equal) for group, _ in answers],
+        "same_answers": [float(group.is_same) for group, _ in answers],
+        "entropy": [-value for _, answer in answers for value in answer.log_probs],
+        "resampled": [float(group.draw > 0) for group, _ in answers],
         "no_reward": [float(answer.reward is None) for _, answer in answers],
     }
     if len(names) > 1:
@@ -355,8 +413,13 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
     return {
         name: total / count
         for name, total, count in zip(values, totals[::2], totals[1::2], strict=True)
-        if count and (name != "no_reward" or total)
+        if count and (name not in ("no_reward", "resampled") or total)
     }
+
+
+def _stream(name: str, draw: int) -> str:
+    """The name of a random stream of a group's prompt or answers."""
+    return f"{name} {draw}" if draw else name
 
 
 def rows_of(answers: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> Rows:

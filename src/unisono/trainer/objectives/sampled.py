@@ -59,6 +59,9 @@ class AnswerGroup:
         record: of the row, see `data.token_table`.
         answers: in order.
         is_equal: whether all rewards are equal, so that nothing can be learned.
+        draw: 0 for the prompt of that place; else the number of the prompt that was drawn instead,
+            since all rewards to the one before were equal.
+        is_replaced: whether another prompt was drawn, so that nothing is trained on these answers.
     """
 
     step: int
@@ -69,6 +72,13 @@ class AnswerGroup:
     record: dict[str, Any]
     answers: list[SampledAnswer] = field(default_factory=list)
     is_equal: bool = False
+    draw: int = 0
+    is_replaced: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all answers are the same."""
+        return all(answer.tokens == self.answers[0].tokens for answer in self.answers)
 
     def call(self) -> RewardCall:
         """What rewards get of it."""

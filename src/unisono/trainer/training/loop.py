@@ -54,6 +54,7 @@ from unisono.trainer.training.step_sums import StepSums, encode_step
 from unisono.trainer.training.training_checks import (
     StepOutcome,
     is_out_of_memory,
+    lasting_trouble,
     made_no_update,
     model_verdict,
     note_skipped_step,
@@ -172,7 +173,8 @@ def _advance(run: Run) -> Verdict | None:
     report_weights_digest(run)
     _report_moved_generators(run)
     _report_graphs(run)
-    return None if outcome.is_sound else too_many_skipped(run, batches, outcome)
+    judge = lasting_trouble if outcome.is_sound else too_many_skipped
+    return judge(run, batches, outcome)
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -34,6 +34,7 @@ from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import RankTensor, Saver
 from unisono.trainer.training.sharding import ShardedRoot
+from unisono.trainer.training.sign_counts import SignCounts
 
 # ---- Random streams
 
@@ -206,6 +207,7 @@ class Run:
     """Saves in the background while training continues."""
     sampler: Sampler | None = None
     """Draws sample pictures; set on rank 0 of a run on pictures."""
+    sign_counts: SignCounts = field(default_factory=SignCounts)
     hooks: Sequence[RunHook] = ()
     """Set by drills and tests; empty in production."""
     directory_check: DirectoryCheck | None = None

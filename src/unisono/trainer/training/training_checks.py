@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from unisono.base.causes import Evidence, Verdict
+from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import RankDied
 from unisono.base.text import show_bytes, shown_places
 from unisono.trainer.batches.source import Counts, Micro, StepBatches
@@ -188,6 +188,30 @@ def too_many_skipped(run: Run, batches: StepBatches, outcome: StepOutcome) -> Ve
             )
         ),
     )
+
+
+def lasting_trouble(run: Run, batches: StepBatches, outcome: StepOutcome) -> Verdict | None:
+    """Warns of signs of trouble that the objective sees in the figures of several steps; a verdict
+    if the run must end.
+    """
+    signs = run.objective.signs({**outcome.metrics, **batches.figures})
+    for sign in run.sign_counts.lasting(signs):
+        entry = find_cause(sign.cause)
+        assert entry is not None
+        text = f"{sign.text}, in {sign.steps} steps in a row"
+        if sign.ends_run:
+            return Verdict(
+                cause=sign.cause,
+                when="during",
+                summary=text,
+                phase="train",
+                step=batches.step,
+                evidence=(Evidence(where=run.where, text=f"{sign.text} in step {batches.step}"),),
+                fix=entry.remedy,
+            )
+        if run.group.is_main:
+            run.report.warning(sign.cause, text, fix=entry.remedy[0])
+    return None
 
 
 def _objective_fix(objective: Objective) -> tuple[str, str]:

@@ -19,3 +19,12 @@ def hangs_on_a_seven(prompts: list[str], completions: list[str], number: list[in
     if number[0] % 10 == 7:
         time.sleep(1e6)
     return [float(len(answer)) for answer in completions]
+
+
+def of_even_numbers(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+    """Rewards that tell the answers to prompts with an even number apart, and no others."""
+    return thirds(completion_ids) if number[0] % 2 == 0 else [0.0] * len(completion_ids)
+
+
+def longer(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(answer)) for answer in completions]

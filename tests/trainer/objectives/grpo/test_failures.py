@@ -138,3 +138,33 @@ def test_a_reward_that_never_returns_ends_the_run_soon(tmp_path: Path) -> None:
 def failures(run: Path) -> list[dict[str, Any]]:
     """The lines of rewards.jsonl."""
     return [json.loads(line) for line in (run / "rewards.jsonl").read_text().splitlines()]
+
+
+def test_rewards_that_say_nothing_are_named_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    ended, run = train(tmp_path, {"use": "length", "max": 1000}, "duration=14 steps")
+    assert ended.returncode == 0, ended.stderr
+    text = (
+        "all answers to a prompt get the same reward (mean 1), so none becomes likelier, in 10 steps in a row"
+    )
+    assert ended.stderr.count(text) == 1
+    events = [json.loads(line) for line in (run / "events" / "rank-00000.jsonl").read_text().splitlines()]
+    (warning,) = [event for event in events if event.get("code") == "no_reward_signal"]
+    assert warning["fix"].startswith("Look at answers with their rewards")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_policy_that_explodes_ends_the_run_and_keeps_its_checkpoints(tmp_path: Path, ranks: int) -> None:
+    settings = [
+        "rollout.steps=8",
+        "optim.lr=3.0",
+        "optim.max_grad_norm=null",
+        "optim.warmup=0%",
+        "duration=16 steps",
+    ]
+    ended, run = train(tmp_path, reward("longer"), *settings, "checkpoint.every=1 steps", ranks=ranks)
+    assert ended.returncode == 4, ended.stderr
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["cause"] == "kl_exploded"
+    assert "the divergence from the model that sampled is" in verdict["summary"]
+    assert "Restart with a lower learning rate" in ended.stderr
+    assert list((run / "checkpoints").glob("step-*"))

@@ -98,9 +98,16 @@ def test_the_reward_that_is_asked_for_rises(train_here: Train, sections: dict[st
     assert run.result["eval"]["reward"] > run.result["eval"]["reward_before"]
 
 
-@pytest.mark.parametrize("steps", [1, 3], ids=["one step of a rollout", "within a rollout"])
-def test_a_stopped_run_resumes_bit_exactly(train_here: Train, sections: dict[str, Any], steps: int) -> None:
-    sections["rollout"] |= {"steps": steps}
+@pytest.mark.parametrize(
+    "rollout",
+    [{"steps": 1}, {"steps": 3}, {"steps": 3, "resample": 2}],
+    ids=["one step of a rollout", "within a rollout", "with other prompts"],
+)
+def test_a_stopped_run_resumes_bit_exactly(
+    train_here: Train, sections: dict[str, Any], rollout: dict[str, int]
+) -> None:
+    sections["rollout"] |= rollout
+    sections["rewards"] = [{"use": f"{rewards.__file__}:of_even_numbers"}]
     straight = train_here(**sections)
 
     def at_step_4(message: dict[str, Any], stop: Any) -> None:
@@ -143,6 +150,52 @@ def test_groups_with_equal_rewards_change_nothing(train_here: Train, sections: d
     run = train_here(**sections | {"optim": {"weight_decay": 0.0}})
     assert figures(run, "equal_groups") == [1.0] * 6
     assert figures(run, "grad_norm") == [0.0] * 6
+
+
+def test_groups_with_equal_rewards_get_another_prompt(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rollout"] |= {"resample": 3}
+    sections["rewards"] = [{"use": f"{rewards.__file__}:of_even_numbers"}]
+    run = train_here(**sections)
+    rows = answers(run.directory)
+    groups = [rows[first : first + _GROUP] for first in range(0, len(rows), _GROUP)]
+    for group in groups:
+        is_odd = int(json.loads(group[0]["prompt"]).split()[-1]) % 2 == 1
+        assert {row["is_equal"] for row in group} == {is_odd}
+        assert group[0]["is_replaced"] == (is_odd and group[0]["draw"] < 3)
+        assert not any(row["has_loss"] for row in group if row["is_replaced"])
+    last = {group[0]["place"]: group for group in groups}
+    assert len(last) == 12
+    assert not any(group[0]["is_replaced"] for group in last.values())
+    assert sum(group[0]["is_replaced"] for group in groups) == len(groups) - 12 > 0
+    shares = [sum(last[place][0]["draw"] > 0 for place in (2 * step, 2 * step + 1)) / 2 for step in range(6)]
+    assert [line.get("resampled", 0.0) for line in run.metrics if "loss" in line] == shares
+
+
+def test_draws_are_bounded(train_here: Train, sections: dict[str, Any]) -> None:
+    sections["rewards"] = [{"use": "length", "max": 1000}]
+    sections["rollout"] |= {"resample": 2}
+    run = train_here(**sections)
+    assert figures(run, "equal_groups") == [1.0] * 6
+    assert [row["draw"] for row in answers(run.directory)[::_GROUP]] == [0, 1, 2] * 12
+
+
+@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_correction_changes_nothing_where_sampler_and_training_agree(
+    train_here: Train, sections: dict[str, Any], kind: str
+) -> None:
+    sections["duration"] = "2 steps"
+    plain = train_here(**sections)
+    run = train_here(**sections | {"grpo": {"truncated": "keep", "correction": kind}})
+    assert run.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert figures(run, "effective_samples") == pytest.approx([1.0] * 2, abs=1e-5)
+    assert figures(run, "correction") == pytest.approx([1.0] * 2, abs=1e-4)
+
+
+def test_entropy_is_that_of_the_sampled_tokens(train_here: Train, sections: dict[str, Any]) -> None:
+    run = train_here(**sections)
+    for step, entropy in enumerate(figures(run, "entropy"), 1):
+        values = [p for row in answers(run.directory) if row["step"] == step for p in row["log_probs"]]
+        assert entropy == pytest.approx(-sum(values) / len(values), rel=1e-6)
 
 
 def test_answers_of_an_earlier_start_with_more_ranks_are_not_trained_on(

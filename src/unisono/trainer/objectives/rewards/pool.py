@@ -261,7 +261,7 @@ class RewardPool:
         if isinstance(schema, dict):
             return schema
         raise ConfigError.of(
-            f"the file of the {code.what} is no JSON Schema",
+            f"the file of the {code.what} is not a JSON Schema",
             where=str(path),
             why=why,
             fix=f"check the path in `{code.key}`",
