@@ -105,8 +105,8 @@ def nodes_present(request: Mapping[str, object], *, node_rank: int) -> list[int]
 
 
 def _peers(message: Mapping[str, object]) -> list[Peer]:
-    peers = []
-    for value in objects_of(message.get("peers")):
+    peers, values = [], message.get("peers")
+    for value in values if isinstance(values, list) else []:
         try:
             peers.append(Peer.from_json(value))
         except (
