@@ -112,6 +112,30 @@ def test_ranks_that_are_all_idle_are_named_by_line_and_ended_at_the_limit() -> N
     assert ended.ranks == (0, 1, 2)
 
 
+SITE = "/v/lib/python3.11/site-packages"
+TRL, SCORE = f"{SITE}/trl/trainer/grpo_trainer.py", "/x/rewards.py:9 in score"
+GET, CLIENT = f"{SITE}/requests/api.py:59 in get", f"{SITE}/trl/generation/vllm_client.py"
+IN_REWARD, IN_TURN = f"{TRL}:1601 in _calculate_rewards", f"{TRL}:1771 in _generate_single_turn"
+SYNC = f"{SITE}/trl/generation/vllm_generation.py:490 in sync_weights"
+
+
+@pytest.mark.parametrize(
+    ("stack", "text"),
+    [
+        ((GET, SCORE, IN_REWARD), f"waiting for the reward, at {GET}, called from {SCORE}"),
+        ((SCORE, IN_REWARD), f"waiting for the reward, at {SCORE}"),
+        ((SCORE, f"{SITE}/verl/workers/reward_manager/naive.py:80 in __call__"), f"waiting for the reward, at {SCORE}"),
+        ((f"{CLIENT}:400 in generate", IN_TURN), f"sampling answers, at {CLIENT}:400 in generate"),
+        ((f"{CLIENT}:815 in update_named_param", SYNC, IN_TURN), f"sending weights to the sampler, at {CLIENT}:815"),
+        ((SCORE, f"{TRL}:1 in train"), f"(a) at {SCORE}"),
+    ],
+)  # fmt: skip
+def test_what_a_trainer_with_rewards_does_is_told_by_its_stack(stack: tuple[str, ...], text: str) -> None:
+    shown = judged(rank(0, idle=31.0, still=31.0), looks=[Look(0, stack=stack)])
+    assert isinstance(shown, Suspicion)
+    assert text in shown.verdict.summary
+
+
 def test_before_the_first_step_ten_minutes_may_pass() -> None:
     for seconds, is_found in ((599.0, False), (601.0, True)):
         views = [rank(number, idle=seconds, still=seconds, step=1) for number in range(2)]

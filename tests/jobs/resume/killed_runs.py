@@ -30,6 +30,12 @@ _METRICS = (
     "logps_chosen",
     "logps_rejected",
     "kl",
+    "reward",
+    "answer_tokens",
+    "equal_groups",
+    "entropy",
+    "ratio",
+    "sampler_kl",
 )
 COMPARED = (
     "step", "epoch", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "eval_loss", *_METRICS, *(f"eval_{name}" for name in _METRICS),
@@ -46,7 +52,11 @@ _TUNING: dict[str, dict[str, Any]] = {
     "full": {"adapter": None, "optim": {"lr": 1e-3}},
     "dpo": {"objective": "dpo", "adapter": {"rank": 4, "alpha": 8, "dropout": 0.1}},
     "kto": {"objective": "kto", "adapter": None, "optim": {"lr": 1e-3}},
-}
+    "grpo": {
+        "objective": "grpo", "adapter": {"rank": 4, "alpha": 8}, "rewards": [{"use": "regex", "pattern": "[aeiou]{2}"}],
+        "rollout": {"group": 2, "max_new_tokens": 6, "steps": 3, "resample": 1}, "grpo": {"truncated": "keep"},
+    },
+}  # fmt: skip
 _POLL_S = 0.02  # there are few cores, and the ranks need them
 _WATCH_S = 0.001  # a save may last a few milliseconds only
 PATIENCE_S = 400.0  # four ranks on two busy cores make a step in ten seconds
@@ -60,7 +70,8 @@ class Layout:
         strategy: single, ddp or fsdp.
         ranks: of all nodes together.
         nodes: with equally many ranks each.
-        tuning: lora (with dropout), plain (LoRA without), full, dpo (with dropout) or kto (full).
+        tuning: lora (with dropout), plain (LoRA without), full, dpo (with dropout), kto (full) or
+            grpo (LoRA without dropout, three steps for the same answers).
     """
 
     strategy: str
@@ -99,15 +110,17 @@ class Layout:
 
 
 def _rows_for(tuning: str, job: Job) -> Path:
-    """The job's rows, as pairs or rated answers if the objective needs them."""
-    if tuning not in ("dpo", "kto"):
+    """The job's rows, as pairs, rated answers or prompts if the objective needs them."""
+    if tuning not in ("dpo", "kto", "grpo"):
         return job.rows
     file = job.rows.with_name(
         f"{tuning}.jsonl"
     )  # the same for all jobs: its name is part of what ranks record
     rows = [json.loads(line) for line in job.rows.read_text().splitlines()]
     for i, row in enumerate(rows):
-        if tuning == "kto":
+        if tuning == "grpo":
+            del row["completion"]
+        elif tuning == "kto":
             row["label"] = bool(i % 3)
         else:
             answer = row.pop("completion")
@@ -198,6 +211,15 @@ PREFERENCES: dict[Layout, dict[Kind, int]] = {
     Layout("ddp", 2, "kto"): {"all ranks": 5, "the front": 5},
 }
 """Runs with a reference, which is computed before step 1 and read again after a kill."""
+
+
+ANSWERS: dict[Layout, dict[Kind, int]] = {
+    Layout("ddp", 2, "grpo"): {"one rank": 10, "all ranks": 10, "the front": 5},
+    Layout("single", 1, "grpo"): {"one rank": 10, "the front": 5},
+}
+"""Forty of runs that sample answers: while these are sampled and rewarded, and between the steps that
+train on them.
+"""
 
 
 def mix(each: int) -> dict[Layout, dict[Kind, int]]:

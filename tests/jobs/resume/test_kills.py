@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.jobs.resume.conftest import JobOf, Reference
-from tests.jobs.resume.killed_runs import MIX, PREFERENCES, Kind, Layout, Struck, beat, draw_blows
+from tests.jobs.resume.killed_runs import ANSWERS, MIX, PREFERENCES, Kind, Layout, Struck, beat, draw_blows
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -23,6 +23,7 @@ FEW: dict[Layout, Each] = {
     Layout("single", 1, "lora"): {"the front": 1},
     Layout("ddp", 2, "full", nodes=2): {"the head's front": 5},
     Layout("ddp", 2, "dpo"): {"one rank": 1, "all ranks": 1, "the front": 1},
+    Layout("ddp", 2, "grpo"): {"one rank": 2, "all ranks": 1, "the front": 1},
 }
 
 
@@ -54,6 +55,15 @@ def test_many_kills_of_runs_with_a_reference_change_no_bit(
     job_of: JobOf, reference: Reference, layout: Layout
 ) -> None:
     _survives(job_of, reference, layout, PREFERENCES[layout])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", ANSWERS, ids=lambda layout: layout.id)
+def test_many_kills_of_runs_that_sample_answers_change_no_bit(
+    job_of: JobOf, reference: Reference, layout: Layout
+) -> None:
+    _survives(job_of, reference, layout, ANSWERS[layout])
 
 
 @pytest.mark.long

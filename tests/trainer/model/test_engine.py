@@ -79,6 +79,38 @@ def test_answers_that_join_and_leave_are_those_that_generate_gives_alone(
         assert answer.ended == ("length" if len(wanted) == answer.max_new_tokens else "stop")
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("part", [None, 40])
+def test_answers_to_the_same_prompt_read_it_once(name: str, part: int | None) -> None:
+    model, prompts = make_model(name), make_prompts(4)
+    samplings = [SamplingParams(temperature=0.9, seed=seed) for seed in range(3)]
+    answers = [GeneratedAnswer(prompt, 12, one, place=2) for prompt in prompts for one in samplings]
+    dropped = answers[4]
+    sizes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, inputs: sizes.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    engine = Engine(model, stop_ids=STOP, pad_id=0, rows=32, part_tokens=part, with_log_probs=True)
+    with engine.ready():
+        for answer in answers:
+            engine.add(answer)
+        engine.step()
+        dropped.ended = "dropped"
+        while not engine.is_idle:
+            engine.step()
+    read = len(prompts) * max(map(len, prompts))
+    assert sum(sizes) <= read + sum(len(answer.tokens) for answer in answers)
+    for answer in (one for one in answers if one is not dropped):
+        numbers = GeneratedAnswer(answer.prompt, 12, answer.sampling, place=2)
+        single = Engine(model, stop_ids=STOP, pad_id=0, rows=1, with_log_probs=True)
+        with single.ready():
+            single.add(numbers)
+            while not single.is_idle:
+                single.step()
+        assert (answer.tokens, answer.ended) == (numbers.tokens, numbers.ended)
+        assert answer.log_probs == pytest.approx(numbers.log_probs, abs=1e-4)
+
+
 def test_an_answer_that_is_dropped_leaves_its_place_before_the_next_token() -> None:
     model = make_model("llama")
     prompts = make_prompts(3)

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -32,6 +33,8 @@ _TOLERATED = ("straggler",)  # a machine that is busy beside may make any rank s
 _FAULT_STEP = 30  # the step of most faults: how long a step takes has been seen by then
 _LONG_S = 3600.0
 _ENDLESS = {"duration": "100000 steps"}
+_REWARDS = Path(__file__).with_name("rewards.py")
+_DEADLINE_S = 3.0
 
 DEAD_S = 2.0
 """Time limit to name a rank that ended, also on other nodes."""
@@ -84,6 +87,17 @@ def _hang_drill(fault: str, text: str, want: str, *, how: str) -> Drill:
     return Drill(
         fault, text, (want,), (1,), faults={how: {"rank": 1, "step": _FAULT_STEP, "seconds": _LONG_S}}
     )
+
+
+def _grpo(reward: str, *, tokens: int = 8, duration: str = "100000 steps") -> Mapping[str, Any]:
+    """The config of two ranks that sample and reward one group of answers each in a step."""
+    return {
+        "objective": "grpo",
+        "rewards": [{"use": f"{_REWARDS}:{reward}", "deadline": f"{_DEADLINE_S:g} seconds"}],
+        "rollout": {"group": 3, "max_new_tokens": tokens},
+        "grpo": {"truncated": "keep"},
+        "duration": duration,
+    }
 
 
 # fmt: off - as a table: the formatter would give each value a line
@@ -170,6 +184,32 @@ DRILLS: tuple[Drill, ...] = (
         limit_s=30.0,
         faults={"drift": {"rank": 1, "step": _FAULT_STEP}},
         config={"duration": "160 steps"},
+    ),
+    Drill(
+        "reward_hangs",
+        "a reward never returns",
+        ("reward_timeout",),
+        (0,),
+        faults={"reward": True},
+        config=_grpo("hangs"),
+        limit_s=_DEADLINE_S + DEAD_S,
+        end_s=30.0,
+    ),
+    Drill(
+        "reward_raises",
+        "a reward raises an exception",
+        ("reward_error",),
+        (0,),
+        faults={"reward": True},
+        config=_grpo("raises"),
+        limit_s=DEAD_S,
+        end_s=30.0,
+    ),
+    Drill(
+        "one_rank_samples_long",
+        "a rank samples answers for much longer than the other",
+        faults={"slow_sampling": {"rank": 1, "seconds": 0.5}},
+        config=_grpo("length", tokens=32, duration="3 steps"),
     ),
     Drill(
         "disk_full",

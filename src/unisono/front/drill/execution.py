@@ -226,7 +226,8 @@ class DrillRun:
     def _start(self, stack: contextlib.ExitStack) -> None:
         self.on_progress("starting")
         rows = self.folder / "rows.jsonl"
-        rows.write_text("".join(json.dumps(_data_row(number)) + "\n" for number in range(_ROWS)))
+        of_rewards = {"folder": str(self.folder)} if "rewards" in self.drill.config else {}
+        rows.write_text("".join(json.dumps(_data_row(number) | of_rewards) + "\n" for number in range(_ROWS)))
         config = {
             **_TINY_CONFIG,
             "data": {"train": str(rows), "max_length": 64},
@@ -547,7 +548,13 @@ def _train_request(request: DrillRequest) -> TrainRequest:
         probes = dataclasses.replace(probes, clock=clock)
     options = dataclasses.asdict(request.node)
     return TrainRequest(
-        request.config_path, rehearse=False, nproc=request.nproc, faults=faults, probes=probes, **options
+        request.config_path,
+        rehearse=False,
+        nproc=request.nproc,
+        faults=faults,
+        probes=probes,
+        trust_code=True,  # the rewards of drills
+        **options,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from unisono.base.causes import Evidence, Verdict
+from unisono.guard.watch.rl_activities import rl_activity
 from unisono.guard.watch.verdicts import Limits, Patience, describe_activity, labels, mismatch, verdict
 from unisono.guard.watch.views import Beat, Look, RankView, RunView, Suspicion
 
@@ -471,7 +472,9 @@ def _top(view: RankView, run_view: RunView) -> str:
     top, is_foreign = look.stack[0], view.beat is not None and view.beat.is_foreign
     line = _line_of_program(look.stack) or top if is_foreign else top
     workers = _workers_of(look)
-    return f", at {top}" + (f", called from {line}" if line != top else "") + workers
+    activity = rl_activity(look.stack) if is_foreign else None
+    at = f", at {top}" + (f", called from {line}" if line != top else "") + workers
+    return f", {activity}{at}" if activity is not None else at
 
 
 def _line_of_program(stack: Sequence[str]) -> str | None:

@@ -4,8 +4,10 @@ tokens.
 The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is
 computed beside it. A long prompt is read in parts, with a token of every running answer between two
 of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
+Answers to the same prompt that begin together read it once.
 
-Letters: B answers of a batch, L tokens so far of the longest, V vocabulary.
+Letters: B answers of a batch, P their different prompts, L tokens so far of the longest, V
+vocabulary.
 """
 
 import inspect
@@ -36,6 +38,7 @@ _RESERVED = 1_024  # tokens of an answer for which a place in the cache is kept 
 _PROMPT_TOKENS = (
     2_048  # of prompts that are read together, with padding: a short one does not wait for a long one
 )
+_COPIED = 1 << 24  # logits in a copy for drawing tokens
 _ROWS = 64  # of `answer_prompts`: more gain little on CPU
 _FIRST_PART = 64  # tokens of the first part of a prompt, before the speed is known
 _PART_TOKENS = 8_192  # at most, with padding
@@ -200,14 +203,15 @@ class Engine:
         """
         # A part may take as long as the token of the running answers, which it delays.
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
-        columns = max(1, self._part_tokens(most_s) // len(batch.answers))
-        began, moved, size = time.perf_counter(), [], min(columns, batch.unread.shape[1])
+        columns = max(1, self._part_tokens(most_s) // len(batch.unread))
+        began, moved = time.perf_counter(), []
+        tokens = len(batch.unread) * min(columns, batch.unread.shape[1])
         if columns < batch.unread.shape[1]:
             batch.read(self._base, self._takes, columns)
             self._reading.append(batch)
         else:
             moved = self._advance(batch)
-        self._token_s = (time.perf_counter() - began) / (size * len(batch.answers))
+        self._token_s = (time.perf_counter() - began) / tokens
         if moved and batch.keep_running():
             self._join(batch)
         return moved
@@ -233,6 +237,7 @@ class Engine:
         running = self._running()
         longest = max((len(answer.prompt) + len(answer.tokens) for answer in running), default=0)
         begun: list[GeneratedAnswer] = []
+        prompts: set[tuple[int, ...]] = set()
         read = 0
         for answer in self.waiting:
             longest = max(longest, len(answer.prompt) + min(answer.max_new_tokens, _RESERVED))
@@ -241,7 +246,8 @@ class Engine:
             is_first = not running and not begun
             if not is_first and (count > self._rows or count * longest > _TOKENS):
                 break
-            if begun and (len(begun) + 1) * read > _PROMPT_TOKENS:
+            prompts.add(tuple(answer.prompt))
+            if begun and len(prompts) * read > _PROMPT_TOKENS:
                 break
             begun.append(answer)
         self.waiting = self.waiting[len(begun) :]
@@ -251,7 +257,7 @@ class Engine:
 
     def _advance(self, batch: "_Batch") -> list[GeneratedAnswer]:
         """Computes one token of each answer of a batch."""
-        logits = batch.forward(self._base, self._takes)
+        logits = batch.next_logits(self._base, self._takes)
         chosen, finite = _choose(logits, batch.answers)
         if self.on_failure is not None:
             chosen = chosen.where(finite, -1)
@@ -373,28 +379,42 @@ class _Batch:
 
     Attributes:
         answers: B of them.
-        mask: (B, L), 1: a token, of the cache and what is unread of prompts.
-        unread: (B, n) tokens that the cache does not have.
+        mask: (B, L), 1: a token, of the cache and what is unread of prompts; (P, L) while these are
+            read.
+        unread: (B, n) tokens that the cache does not have; (P, n) while prompts are read.
     """
 
     def __init__(
-        self, answers: list[GeneratedAnswer], mask: torch.Tensor, unread: torch.Tensor, cache: Any
+        self,
+        answers: list[GeneratedAnswer],
+        mask: torch.Tensor,
+        unread: torch.Tensor,
+        cache: Any,
+        prompts: list[int],
     ) -> None:
+        """A batch of answers, each with the row of its prompt."""
         self.answers = answers
         self.mask = mask
         self.unread = unread
         self._cache = cache
+        self._prompts: list[int] | None = prompts  # None: they have been read
 
     @classmethod
     def of(cls, answers: list[GeneratedAnswer], pad_id: int, base: Any) -> "_Batch":
         """A batch of answers that have not begun."""
-        longest = max(len(answer.prompt) for answer in answers)
-        gaps = [longest - len(answer.prompt) for answer in answers]
-        ids = [[pad_id] * gap + list(answer.prompt) for gap, answer in zip(gaps, answers, strict=True)]
-        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(_prompt(one) for one in answers))}
+        longest = max(map(len, prompts))
+        ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         cache = DynamicCache() if _keeps_all_tokens(base) else DynamicCache(config=base.config)
         device = base.device
-        return cls(answers, torch.tensor(mask, device=device), torch.tensor(ids, device=device), cache)
+        return cls(
+            answers,
+            torch.tensor(mask, device=device),
+            torch.tensor(ids, device=device),
+            cache,
+            [prompts[_prompt(answer)] for answer in answers],
+        )
 
     def read(self, base: Any, takes: Any, columns: int) -> None:
         """Moves so many columns of what is unread into the cache."""
@@ -403,8 +423,22 @@ class _Batch:
         self.forward(base, takes)[0, 0].item()  # waits for the device: the time is measured
         self.unread = unread
 
-    def forward(self, base: Any, takes: Any) -> torch.Tensor:
+    def next_logits(self, base: Any, takes: Any) -> torch.Tensor:
         """(B, V) float32: logits of the next token of each answer."""
+        logits = self.forward(base, takes)
+        if self._prompts is None:
+            return logits
+        rows, self._prompts = self._prompts, None
+        if rows == [*range(len(self.mask))]:
+            return logits
+        index = torch.tensor(rows, device=self.mask.device)
+        self.mask = self.mask[index]
+        for layer in self.layers():
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        return logits[index]
+
+    def forward(self, base: Any, takes: Any) -> torch.Tensor:
+        """(B, V) float32: logits after what is unread, (P, V) while prompts are read."""
         length = self._length + self.unread.shape[1]
         if self.mask.shape[1] < length:
             self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
@@ -431,6 +465,9 @@ class _Batch:
         self.answers = [self.answers[row] for row in kept]
         if not kept:
             return False
+        if self._prompts is not None:
+            self._prompts = [self._prompts[row] for row in kept]
+            return True
         rows = torch.tensor(kept, device=self.mask.device)
         self.mask, self.unread = self.mask[rows], self.unread[rows]
         gap = int(self.mask.argmax(dim=1).min())  # columns that are padding in every row
@@ -466,6 +503,10 @@ class _Batch:
         return [layer for layer in self._cache.layers if layer.is_initialized]
 
 
+def _prompt(answer: GeneratedAnswer) -> tuple[int, ...]:
+    return tuple(answer.prompt)
+
+
 def _pad_left(mask: torch.Tensor, gap: int) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (gap, 0))
 
@@ -490,10 +531,19 @@ def _has_long_rope(base: Any) -> bool:
 def _log_probs(logits: torch.Tensor, batch: "_Batch") -> list[float]:
     """Those of the tokens that were chosen from logits (B, V), each at its temperature."""
     temperatures = [answer.sampling.temperature or 1.0 for answer in batch.answers]
-    scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    chosen = scaled.gather(1, batch.unread[:, -1:])[:, 0] - scaled.logsumexp(dim=-1)
-    values: list[float] = chosen.tolist()
+    divisors = torch.tensor(temperatures, device=logits.device)[:, None]
+    parts = []
+    for rows in _parts([*range(len(logits))], logits):
+        scaled = logits[rows] / divisors[rows]
+        parts.append(scaled.gather(1, batch.unread[rows, -1:])[:, 0] - scaled.logsumexp(dim=-1))
+    values: list[float] = torch.cat(parts).tolist()
     return values
+
+
+def _parts(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """Rows of logits (B, V), so many together that a copy of theirs stays small."""
+    size = max(1, _COPIED // logits.shape[1])
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -505,7 +555,7 @@ def _choose(logits: torch.Tensor, answers: Sequence[GeneratedAnswer]) -> tuple[t
             seen = torch.tensor([[*answer.prompt, *answer.tokens]], device=logits.device)
             logits[row : row + 1] = penalized(logits[row : row + 1], seen, answer.sampling.repetition_penalty)
     largest, chosen = logits.max(dim=-1)
-    for rows in _rows_by_sampling(answers):
+    for rows in (part for alike in _rows_by_sampling(answers) for part in _parts(alike, logits)):
         numbers = [_random_number(answers[row]) for row in rows]
         number = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None]
         chosen[rows] = draw_tokens(logits[rows], number, answers[rows[0]].sampling)[:, 0]

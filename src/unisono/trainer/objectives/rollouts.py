@@ -42,8 +42,9 @@ from unisono.trainer.plan.task_requests import SamplingParams
 
 T = TypeVar("T")
 
-_ROWS = 128  # answers that are computed together
+_ROWS = 512  # answers that are computed together
 _PART_TOKENS = 8_192
+_SHOWN_S = 5.0  # between two lines on a long rollout
 _MOST_TEXT = 1_000  # characters of what a verdict quotes
 
 
@@ -219,14 +220,19 @@ class RolloutSource(BatchSource):
             part_tokens=_PART_TOKENS,
             with_log_probs=True,
         )
-        tokens = 0
+        rank, tokens, shown = self._rank, 0, time.monotonic()
+        who = f"rank {rank.rank} samples" if rank.world_size > 1 else "sampling"
         with engine.ready():
             for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
                 engine.add(answer)
             while not engine.is_idle:
                 engine.step()
                 tokens += 1
-                self._rank.enter("rollout", done=tokens)
+                rank.enter("rollout", done=tokens)
+                if time.monotonic() - shown > _SHOWN_S:  # a rank that others may wait for
+                    shown = time.monotonic()
+                    ended = sum(answer.ended is not None for answer in answers)
+                    rank.show("rollout", f"{who} answers", done=ended, total=len(answers))
 
     def _score(self, groups: Sequence[AnswerGroup]) -> RewardFailure | None:
         """Gives all answers their rewards; or what has failed, if the run ends then."""

@@ -29,6 +29,9 @@ sleep             {rank, step, seconds}     in Python, between forward and backw
 spin              {rank, step, seconds}     the same, in a busy loop
 slow              {rank, step, seconds}     in each step from that one on
 
+slow_sampling     {rank, seconds}  each token of sampled answers takes so much longer
+reward            true             the rewards of the config fail by themselves (front/drill)
+
 Different behaviour of one rank:
 other_collective  {rank, step}     gathers where the others sum
 other_shape       {rank, step}     sums a tensor with one element more
@@ -106,12 +109,22 @@ class InjectedFaults(RunHook):
         self._loaded: LoadedModel | None = None
 
     def model_loaded(self, loaded: LoadedModel) -> None:
-        """flip_weight_bit and other_tokenizer."""
+        """flip_weight_bit, other_tokenizer and slow_sampling."""
         self._loaded = loaded
+        slow = self._faults.get("slow_sampling")
+        if slow is not None and slow["rank"] == self._rank:
+            loaded.model.get_input_embeddings().register_forward_pre_hook(
+                lambda *_: self._sleep_in_sampling(slow["seconds"])
+            )
         if self._is_named("flip_weight_bit"):
             _flip_bit(loaded)
         if self._is_named("other_tokenizer"):
             loaded.tokenizer.add_tokens(["<|of another tokenizer|>"])
+
+    def _sleep_in_sampling(self, seconds: float) -> None:
+        if not torch.is_grad_enabled():
+            mark(self._plan, self._rank)
+            time.sleep(seconds)
 
     def reference_loaded(self, loaded: LoadedModel) -> None:
         """flip_reference_bit."""
