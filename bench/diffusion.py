@@ -231,15 +231,16 @@ def ours(studio: Any, *, cache: bool, buckets: bool, dtype: str) -> dict[str, fl
     run.
     """
     from tests.trainer.ranks.conftest import _Kept
+    from unisono.base.messages import Message
     from unisono.trainer.training.front_io import StopRequest
     from unisono.trainer.training.rank_run import run_plan
 
     class Clocked(_Kept):
         times: dict[int, float] = {}  # noqa: RUF012 - one instance
 
-        def send(self, kind: str, **fields: Any) -> None:
-            if kind == "step":
-                self.times[int(fields["step"])] = time.process_time()
+        def send(self, message: Message) -> None:
+            if message["kind"] == "step":
+                self.times[message["step"]] = time.process_time()
 
     began = time.process_time()
     plan = studio.plan("diffusion", **sections(cache=cache, steps=_ARM_STEPS, buckets=buckets, dtype=dtype))

@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
-from unisono.base.events import read_message
+from unisono.base.messages import read_message
 
 WAYS = {"one rank": ("auto", 1), "two replicas": ("ddp", 2), "two shards": ("fsdp", 2)}
 

@@ -142,6 +142,9 @@ class Texts(ast.NodeVisitor):
             if not isinstance(part, ast.Constant | ast.JoinedStr | ast.Tuple | ast.Set | ast.List):
                 self.visit(part)
 
+    def visit_MatchValue(self, node: ast.MatchValue) -> None:
+        """Nothing: a pattern is compared, not shown."""
+
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """Types and keys."""
         if isinstance(node.value, ast.Dict):  # {"a": "text"}[kind]

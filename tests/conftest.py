@@ -27,6 +27,7 @@ from tests.session_server import (
 from tests.sharing import Sharing, announce_bytecode, is_long, pytest_configure_node, wait_for_bytecode
 from unisono.base.child import loading_modules
 from unisono.base.events import Reporter
+from unisono.base.messages import Message
 from unisono.trainer.config import RunConfig
 from unisono.trainer.readers import register_templates
 from unisono.trainer.worker.injected_faults import faults_of
@@ -138,8 +139,8 @@ class Listening(Reporter):
         self.messages: list[dict[str, Any]] = []
         self._on_message = on_message
 
-    def send(self, kind: str, **fields: Any) -> None:
-        self.messages.append({"kind": kind, **fields})
+    def send(self, message: Message) -> None:
+        self.messages.append({**message})
         if self._on_message is not None:
             self._on_message(self.messages[-1])
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from unisono.base.errors import UnisonoError, storage_failure, unusable_path
 from unisono.base.events import Reporter, describe_crash, is_peer_loss
+from unisono.base.messages import CrashedMessage, RefusedMessage, ResultMessage, message_of
 
 _PR_SET_PDEATHSIG = 1
 TEMPLATE_HAS_NO_END = signal.SIGVTALRM
@@ -143,7 +144,7 @@ def _ended(body: Callable[[Reporter], Mapping[str, object]], reporter: Reporter,
     try:
         result = _result(body, reporter)
     except UnisonoError as error:
-        reporter.send("refused", **error.to_json())
+        reporter.send(message_of(RefusedMessage, error.to_json()))
         return error.exit_code
     except Exception as error:  # noqa: BLE001
         # This is the edge of a process: the error is recorded, and reported to the front.
@@ -153,13 +154,13 @@ def _ended(body: Callable[[Reporter], Mapping[str, object]], reporter: Reporter,
             None if is_peer_loss(error) else storage_failure(error)
         )
         if failure is not None:
-            reporter.send("refused", **failure.to_json())
+            reporter.send(message_of(RefusedMessage, failure.to_json()))
         else:
-            reporter.send("crashed", exit_code=5, **crash)
+            reporter.send(message_of(CrashedMessage, {"exit_code": 5, **crash}))
         # The log keeps it also where the front is gone; last, for its disk may hang.
         with contextlib.suppress(OSError):
             sys.stderr.write(crash["traceback"])
         return failure.exit_code if failure is not None else 5
-    reporter.send("result", **result)
+    reporter.send(message_of(ResultMessage, result))
     code = result.get("exit_code", 0)
     return code if isinstance(code, int) else 0

@@ -1,42 +1,7 @@
-"""The messages of a rank or a task to its front: one JSON object per line, on a pipe.
+"""Sending messages from a rank or a task to its front, one JSON object a line on a pipe, and what
+the message `crashed` says.
 
-Kinds, and their fields besides `kind` and `time` (UTC, seconds):
-
-    phase       phase, text; done, total (optional; units of work inside the phase)
-    ready       facts: known only to the worker before step 1 (parameters, attention, memory, …)
-    reference   computed, reused: units whose log-probabilities under the reference were computed,
-                or read from the run's store; if computed also seconds and cpu_time_s
-    step        one line of metrics.jsonl; ranks other than 0 send the step alone
-    eval        step, eval_loss, and more figures
-    sample      step, prompt, text
-    checkpoint  step, path, bytes, seconds, blocking_s (the part during which training waited)
-    shard_written  step, temporary, directory, files, error: this rank's part of a checkpoint is on
-                its disk, or why not
-    shard_moves step, temporary: this rank's part is being transferred and makes progress; repeated
-                until it arrives
-    shards_over step, temporary: rank 0 does not (or no longer) wait for parts of this checkpoint
-    moved       path: rank 0 writes here from now on, since the run's directory is lost
-    digest      step, digest, arithmetic: of the weights that a rank trains, and what determines its
-                rounding
-    asked       signal: its name; received by the rank from its front or from outside
-    warning     code, text, fix
-    token       text: a piece of an answer, streamed              (generate, chat)
-    answer      text, tokens, ended: a complete answer            (chat)
-    refused_turn  text, fix: why a turn has no answer             (chat)
-    begun       id, prompt_tokens                     a request is being answered (serve)
-    refused_ask id, problem, text, fix: why a request has no answer (serve)
-    failed_ask  id, text, where: the exception that ended a request (serve)
-    pieces      pieces: [id, text] of each request that got text with the last token (serve)
-    answered    id, tokens, ended: a complete answer  (serve)
-    refused     exit_code, problems, verdict          from UnisonoError.to_json
-    crashed     exit_code, error, traceback, peer_lost: an unexpected exception; peer_lost: it is a
-                consequence of the failure of a different rank
-    kept        cost_s, step_time_s, bytes, every: cost of the memory snapshots of an adapter, as
-                medians of the first steps, and the memory; from here on every n-th step is kept,
-                null: none
-    rank_report report: RankReport.to_json(), the facts of one of several ranks, which then waits
-                for `go` on stdin
-    result      the result of the task or the run; the last message
+`base.messages` lists their kinds.
 """
 
 import json
@@ -47,14 +12,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TextIO, TypedDict
+from typing import TextIO, TypedDict
 
-from unisono.base.files import BackgroundThread, parse_json
+from unisono.base.files import BackgroundThread
+from unisono.base.messages import Message, fields_of
 from unisono.base.text import one_line
-
-Message = dict[str, Any]
-Show = Callable[[Message], None]
-"""How a front presents a message: on the screen, as JSON, or in a test."""
 
 _PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_TEXTS = (
@@ -89,18 +51,18 @@ class Reporter:
         self._fallback = fallback
         self._log = _EventsLog(log_path, self._log_failed) if log_path else None
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Sends one message. A missing front or a full disk does not raise."""
-        message = {"kind": kind, "time": time.time(), **fields}
+    def send(self, message: Message) -> None:
+        """Sends one message, with the time. A missing front or a full disk does not raise."""
+        body = {"kind": message["kind"], "time": time.time(), **fields_of(message)}
         # A lone surrogate, which a row may contain, has no UTF-8 encoding.
-        data = (json.dumps(message, ensure_ascii=False) + "\n").encode(errors="replace")
+        data = (json.dumps(body, ensure_ascii=False) + "\n").encode(errors="replace")
         with self._lock:
             if self._fd is not None:
                 self._write(data)
             elif self._fallback is not None:
-                self._fallback.write(_as_text(message) + "\n")
+                self._fallback.write(_as_text(body) + "\n")
                 self._fallback.flush()
-        if self._log is not None and kind != "step":
+        if self._log is not None and message["kind"] != "step":
             self._log.keep(data)
 
     def close(self) -> None:
@@ -110,11 +72,11 @@ class Reporter:
 
     def phase(self, name: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
         """Reports the beginning or the progress of a phase."""
-        self.send("phase", phase=name, text=text, done=done, total=total)
+        self.send({"kind": "phase", "phase": name, "text": text, "done": done, "total": total})
 
     def warning(self, code: str, text: str, *, fix: str = "") -> None:
         """Reports a warning."""
-        self.send("warning", code=code, text=text, fix=fix)
+        self.send({"kind": "warning", "code": code, "text": text, "fix": fix})
 
     def _write(self, data: bytes) -> None:
         assert self._fd is not None
@@ -126,13 +88,13 @@ class Reporter:
     def _log_failed(self, why: str) -> None:
         assert self._log is not None
         self.send(
-            "warning",
-            code="events_log",
-            where=self._log.path,
-            fix="check that file system",
-            text=(
-                f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown"
-            ),
+            {
+                "kind": "warning",
+                "code": "events_log",
+                "where": self._log.path,
+                "fix": "check that file system",
+                "text": f"this rank's messages are no longer written to {self._log.path}: {why}; they are still shown",
+            }
         )
 
 
@@ -169,23 +131,9 @@ def _write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _as_text(message: Message) -> str:
+def _as_text(message: Mapping[str, object]) -> str:
     shown = {k: v for k, v in message.items() if k not in ("kind", "time") and v not in (None, "")}
     return f"[{message['kind']}] " + one_line(", ".join(f"{k}={v}" for k, v in shown.items()), limit=400)
-
-
-def read_message(line: str) -> Message | None:
-    """The message of one line, or None for a torn or foreign line."""
-    try:
-        value = parse_json(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("kind"), str) else None
-
-
-def notify(show: Show, text: str) -> None:
-    """A line for people."""
-    show({"kind": "note", "time": time.time(), "text": text})
 
 
 # ---- what the message `crashed` says

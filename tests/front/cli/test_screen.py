@@ -17,6 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.base.messages import (
+    CheckpointMessage,
+    PlanMessage,
+    ResultMessage,
+    StepMessage,
+    VerdictMessage,
+    message_of,
+)
 from unisono.front.cli.output import Output
 from unisono.front.cli.screen import PlainLine, Screen, StepRate, ending
 from unisono.front.cli.terminal import first_screen
@@ -172,10 +180,14 @@ def test_the_rate_is_over_the_last_steps_and_leaves_out_the_first() -> None:
     assert pace.rate() == pytest.approx(2.0)
 
 
+def result_of(**fields: Any) -> ResultMessage:
+    return message_of(ResultMessage, fields)
+
+
 def test_a_step_shows_loss_rate_and_time_left() -> None:
     clock, line = Clock(), Lines()
     screen = Screen(Output(), line, clock)
-    screen.show({"kind": "plan", **plan(duration="100 steps").to_json()})
+    screen.show(message_of(PlanMessage, plan(duration="100 steps").to_json()))
     for step in (1, 2, 3):
         clock.now += 2
         screen.show({"kind": "step", "step": step, "loss": 1.23456, "tokens_per_second": 5000.0})
@@ -191,7 +203,7 @@ def test_steps_whose_lines_come_together_have_the_rate_of_their_own_times() -> N
     """As from a job that is followed; and less than 0.1 s is not shown as time left."""
     line = Lines()
     screen = Screen(Output(), line, Clock())
-    screen.show({"kind": "plan", **plan(duration="100 steps").to_json()})
+    screen.show(message_of(PlanMessage, plan(duration="100 steps").to_json()))
     for step in (1, 2, 3):
         screen.show({"kind": "step", "time": 1000.0 + 2 * step, "step": step, "loss": 1.0})
     assert line.shown[-1][0] == "step 3/100 · loss 1 · 0.5 steps/s · 3 min 14 s left"
@@ -203,7 +215,7 @@ def test_rate_after_a_restart_counts_from_the_resumed_step() -> None:
     clock, line = Clock(), Lines()
     screen = Screen(Output(), line, clock)
     for steps in ((175, 176, 177), (2, 3)):
-        screen.show({"kind": "plan", **plan(duration="200 steps").to_json()})
+        screen.show(message_of(PlanMessage, plan(duration="200 steps").to_json()))
         for step in steps:
             clock.now += 2
             screen.show({"kind": "step", "step": step, "loss": 1.0})
@@ -220,10 +232,10 @@ def test_an_image_run_counts_pictures_and_no_tokens(tmp_path: Path) -> None:
     screen = Screen(Output(), line)
     given = plan(objective="diffusion", adapter={"targets": "unet"}, duration="100 steps")
     step = {"step": 1, "loss": 1.0, "tokens_per_second": 2400.0}  # positions of latents, 240 of a picture
-    screen.show({"kind": "plan", **given.to_json()})
+    screen.show(message_of(PlanMessage, given.to_json()))
     screen.show({"kind": "ready", "facts": {"layout": "padded", "trainable": 10, "parameters": 100}})
-    screen.show({"kind": "step", **step})
-    end = ending({**step, "outcome": "completed", "output_dir": str(tmp_path)}, tmp_path, plan=given)
+    screen.show(message_of(StepMessage, step))
+    end = ending(result_of(**step, outcome="completed", output_dir=str(tmp_path)), tmp_path, plan=given)
     words = [*line.kept, *(text for text, _ in line.shown), *end, *given.origins.values()]
     assert "2,310 pictures: 2,200 used" in "\n".join(words)
     assert "step 1/100 · loss 1 · 10 pictures/s" in words
@@ -234,14 +246,13 @@ def test_an_image_run_counts_pictures_and_no_tokens(tmp_path: Path) -> None:
 def test_quiet_keeps_warnings_and_verdicts_only() -> None:
     line = Lines()
     screen = Screen(Output(quiet=True), line)
-    screen.show({"kind": "plan", **plan().to_json()})
+    screen.show(message_of(PlanMessage, plan().to_json()))
     screen.show({"kind": "ready", "facts": {}})
     screen.show({"kind": "step", "step": 1, "loss": 1.0})
-    screen.show({"kind": "checkpoint", "step": 1})
+    screen.show(message_of(CheckpointMessage, {"step": 1}))
     screen.show({"kind": "warning", "text": "the disk is \x1b[2Jfull", "fix": "free some"})
-    screen.show(
-        {"kind": "verdict", "schema": 1, "cause": "nan_loss", "when": "during", "summary": "not a number"}
-    )
+    verdict = {"schema": 1, "cause": "nan_loss", "when": "during", "summary": "not a number"}
+    screen.show(message_of(VerdictMessage, verdict))
     assert line.shown == []
     assert line.kept == ["warning: the disk is full (free some)", "not a number  [nan_loss]"]
     screen.show({"kind": "result", "outcome": "stalled", "exit_code": 4, "step": 1, "output_dir": "/out"})
@@ -260,7 +271,7 @@ def test_the_end_reports_where_the_result_is_and_what_to_type_next(tmp_path: Pat
     out = tmp_path / "runs" / "x"
     lines = ending(
         {
-            "outcome": "completed", "exit_code": 0, "step": 9, "loss": 0.5, "eval": {"loss_before": 2.0, "loss": 0.25, "exact_match": 1.0},
+            "kind": "result", "outcome": "completed", "exit_code": 0, "step": 9, "loss": 0.5, "eval": {"loss_before": 2.0, "loss": 0.25, "exact_match": 1.0},
             "output_dir": str(out), "weights": str(out / "adapter"), "wall_time_s": 61.0, "tokens_per_second": 100.0,
         },
         tmp_path,
@@ -288,27 +299,26 @@ def test_the_end_reports_how_the_written_files_compare(
     about: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path), "read_back": about}
-    assert line in ending(result, tmp_path)
+    assert line in ending(result_of(**result), tmp_path)
 
 
 def test_a_reward_model_is_measured_next_as_it_cannot_chat(tmp_path: Path) -> None:
     result = {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "rm")}
     assert (
-        ending(result, tmp_path, plan=plan(objective="reward"))[-1] == "next:   unisono eval rm --data PAIRS"
+        ending(result_of(**result), tmp_path, plan=plan(objective="reward"))[-1]
+        == "next:   unisono eval rm --data PAIRS"
     )
 
 
 def test_the_next_command_can_be_typed_whatever_the_directory_is_called(tmp_path: Path) -> None:
-    lines = ending(
-        {"outcome": "completed", "exit_code": 0, "output_dir": str(tmp_path / "it's mine")}, tmp_path
-    )
+    result = result_of(outcome="completed", exit_code=0, output_dir=str(tmp_path / "it's mine"))
+    lines = ending(result, tmp_path)
     assert shlex.split(lines[-1])[1:] == ["unisono", "chat", "it's mine"]
 
 
 def test_without_a_checkpoint_the_end_reports_it(tmp_path: Path) -> None:
-    lines = ending(
-        {"outcome": "preempted", "exit_code": 75, "output_dir": "/x", "checkpoint": None}, tmp_path
-    )
+    result = result_of(outcome="preempted", exit_code=75, output_dir="/x", checkpoint=None)
+    lines = ending(result, tmp_path)
     assert lines[1:] == ["there is no checkpoint yet", "next:   the same command starts at step 1"]
 
 
@@ -322,7 +332,7 @@ def test_end_without_the_directory_does_not_claim_nothing_was_ever_saved(
         "checkpoint": None,
         "verdict": {"cause": "output_removed"},
     }
-    assert ending(result, tmp_path)[1:] == ["checkpoint: none of this run is at /x"]
+    assert ending(result_of(**result), tmp_path)[1:] == ["checkpoint: none of this run is at /x"]
 
 
 def test_on_a_terminal_one_line_is_redrawn_and_gone_at_the_end() -> None:
@@ -380,11 +390,11 @@ def test_a_start_that_the_head_refused_does_not_speak_for_nodes_that_train() -> 
         "phase": "agree.call",
         "summary": "node 1 is here already",
     }
-    assert ending({"outcome": "disagreed", "verdict": verdict}, Path("/")) == [
+    assert ending(result_of(outcome="disagreed", verdict=verdict), Path("/")) == [
         "disagreed: nothing was started on this node"
     ]
     of_all = {**verdict, "cause": "nproc_mismatch", "phase": "agree.nodes"}
-    assert ending({"outcome": "disagreed", "verdict": of_all}, Path("/")) == [
+    assert ending(result_of(outcome="disagreed", verdict=of_all), Path("/")) == [
         "disagreed: nothing was trained, on any node"
     ]
 
@@ -423,9 +433,9 @@ def test_a_run_with_a_nan_loss_was_stopped_and_did_not_stall(tmp_path: Path) -> 
         "output_dir": str(tmp_path),
         "wall_time_s": 6.0,
     }
-    first, _ = ending(result | {"verdict": {"cause": "nan_loss", "when": "during"}}, tmp_path)
+    first, _ = ending(result_of(**result, verdict={"cause": "nan_loss", "when": "during"}), tmp_path)
     assert first == "stopped: NaN loss · step 4 · 6.0 s"
-    first, _ = ending(result | {"verdict": {"cause": "rank_stopped", "when": "during"}}, tmp_path)
+    first, _ = ending(result_of(**result, verdict={"cause": "rank_stopped", "when": "during"}), tmp_path)
     assert first == "stalled: step 4 · 6.0 s"
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.session_server import cache_with_kernels
 from unisono.base.events import Reporter
 from unisono.base.files import write_json
+from unisono.base.messages import Message
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.own_code import own_code_digests
@@ -99,8 +100,8 @@ class Listening(Reporter):
         super().__init__(None)
         self.messages: list[dict[str, Any]] = []
 
-    def send(self, kind: str, **fields: Any) -> None:
-        self.messages.append({"kind": kind, **fields})
+    def send(self, message: Message) -> None:
+        self.messages.append({**message})
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.messages if message["kind"] == kind]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,7 @@ def test_a_rank_of_its_own_process_is_read_also_after_its_end(guard: border.Guar
     memory.close()
     assert beat is not None
     assert (beat.step, beat.phase) == (7, "compute")
+    event: Any
     (event,) = border.EventsOf(guard.folder, found.pid).new()
     assert (event["kind"], event["text"]) == ("refused", "rows differ")
     assert not list(border.reported_facts(guard.folder))
@@ -93,7 +95,7 @@ def test_torn_and_newer_files_do_no_harm(guard: border.Guard) -> None:
 
 
 def test_events_come_whole_and_once(guard: border.Guard) -> None:
-    reader = border.EventsOf(guard.folder, os.getpid())
+    reader: Any = border.EventsOf(guard.folder, os.getpid())
     assert reader.new() == []
     presence = border.Presence(guard)
     presence.emit("note", text="one")

@@ -145,7 +145,7 @@ def test_node_before_the_head_does_not_make_their_common_directory_used(
 
 def test_a_directory_that_is_being_removed_is_made_again_once_it_is_gone(tmp_path: Path) -> None:
     """At the first look its lock is gone, and before that is made again the directory is, too."""
-    shown: list[dict[str, Any]] = []
+    shown: list[Any] = []
     run = ProgramDir(tmp_path / "out")
     lock = RunLock(run.lock)
     lock.acquire("here", os.getpid())

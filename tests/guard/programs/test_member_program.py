@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unisono.base.events import Message
+from unisono.base.messages import Message
 from unisono.guard.control.connection import Left, NodeMessage
 from unisono.guard.programs import member_program, program_meeting
 from unisono.guard.programs.launcher_facts import read_command

@@ -21,7 +21,7 @@ News = RankEnd | NodeLoss
 Moment = list[News]
 
 
-def end(rank: int, returncode: int = 1, last: dict[str, Any] | None = None, end_reason: str = "") -> RankEnd:
+def end(rank: int, returncode: int = 1, last: Any = None, end_reason: str = "") -> RankEnd:
     return RankEnd(rank, returncode, last, phase="train", step=4, end_reason=end_reason)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.guard.agree.making import rank
 from unisono.base.causes import Verdict
+from unisono.base.messages import StepMessage, message_of
 from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.integrations.border import Answer, ReportedFacts
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
@@ -38,7 +39,7 @@ _PREPARED = PreparedFacts(
 )
 _NEWS: list[NodeNews] = [
     messages.RanksRegistered((_PLACE,), 4, 1, (3,), 2),
-    messages.RankSaid(3, {"kind": "step", "loss": float("inf")}),
+    messages.RankSaid(3, message_of(StepMessage, {"loss": float("inf"), "reward": 0.5})),
     messages.RankEnded(RankEnd(3, -9, {"kind": "crashed", "error": "é"}, "compute", 7), 1),
     messages.RankReported(rank(3)),
     messages.RankViews((RankView(3, 1, None, 1.5, 0.0, ProcessView(state="S")),), ("a:1 -> b:2",)),

@@ -21,7 +21,7 @@ from unisono.guard.watch.views import BeatMemory, Glance
 PLAYED_S = 1800
 
 
-def entries_of(path: Path) -> list[dict[str, Any]]:
+def entries_of(path: Path) -> list[Any]:
     """All entries; each line must be one."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     found = [read_entry(line) for line in lines]
@@ -29,11 +29,11 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
     return [entry for entry in found if entry is not None]
 
 
-def simulate(known: RankTime, phases: list[tuple[str, float]], *, every: float = 0.1) -> list[dict[str, Any]]:
+def simulate(known: RankTime, phases: list[tuple[str, float]], *, every: float = 0.1) -> list[Any]:
     """Entries for a rank that goes through phases, given with their seconds, and is sampled as a
     front does it.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     now = began = 0.0
     shares = dict.fromkeys(("data", "compute", "comm", "other"), 0.0)
     glance = None
@@ -52,7 +52,7 @@ def test_phase_over_a_tenth_of_a_second_is_an_entry_with_start_and_length() -> N
     found = simulate(
         RankTime(3, 0.0), [("data", 0.05), ("compute", 0.4), ("comm", 0.08), ("compute", 0.3)], every=0.02
     )
-    phases = [entry for entry in found if not isinstance(entry["seconds"], dict)]
+    phases: list[Any] = [entry for entry in found if not isinstance(entry["seconds"], dict)]
     assert [(e["phase"], e["seconds"], e["time"]) for e in phases] == [
         ("compute", 0.4, 0.05),
         ("compute", pytest.approx(0.3, abs=0.03), 0.53),
@@ -115,11 +115,11 @@ def test_a_file_has_at_most_a_megabyte_an_hour_and_no_torn_line(tmp_path: Path, 
 
 
 def test_thinning_keeps_the_longest_phases_and_the_sums_of_all_seconds() -> None:
-    phases = [
+    phases: list[Any] = [
         {"schema": 1, "time": float(n), "rank": n % 2, "phase": "comm", "step": n, "seconds": 0.1 + n % 17}
         for n in range(200)
     ]
-    summaries = [
+    summaries: list[Any] = [
         {
             "schema": 1,
             "time": n * 10.0,
@@ -132,7 +132,7 @@ def test_thinning_keeps_the_longest_phases_and_the_sums_of_all_seconds() -> None
     ]
     kept = thinned([*phases, *summaries])
     assert len(kept) < 70
-    longest = max(phases, key=lambda e: e["seconds"])  # type: ignore[arg-type, return-value]
+    longest = max(phases, key=lambda e: e["seconds"])
     assert longest in kept
     seconds = [entry["seconds"] for entry in kept if isinstance(entry["seconds"], dict)]
     assert sum(sum(one.values()) for one in seconds) == 210.0

@@ -5,7 +5,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.jobs.nodes.fronts import Front
 from tests.jobs.nodes.harness import PACED, Job
-from unisono.base.events import read_message
+from unisono.base.messages import read_message
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -196,7 +196,7 @@ def test_a_run_that_ends_with_an_exception_continues_from_its_last_step(solo: Jo
     assert [line["step"] for line in solo.metrics()] == [*range(1, STEPS + 1)]
 
 
-def measured(job: Job) -> dict[str, Any]:
+def measured(job: Job) -> Mapping[str, Any]:
     """What the rank has measured of keeping a step, if it has by now."""
     events = job.out / "events" / "rank-00000.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []

@@ -20,7 +20,7 @@ from unisono.jobs.runs.member_supervisor import keep_end
 
 
 def test_what_is_only_nice_is_not_waited_for_and_comes_before_the_rest(tmp_path: Path) -> None:
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     disk, done = RunsDisk(tmp_path, printed.append), []
     disk.later(lambda: time.sleep(0.3))
     disk.later(lambda: done.append("curve"))
@@ -35,7 +35,7 @@ def test_storage_that_hangs_is_reported_once_and_never_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "STUCK_S", 1.0)
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     with on_a_device(tmp_path / "disk", tmp_path / "image", size=16 << 20) as mounted:
         disk = RunsDisk(mounted.path, printed.append)
         mounted.hang()
@@ -72,7 +72,7 @@ def test_what_a_node_writes_last_does_not_hold_it_where_its_storage_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "STUCK_S", 1.0)
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     verdict = Verdict(cause="rank_stopped", when="during", summary="rank 1 is stopped")
     result = {"outcome": "stalled", "exit_code": 4, "output_dir": "out"}
     last = JobEnded(4, (verdict,), result=result)

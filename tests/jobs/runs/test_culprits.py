@@ -50,7 +50,7 @@ def plan(world_size: int, per_node: int = 2) -> RunPlan:
 
 
 def end(rank: int, returncode: int = 5, *, kind: str | None = None, **more: Any) -> RankEnd:
-    last = None if kind is None else {"kind": kind, **more}
+    last: Any = None if kind is None else {"kind": kind, **more}
     return RankEnd(rank=rank, returncode=returncode, last=last, phase="train", step=4)
 
 

@@ -4,7 +4,7 @@ Run: pytest tests/jobs/runs/test_first_checkpoint.py
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,9 @@ from unisono.jobs.remote_checkpoint.verification import (
 from unisono.trainer.checkpoint.retention import DiskSpace
 from unisono.trainer.checkpoint.writer import StorageFull
 from unisono.trainer.plan import ResumePoint, RunPlan
+
+if TYPE_CHECKING:
+    from unisono.base.messages import CheckpointMessage, Message
 
 GB = 10**9
 
@@ -97,7 +100,7 @@ def test_programs_get_the_same_figures_in_the_first_checkpoints_object() -> None
 def test_first_checkpoint_without_room_ends_with_disk_full_as_verdict(
     tmp_path: Path,
 ) -> None:
-    summary_text: list[dict[str, Any]] = []
+    summary_text: list[Any] = []
     plan = plan_of(9, 3).model_copy(update={"host": "ada"})
     first = FirstCheckpoint(plan, programs=Programs(), leftovers={}, show=summary_text.append)
     full = StorageFull(tmp_path / "step-00000001", needed_bytes=2000, free_bytes=500)
@@ -119,11 +122,11 @@ def test_first_checkpoint_without_room_ends_with_disk_full_as_verdict(
 
 def test_message_of_the_first_checkpoint_is_shown_even_without_an_estimate() -> None:
     """It is held back for the estimate until the end."""
-    summary_text: list[dict[str, Any]] = []
+    summary_text: list[Any] = []
     first = FirstCheckpoint(plan_of(9, 3), programs=Programs(), leftovers={}, show=summary_text.append)
-    step = {"kind": "step", "step": 1}
-    saved = {"kind": "checkpoint", "step": 1, "path": "p", "bytes": 1, "seconds": 0.1}
-    later = {**saved, "step": 3}
+    step: Message = {"kind": "step", "step": 1}
+    saved: CheckpointMessage = {"kind": "checkpoint", "step": 1, "path": "p", "bytes": 1, "seconds": 0.1}
+    later: Message = {**saved, "step": 3}
     for message in (step, saved, later):
         first.pass_on(message)
     assert summary_text == [step, later]

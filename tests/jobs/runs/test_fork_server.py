@@ -85,7 +85,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def receive(child: ChildProcess) -> dict[str, Any]:
     """Its first message."""
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
 
     def has_come() -> bool:
         found.extend(child.read(0.05))

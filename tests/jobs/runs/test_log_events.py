@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from unisono.base.causes import Verdict
 from unisono.base.causes.signatures import LINE_LIMIT
+from unisono.base.messages import fields_of
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.supervise.local_ranks import open_log
 from unisono.guard.supervise.rank_logs import CODE, FollowedLog, LineSplitter, LogEvents, LogMatch, RateLimit
@@ -40,7 +41,7 @@ class Log:
         """The signatures that are told for what it prints now."""
         self.file.write(text.encode() if isinstance(text, str) else text)
         self.followed.grew(os.fstat(self.file.fileno()).st_size)
-        return [message["signature"] for message in self.followed.take_matches()]
+        return [str(fields_of(message)["signature"]) for message in self.followed.take_matches()]
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 def test_a_line_is_reported_once_with_its_words_and_what_they_may_mean(log: Log) -> None:
     log.file.write(f"step 3\n{OOM}\n{OOM}\n".encode())
     log.followed.grew(os.fstat(log.file.fileno()).st_size)
+    message: Any
     (message,) = log.followed.take_matches()
     assert (message["kind"], message["code"], message["signature"]) == ("warning", CODE, "cuda_out_of_memory")
     assert "CUDA out of memory. Tried to allocate 4.64 GiB" in message["text"]
@@ -92,6 +94,7 @@ def test_secrets_in_a_line_are_not_shown(log: Log) -> None:
         b"ConnectionError: Max retries exceeded with url: https://me:hunter2@host/x?token=abcdef\n"
     )
     log.followed.grew(os.fstat(log.file.fileno()).st_size)
+    message: Any
     (message,) = log.followed.take_matches()
     assert "hunter2" not in str(message)
     assert "abcdef" not in str(message)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
 from unisono.guard.facts.storage import RunsDisk
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import read_result
@@ -18,21 +17,21 @@ from unisono.guard.supervise.node_messages import JobEnded, VerdictReached, enco
 from unisono.jobs.runs.member_supervisor import Serving, keep_end
 
 
-def serving(shown: list[Message]) -> Serving:
+def serving(shown: list[Any]) -> Serving:
     """A node whose ranks and connection are not needed to read a message."""
     nothing: Any = None
     return Serving(nothing, nothing, nothing, shown.append, plan=nothing, disk=nothing)
 
 
 def test_verdict_of_the_head_is_shown() -> None:
-    shown: list[Message] = []
+    shown: list[Any] = []
     verdict = Verdict(cause="node_missing", when="before", summary="node 1 is missing")
     assert serving(shown).obey(encode(VerdictReached(verdict))) is None
     assert [(message["kind"], message["summary"]) for message in shown] == [("verdict", "node 1 is missing")]
 
 
 def test_verdict_of_a_newer_head_is_left_to_its_last_word() -> None:
-    shown: list[Message] = []
+    shown: list[Any] = []
     assert serving(shown).obey({"kind": "verdict", "verdict": {"schema": 2, "what": "x"}}) is None
     assert shown == []
 
@@ -40,7 +39,7 @@ def test_verdict_of_a_newer_head_is_left_to_its_last_word() -> None:
 @pytest.mark.parametrize(
     "message", [{"kind": "stop"}, {"kind": "go", "store": []}, {"kind": "look", "ranks": 0}]
 )
-def test_unreadable_request_is_not_ignored(message: Message) -> None:
+def test_unreadable_request_is_not_ignored(message: dict[str, object]) -> None:
     """Its ranks would wait for what never comes."""
     with pytest.raises(ValueError, match=r"validation error"):
         serving([]).obey(message)
@@ -49,7 +48,7 @@ def test_unreadable_request_is_not_ignored(message: Message) -> None:
 def test_a_job_that_ends_without_a_result_leaves_one_here(tmp_path: Path) -> None:
     """The head failed while ranks ran: it has no result to send, and its directory is not here."""
     verdict = Verdict(cause="node_missing", when="during", summary="node 1 is missing")
-    run, shown = RunDir(tmp_path), list[Message]()
+    run, shown = RunDir(tmp_path), list[Any]()
     disk = RunsDisk(run.root, shown.append)
     last = JobEnded(3, (verdict,), ({"what": "the head failed"},))
     kept = keep_end(run, last, head="ada", shared=False, show=shown.append, disk=disk)

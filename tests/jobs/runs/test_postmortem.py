@@ -6,7 +6,7 @@ Run: pytest tests/jobs/runs/test_postmortem.py
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,9 @@ from unisono.guard.control.connection import Left
 from unisono.guard.supervise.decision import NodeLoss
 from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.postmortem import apart, name_death, name_loss
+
+if TYPE_CHECKING:
+    from unisono.base.messages import CrashedMessage
 
 ABORTED = RankEnd(0, -signal.SIGABRT, None, "train", 7)
 
@@ -69,7 +72,7 @@ def test_exception_about_the_device_is_named_so_whatever_code_raised_it(error: s
     example, is loaded before.
     """
     plan: Any = SimpleNamespace(ranks=places(2), own_code={})
-    crash = {"kind": "crashed", "error": error, "where": "load.py:1"}
+    crash: CrashedMessage = {"kind": "crashed", "error": error, "where": "load.py:1"}
     found = name_death(RankEnd(1, 5, crash, "load_model", 0), plan)
     assert (found.cause, found.ranks) == (cause, (1,))
     assert error in found.summary

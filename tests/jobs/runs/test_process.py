@@ -28,7 +28,7 @@ def start(script: str, output: IO[bytes], *, has_input: bool = False) -> ChildPr
     return ChildProcess(command, environment=ENVIRONMENT, output=output, has_input=has_input)
 
 
-def read_all(child: ChildProcess) -> list[dict[str, Any]]:
+def read_all(child: ChildProcess) -> list[Any]:
     found = []
     limit = time.monotonic() + 30
     while not child.ended:

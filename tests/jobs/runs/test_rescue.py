@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.checkpoint.states import load_state
+from unisono.base.messages import StepMessage, message_of
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.records import MetricsWriter, read_metrics
@@ -104,7 +105,7 @@ class Ground:
             for rank in self.memory.ranks
             if (fd := self.memory.fd(rank)) is not None
         ]
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[Any] = []
         self.attempt = Attempt(0, 0, None)
         killed = RankEnd(rank=plan.world_size - 1, returncode=-9, last=None, phase="train", step=0)
         self.attempt.decision = Decision(culprit=killed)
@@ -114,7 +115,7 @@ class Ground:
         for entry in lines:
             writer.append(entry)
             if "loss" in entry:
-                self.attempt.note({"kind": "step", **entry})
+                self.attempt.note(message_of(StepMessage, entry))
         writer.close()
         with self.run.metrics.open("a") as file:
             file.write(torn)

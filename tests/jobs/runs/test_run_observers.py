@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import UsageError
-from unisono.base.events import Message
+from unisono.base.messages import ShardWrittenMessage, message_of
 from unisono.guard.control.file_transfer import Content, Offer, OfferRefused
 from unisono.guard.rundir import RunDir
 from unisono.guard.rundir.lock import RunLock
@@ -30,7 +30,7 @@ SLEEPS = Programs(task=(sys.executable, "-c", "import time; time.sleep(600)"))
 
 
 def uploading(
-    tmp_path: Path, interrupts: Interrupts, printed: list[Message], *, grace: str = "1 second"
+    tmp_path: Path, interrupts: Interrupts, printed: list[Any], *, grace: str = "1 second"
 ) -> Uploads:
     run = RunDir(tmp_path / "out")
     run.checkpoint(3).mkdir(parents=True)
@@ -44,7 +44,7 @@ def uploading(
 def test_signal_during_the_last_upload_leaves_only_the_grace_time(
     tmp_path: Path,
 ) -> None:
-    interrupts, printed = Interrupts(), list[Message]()
+    interrupts, printed = Interrupts(), list[Any]()
     later = threading.Timer(0.5, lambda: interrupts.request_stop(signal.SIGTERM, where="node 1 (b)"))
     began = time.monotonic()
     with uploading(tmp_path, interrupts, printed) as upload:
@@ -57,7 +57,7 @@ def test_signal_during_the_last_upload_leaves_only_the_grace_time(
 def test_no_room_for_temporary_files_is_reported_and_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed: list[Message] = []
+    printed: list[Any] = []
     plan: Any = SimpleNamespace(rehearse=True, rehearsed_step=1, run_id="r")
     first = FirstCheckpoint(plan, programs=SLEEPS, leftovers={}, show=printed.append)
     first.on_message(0, {"kind": "checkpoint", "step": 1, "path": str(tmp_path), "bytes": 1, "seconds": 0.1})
@@ -105,7 +105,7 @@ def test_what_is_not_a_list_of_files_is_refused_as_unreadable(tmp_path: Path) ->
     for files in (["a"], {"a": "b"}, "a"):
         with pytest.raises(ValueError, match="files"):
             arrivals.confirmed(
-                1, {"kind": "shard_written", "temporary": "step-00000001.tmp-a", "files": files}
+                1, message_of(ShardWrittenMessage, {"temporary": "step-00000001.tmp-a", "files": files})
             )
 
 

@@ -4,7 +4,7 @@ Run: pytest tests/jobs/runs/test_stall_monitor.py
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,6 @@ from tests.guard.watch.run_views import look, view
 from tests.guard.watch.test_foreign import rank as foreign
 from tests.jobs.runs.test_culprits import plan
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.rank_monitor import StallMonitor
 from unisono.guard.watch.views import Look, ProcessView, RankView
@@ -58,7 +57,7 @@ class Scene:
 
     def __init__(self, world_size: int = 3) -> None:
         self.now = 100.0
-        self.shown: list[Message] = []
+        self.shown: list[Any] = []
         self.signs = FakeRanks()
         config: Any = type("Config", (), {"watch": WatchSection()})()
         planned = plan(world_size, per_node=8).model_copy(update={"config": config, "total_steps": 100})
@@ -143,12 +142,12 @@ class Silent:
 
     def __init__(self, silences: dict[int, float]) -> None:
         self._silences = silences
-        self.reported: list[Message] = []
+        self.reported: list[Any] = []
 
     def silences(self) -> dict[int, float]:
         return self._silences
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         self.reported.append(message)
 
 
@@ -156,7 +155,7 @@ def test_silent_node_keeps_its_own_name_though_others_were_left_out() -> None:
     whole = plan(4, per_node=1)
     left = whole.model_copy(update={"nodes": [node for node in whole.nodes if node.node_rank != 1]})
     config: Any = type("Config", (), {"watch": WatchSection()})()
-    shown: list[Message] = []
+    shown: list[Any] = []
     server: Any = Silent({1: 5.0, 3: 4.0})
     watching = StallMonitor(
         left.model_copy(update={"config": config, "total_steps": 100}),

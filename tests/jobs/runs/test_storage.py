@@ -261,7 +261,7 @@ def test_a_storage_that_does_not_answer_is_not_waited_for_beyond_its_time(tmp_pa
     place = tmp_path / "out" / "run"
     place.mkdir(parents=True)
     os.mkfifo(place / "tried")
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     with storage_tried(
         config, RunDir(tmp_path / "out"), "run", programs=Programs(), leftovers={}, show=printed.append, patience_s=6.0
     ):  # fmt: skip

@@ -46,7 +46,7 @@ class Beside:
     """The two companions of a start whose ranks have just saved step 1."""
 
     def __init__(self, folder: Path, until: Until, programs: Programs) -> None:
-        self.shown: list[dict[str, Any]] = []
+        self.shown: list[Any] = []
         self.until = until
         self.run = RunDir(folder / "out")
         self.run.checkpoints.mkdir(parents=True)

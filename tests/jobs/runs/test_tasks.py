@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.base.errors import DataError, IntegrityError, RankDied, UnfitError, UsageError
+from unisono.base.messages import RefusedMessage, fields_of, message_of
 from unisono.guard.supervise.child_process import Programs
 from unisono.guard.supervise.task_process import TaskProcess, refusal, run_task
 
@@ -36,7 +37,7 @@ def body(report):
         os.mkfifo(request["fifo"]); open(request["fifo"])
     if arguments.name == "echo":
         for line in sys.stdin:
-            report.send("echo", text=json.loads(line)["text"])
+            report.send({"kind": "echo", "text": json.loads(line)["text"]})
     return {"answer": request.get("question"), "threads": os.environ["OMP_NUM_THREADS"], "rank": os.environ.get("RANK")}
 sys.exit(run_child(body, arguments))
 """
@@ -52,7 +53,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def test_a_task_gives_its_result_and_its_messages_on_the_way(programs: Programs) -> None:
-    seen: list[dict[str, Any]] = []
+    seen: list[Any] = []
     result = run_task("ask", {"question": "ü"}, on_message=seen.append, programs=programs)
     assert result["answer"] == "ü"
     assert [message["kind"] for message in seen] == ["phase"]
@@ -116,7 +117,7 @@ def test_a_conversation_goes_line_by_line_and_ends_with_its_input(programs: Prog
         assert next(messages)["kind"] == "phase"
         for word in ("one", "two\nlines"):
             task.send({"text": word})
-            assert next(messages)["text"] == word
+            assert fields_of(next(messages)) == {"text": word}
 
 
 def test_requests_are_gone_afterwards(programs: Programs, tmp_path: Path) -> None:
@@ -128,5 +129,5 @@ def test_requests_are_gone_afterwards(programs: Programs, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [DataError.of("a", where="b", why="c", fix="d"), IntegrityError.of("e")])
 def test_a_refusal_survives_its_way_through_the_pipe(error: Any) -> None:
-    again = refusal({"kind": "refused", **error.to_json()})
+    again = refusal(message_of(RefusedMessage, error.to_json()))
     assert (again.exit_code, again.problems) == (error.exit_code, error.problems)

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import front_server
+from unisono.base.messages import Message
 from unisono.jobs.remote_checkpoint.verification import ReadingRate, ReadThrottle, Verifier, next_due
 from unisono.trainer.checkpoint.store import CheckpointStore
 
 KEY = b"k" * 32
-READY = {"kind": "ready"}
+READY: Message = {"kind": "ready", "facts": {}}
 HURRY = ReadingRate(bytes_per_s=1e12, look_every_s=0.01, again_after_s=3600.0)
 
 
@@ -120,7 +121,7 @@ def read_since_written(store: CheckpointStore) -> dict[str, Any]:
 
 
 def test_a_flipped_bit_is_found_reported_once_and_recorded(store: CheckpointStore) -> None:
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     clock = Clock()
     verifier = Verifier(store.root, KEY, printed.append, HURRY, clock)
     for step in (10, 20):
@@ -167,7 +168,7 @@ def test_it_begins_with_the_training_and_ends_at_once_amid_a_reading(
     until(lambda: "verifier" not in [thread.name for thread in threading.enumerate()])  # of tests before
     save(store, 10)
     verifier = Verifier(store.root, KEY, print, ReadingRate(bytes_per_s=1.0, look_every_s=0.01))
-    verifier.on_message(0, {"kind": "phase"})
+    verifier.on_message(0, {"kind": "phase", "text": ""})
     verifier.on_message(1, READY)
     assert "verifier" not in [thread.name for thread in threading.enumerate()]
     verifier.on_message(0, READY)
@@ -182,7 +183,7 @@ def test_it_begins_with_the_training_and_ends_at_once_amid_a_reading(
 def test_missing_directory_and_unwritable_record_end_nothing(
     store: CheckpointStore,
 ) -> None:
-    printed: list[dict[str, Any]] = []
+    printed: list[Any] = []
     verifier = Verifier(store.root, KEY, printed.append, HURRY)
     verifier.on_message(0, READY)  # there is no such directory yet
     apart = CheckpointStore(store.root.parent / "apart", key=KEY)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
+from unisono.base.messages import RefusedMessage, message_of
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import RowError, Text, encode
 from unisono.trainer.data.encode import Encoder
@@ -413,7 +414,8 @@ def test_names_of_columns_that_nobody_can_read_do_no_harm(
         message: dict[str, Any] = {"formats": summary.formats}
     except DataError as error:  # what is no format is refused; the words are short, and can be sent
         message = error.to_json()
-    Reporter(reported).send("refused", row=str(json.loads(row))[:100], **message)
+    fields = {"row": str(json.loads(row))[:100], **message}
+    Reporter(reported).send(message_of(RefusedMessage, fields))
     os.close(reported)
     with os.fdopen(pipe, "rb") as stream:
         sent = json.loads(stream.read())

@@ -18,6 +18,7 @@ from tests import needs
 from tests.trainer.model.test_decoder import _full_model, _inputs, _model
 from tests.trainer.plan import memory_grid
 from unisono.base.events import Reporter
+from unisono.base.messages import Message
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.model import attention, decoder, layers
@@ -32,8 +33,8 @@ class _Without(Reporter):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def send(self, kind: str, **fields: Any) -> None:
-        del kind, fields
+    def send(self, message: Message) -> None:
+        del message
 
 
 def _on_meta(shape: str) -> Any:

@@ -21,6 +21,7 @@ from tests.trainer.batches import rollouts
 from tests.trainer.objectives.grpo import rewards
 from tests.trainer.ranks.front import Ended, Front
 from unisono.base.events import Reporter
+from unisono.base.messages import Message
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
 from unisono.trainer.config.own_code import own_code_digests
@@ -120,8 +121,8 @@ class _Kept(Reporter):
         super().__init__(None)
         self.messages: list[dict[str, Any]] = []
 
-    def send(self, kind: str, **fields: Any) -> None:
-        self.messages.append({"kind": kind, **fields})
+    def send(self, message: Message) -> None:
+        self.messages.append({**message})
 
 
 class Workshop:

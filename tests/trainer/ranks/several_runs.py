@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unisono.base.child import end_with_front
 from unisono.base.events import Reporter
+from unisono.base.messages import ResultMessage, message_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.memory import KEPT_WHOLE_BYTES
 from unisono.trainer.training import sharding
@@ -32,7 +33,7 @@ def main() -> int:
         report = Reporter(arguments.report_fd, fallback=sys.stderr)
         plan = RunPlan.model_validate(json.loads(file.read_text()))
         result = run_plan(plan, report, StopRequest(), hooks=faults_of(plan))
-        report.send("result", **result)
+        report.send(message_of(ResultMessage, result))
         assert close_group(orderly=True)
         assert close_group(orderly=True), "closing twice is once"
     return 0

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tests.trainer.ranks.conftest import Done, Workshop
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.jobs.runs.attempt_end import DriftReport, ReplicaDrift, name_drift
 from unisono.trainer.plan import RunPlan
@@ -35,14 +34,15 @@ def three(workshop: Workshop) -> dict[str, Done]:
     return dict(zip(faults, workshop.together(plans), strict=True))
 
 
-def compare_reports(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None) -> tuple[Verdict | None, list[Message]]:  # fmt: skip
+def compare_reports(plan: RunPlan, done: Done, *, changed: Mapping[int, str] | None = None) -> tuple[Verdict | None, list[Any]]:  # fmt: skip
     """What the head makes of what the ranks said, and what it shows."""
-    shown: list[Message] = []
+    shown: list[Any] = []
     drift = ReplicaDrift(plan, shown.append)
     for rank in range(plan.world_size):
         for message in done.ended.messages[rank]:
             reported = {"arithmetic": changed[rank]} if changed and rank in changed else {}
-            drift.on_message(rank, {**message, **reported})
+            changed_message: Any = {**message, **reported}
+            drift.on_message(rank, changed_message)
     return drift.look(), shown
 
 

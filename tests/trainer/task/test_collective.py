@@ -43,7 +43,7 @@ class Group:
         for task in self.tasks:
             task.send({"store": ["127.0.0.1", port or self.port]})
 
-    def results(self, ranks: Iterator[int] | None = None) -> list[dict[str, Any]]:
+    def results(self, ranks: Iterator[int] | None = None) -> list[Any]:
         return [[*self.streams[rank]][-1] for rank in ranks or range(len(self.tasks))]
 
     def close(self) -> None:

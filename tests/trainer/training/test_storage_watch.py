@@ -17,6 +17,7 @@ import pytest
 
 from tests.jobs.nproc.disks import Disk, in_memory, on_a_device
 from unisono.base.events import Reporter
+from unisono.base.messages import SampleMessage
 from unisono.trainer.track import TensorboardWriter
 
 LIMIT_S = 30.0
@@ -74,12 +75,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def sample(step: int, text: str = "") -> SampleMessage:
+    return {"kind": "sample", "step": step, "prompt": "", "text": text}
+
+
 def test_events_are_kept_in_order_and_all_of_them(tmp_path: Path) -> None:
     heard, path = Heard(), tmp_path / "events.jsonl"
     report = Reporter(heard.fd, log_path=str(path))
     for number in range(500):
-        report.send("sample", step=number)
-        report.send("step", step=number)
+        report.send(sample(number))
+        report.send({"kind": "step", "step": number})
     report.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(500))
     assert heard.codes() == []
@@ -90,11 +95,11 @@ def test_the_front_hears_all_where_the_events_disk_is_full(tmp_path: Path) -> No
     with in_memory(tmp_path / "small", size=1 << 16) as disk:
         heard = Heard()
         report = Reporter(heard.fd, log_path=str(disk.path / "events.jsonl"))
-        report.send("sample", step=0)
+        report.send(sample(0))
         until((disk.path / "events.jsonl").exists)
         disk.fill(leave=0)
         for number in range(1, 300):
-            report.send("sample", step=number, text="x" * 500)
+            report.send(sample(number, "x" * 500))
         report.close()
         assert heard.codes() == ["events_log"]
     assert [m["step"] for m in heard.messages if m["kind"] == "sample"] == list(range(300))
@@ -103,12 +108,12 @@ def test_the_front_hears_all_where_the_events_disk_is_full(tmp_path: Path) -> No
 def test_the_front_hears_all_where_the_events_disk_hangs(hung: Disk) -> None:
     heard = Heard()
     report = Reporter(heard.fd, log_path=str(hung.path / "events.jsonl"))
-    report.send("sample", step=0)
+    report.send(sample(0))
     until((hung.path / "events.jsonl").exists)
     hung.hang()
     began = time.monotonic()
     for number in range(1, 3000):
-        report.send("sample", step=number)
+        report.send(sample(number))
     report.close()
     assert time.monotonic() - began < 10
     assert heard.codes() == ["events_log"]

@@ -2,6 +2,7 @@
 or after a run; and the exit codes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -103,7 +104,7 @@ class Verdict(BaseModel):
         return {"schema": 1, **body}
 
     @classmethod
-    def from_json(cls, value: dict[str, object]) -> Self:
+    def from_json(cls, value: Mapping[str, object]) -> Self:
         """Reads an object that `to_json` returned.
 
         Raises:

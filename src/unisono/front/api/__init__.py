@@ -122,7 +122,7 @@ class Result:
             "; ".join(f"{item.where}: {item.text}" for item in verdict.evidence[:2]) if verdict else "",
             "; ".join(verdict.fix) if verdict else "the same call resumes from the newest checkpoint",
         )
-        error = refusal({"exit_code": self.exit_code, "problems": [], "verdict": None})
+        error = refusal({"kind": "refused", "exit_code": self.exit_code})
         raise type(error)(problem, verdict=verdict)
 
 

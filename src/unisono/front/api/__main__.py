@@ -16,8 +16,9 @@ import traceback
 from pathlib import Path
 
 from unisono.base.errors import UnisonoError, storage_failure, unusable_path
-from unisono.base.events import Message, Reporter, Show
+from unisono.base.events import Reporter
 from unisono.base.files import read_json
+from unisono.base.messages import ReportMessage, Show, StartRefusedMessage, message_of
 from unisono.front.api.front import FrontRequest
 from unisono.guard.supervise.codec import decode
 from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
@@ -35,15 +36,11 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     request = decode(FrontRequest, read_json(given.request))
     reporter = Reporter(given.report_fd)
-
-    def show(message: Message) -> None:
-        reporter.send(**{name: value for name, value in message.items() if name != "time"})
-
     try:
         threading.Thread(target=_follow_program, name="program", daemon=True).start()
-        return (_doctor if request.command == "doctor" else _train)(request, show)
+        return (_doctor if request.command == "doctor" else _train)(request, reporter.send)
     except KeyboardInterrupt:  # before there was anything to save
-        reporter.send("stopped", exit_code=130)
+        reporter.send({"kind": "stopped", "exit_code": 130})
         return 130
     except Exception as error:  # noqa: BLE001 - the edge of a process: reported, with the traceback of a bug
         return _refused(error, reporter)
@@ -81,7 +78,7 @@ def _doctor(request: FrontRequest, show: Show) -> int:
         show({"kind": "stopped", "exit_code": exit_code_of(stopped.number)})
         return exit_code_of(stopped.number)
     code = examination.exit_code(strict=strict)
-    show({"kind": "report", "exit_code": code, "host": examination.host, **examination.to_json()})
+    show(message_of(ReportMessage, {"exit_code": code, "host": examination.host, **examination.to_json()}))
     return code
 
 
@@ -89,10 +86,10 @@ def _refused(error: Exception, reporter: Reporter) -> int:
     if not isinstance(error, UnisonoError):
         error = unusable_path(error, has_started=True) or storage_failure(error) or error
     if isinstance(error, UnisonoError):
-        reporter.send("start_refused", type=type(error).__name__, **error.to_json())
+        reporter.send(message_of(StartRefusedMessage, {"type": type(error).__name__, **error.to_json()}))
         return error.exit_code
     text = "".join(traceback.format_exception(error))
-    reporter.send("crashed", error=repr(error), traceback=text)
+    reporter.send({"kind": "crashed", "error": repr(error), "traceback": text})
     return 1
 
 

@@ -276,10 +276,10 @@ def doctor(config: RunConfig | str | PathLike[str] | None = None, **options: Unp
             continue
     finally:
         front.stop()
-    last = front.last or {}
-    if last.get("kind") == "stopped":
+    last = front.last
+    if last is not None and last["kind"] == "stopped":
         raise KeyboardInterrupt
-    if last.get("kind") != "report":
+    if last is None or last["kind"] != "report":
         raise shown(front.error())
     return Report(tuple(findings_of(last)), int(last["exit_code"]))
 

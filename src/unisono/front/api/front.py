@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 from unisono.base import errors
 from unisono.base.causes import Verdict
 from unisono.base.errors import Problem, RankDied, UnisonoError
-from unisono.base.events import Message
+from unisono.base.messages import Message, RefusedMessage, fields_of, message_of
 from unisono.base.text import one_line
 from unisono.front.api import Result
 from unisono.guard.facts.environment import all_variables
@@ -30,7 +30,7 @@ from unisono.guard.supervise.child_process import ChildProcess
 from unisono.guard.supervise.codec import encode
 from unisono.guard.supervise.task_process import how_it_ended, refusal, tail_of
 
-_STOP: Message = {"kind": "stop"}
+_STOP = {"kind": "stop"}
 _LAST = ("result", "report", "stopped", "start_refused", "crashed")
 _POLL_S = 0.2
 _PATIENCE = 3  # Ctrl-C so often: the front is killed
@@ -122,18 +122,18 @@ class Front:
 
     def error(self) -> UnisonoError:
         """Why there is no result."""
-        last = self.last or {}
-        if last.get("kind") == "start_refused":
+        last = self.last
+        if last is not None and last["kind"] == "start_refused":
             known = refusal(last)
             kind = getattr(errors, str(last.get("type")), type(known))
             return kind(*known.problems, verdict=known.verdict) if issubclass(kind, type(known)) else known
-        if last.get("kind") == "crashed":
+        if last is not None and last["kind"] == "crashed":
             error = UnisonoError.of(
                 f"a bug in unisono, not your mistake: {one_line(str(last['error']))}",
                 where="the process that supervises the run",
                 fix="report it with the traceback below",
             )
-            error.add_note(str(last["traceback"]))
+            error.add_note(str(last.get("traceback", "")))
             return error
         return RankDied(
             Problem(
@@ -314,96 +314,56 @@ class Ended(Event):
 
 def event_of(message: Message) -> Event | None:
     """The event of a message; None for messages that are not for programs."""
-    make = _MAKERS.get(message["kind"])
-    return make(message) if make is not None else None
-
-
-def _planned(message: Message) -> Event:
-    plan = _fields(message)
-    output_dir = Path(str(plan["output_dir"]))
-    return Planned(
-        time=message["time"],
-        plan=plan,
-        total_steps=message["total_steps"],
-        world_size=message["world_size"],
-        output_dir=output_dir,
-    )
-
-
-def _started(message: Message) -> Event | None:
-    facts = message.get("facts")
-    return Started(time=message["time"], facts=facts if isinstance(facts, dict) else {})
-
-
-def _phase(message: Message) -> Event:
-    return Phase(
-        time=message["time"],
-        name=str(message.get("phase", "")),
-        text=str(message.get("text", "")),
-        done=message.get("done"),
-        total=message.get("total"),
-    )
-
-
-def _step(message: Message) -> Event:
-    return Step(
-        time=message["time"],
-        step=int(message["step"]),
-        loss=message.get("loss"),
-        metrics=_fields(message),
-    )
-
-
-def _evaluation(message: Message) -> Event:
-    metrics = {name: value for name, value in _fields(message).items() if name != "step"}
-    return Evaluation(time=message["time"], step=int(message["step"]), metrics=metrics)
-
-
-def _sample(message: Message) -> Event:
-    prompt, text = str(message.get("prompt", "")), str(message.get("text", ""))
-    return Sample(time=message["time"], step=int(message.get("step") or 0), prompt=prompt, text=text)
-
-
-def _checkpoint(message: Message) -> Event:
-    return Checkpoint(
-        time=message["time"],
-        step=int(message["step"]),
-        path=Path(str(message.get("path", ""))),
-        bytes=int(message.get("bytes") or 0),
-        seconds=float(message.get("seconds") or 0.0),
-    )
-
-
-def _notice(message: Message) -> Event:
-    return Notice(
-        time=message["time"],
-        is_warning=message["kind"] == "warning",
-        code=str(message.get("code", "")),
-        text=str(message.get("text", "")),
-        fix=str(message.get("fix", "")),
-    )
-
-
-def _failed(message: Message) -> Event:
-    return Failed(time=message["time"], verdict=Verdict.from_json(_fields(message)))
-
-
-def _fields(message: Message) -> dict[str, object]:
-    return {name: value for name, value in message.items() if name not in ("kind", "time")}
-
-
-_MAKERS = {
-    "plan": _planned,
-    "ready": _started,
-    "phase": _phase,
-    "step": _step,
-    "eval": _evaluation,
-    "sample": _sample,
-    "checkpoint": _checkpoint,
-    "warning": _notice,
-    "note": _notice,
-    "verdict": _failed,
-}
+    when = message.get("time", 0.0)
+    match message["kind"]:
+        case "plan":
+            return Planned(
+                time=when,
+                plan=fields_of(message),
+                total_steps=message["total_steps"],
+                world_size=message["world_size"],
+                output_dir=Path(str(message["output_dir"])),
+            )
+        case "ready":
+            facts = message.get("facts")
+            return Started(time=when, facts=facts if isinstance(facts, dict) else {})
+        case "phase":
+            return Phase(
+                time=when,
+                name=str(message.get("phase", "")),
+                text=str(message.get("text", "")),
+                done=message.get("done"),
+                total=message.get("total"),
+            )
+        case "step":
+            loss = message.get("loss")
+            return Step(time=when, step=int(message["step"]), loss=loss, metrics=fields_of(message))
+        case "eval":
+            metrics = {name: value for name, value in fields_of(message).items() if name != "step"}
+            return Evaluation(time=when, step=int(message["step"]), metrics=metrics)
+        case "sample":
+            prompt, text = str(message.get("prompt", "")), str(message.get("text", ""))
+            return Sample(time=when, step=int(message.get("step") or 0), prompt=prompt, text=text)
+        case "checkpoint":
+            return Checkpoint(
+                time=when,
+                step=int(message["step"]),
+                path=Path(str(message.get("path", ""))),
+                bytes=int(message.get("bytes") or 0),
+                seconds=float(message.get("seconds") or 0.0),
+            )
+        case "warning" | "note":
+            return Notice(
+                time=when,
+                is_warning=message["kind"] == "warning",
+                code=str(message.get("code", "")),
+                text=str(message.get("text", "")),
+                fix=str(message.get("fix", "")),
+            )
+        case "verdict":
+            return Failed(time=when, verdict=Verdict.from_json(fields_of(message)))
+        case _:
+            return None
 
 
 class Stream(Iterator[Event]):
@@ -487,19 +447,20 @@ class Stream(Iterator[Event]):
             UnisonoError: if nothing was started.
         """
         self._front.wait()
-        last = self._front.last or {}
-        if last.get("kind") == "stopped":
+        last = self._front.last
+        if last is not None and last["kind"] == "stopped":
             return Result(RunResult(outcome="interrupted", exit_code=130))
-        if last.get("kind") != "result":
+        if last is None or last["kind"] != "result":
             raise shown(self._front.error())
-        result = Result(RunResult.from_json(_fields(last)))
+        result = Result(RunResult.from_json(fields_of(last)))
         if result.outcome == "refused":
-            raise shown(refusal({**last, "exit_code": result.exit_code}))
+            refused = {**fields_of(last), "exit_code": result.exit_code}
+            raise shown(refusal(message_of(RefusedMessage, refused)))
         return result
 
     def _ended_at(self) -> float:
         self._front.wait()
-        return float((self._front.last or {}).get("time") or 0.0)
+        return float(self._front.last.get("time") or 0.0) if self._front.last is not None else 0.0
 
 
 def shown(error: UnisonoError) -> UnisonoError:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.base.events import read_message
 from unisono.base.files import MOST_LINE_BYTES, open_plain, parse_json, read_json, read_object
+from unisono.base.messages import read_message
 from unisono.base.text import one_line
 from unisono.front.board.curves import Curves
 from unisono.guard.rundir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
+from unisono.base.messages import Show
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import Check as RuleCheck
 from unisono.guard.agree.reports import NodeReport, name_node
@@ -22,8 +22,6 @@ from unisono.jobs.runs.planning import LocalNode, look_around
 from unisono.jobs.runs.train_request import TrainRequest, load_requested
 from unisono.trainer.config import LoadedConfig, build_config
 from unisono.trainer.plan.task_requests import InputDigests
-
-Show = Callable[[Message], None]
 
 
 @dataclass(frozen=True)

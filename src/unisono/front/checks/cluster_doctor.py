@@ -2,11 +2,11 @@
 back here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unisono.base.errors import UnfitError, UsageError
-from unisono.base.events import Message
 from unisono.base.files import parse_json
+from unisono.base.messages import RefusedMessage, message_of
 from unisono.front.checks.check import DoctorRequest, findings_of, read_config
 from unisono.front.checks.examination import Examination, examine, redacted
 from unisono.guard.supervise.child_process import option_args
@@ -17,7 +17,7 @@ from unisono.jobs.launchers.launchers import prepare_launcher
 _DISAGREE = 3
 
 
-def read_answer(line: str) -> Message | None:
+def read_answer(line: str) -> Mapping[str, object] | None:
     """The JSON object of a line of doctor's output: its checks, or its refusal; None for any other
     line.
     """
@@ -30,7 +30,7 @@ def read_answer(line: str) -> Message | None:
     return None
 
 
-def examination_of(answer: Message, *, code: int, host: str) -> Examination:
+def examination_of(answer: Mapping[str, object], *, code: int, host: str) -> Examination:
     """The examination that node 0 reports.
 
     Args:
@@ -41,7 +41,7 @@ def examination_of(answer: Message, *, code: int, host: str) -> Examination:
         UnisonoError: the refusal of node 0, in the class of its exit code.
     """
     if "checks" not in answer:
-        raise refusal(answer)
+        raise refusal(message_of(RefusedMessage, answer))
     return Examination(host, findings_of(answer), agreed=code != _DISAGREE)
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, cast
 
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message
 from unisono.base.files import make_private_dir
+from unisono.base.messages import Message
 from unisono.base.text import one_line
 from unisono.front.checks.check import CheckFunction, Finding, Surroundings, found
 from unisono.front.checks.device_selection import TransportKind, expected_transport
@@ -41,6 +41,7 @@ from unisono.guard.supervise.child_process import (
     misleading_variables,
 )
 from unisono.guard.supervise.task_process import TaskProcess
+from unisono.guard.supervise.task_requests import CollectiveResult
 
 _NAME = re.compile(r"doctor-[0-9A-Za-z-]{1,60}")
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -240,22 +241,20 @@ class AttemptRanks:
         worst = min(results, key=lambda one: (bool(one.get("ok")), one.get("bytes_per_second") or 0.0))
         return outcome_of(worst, self.rows())
 
-    def _results(self, limit: float) -> list[Message]:
-        received: list[Message] = []
+    def _results(self, limit: float) -> list[CollectiveResult]:
+        received: list[CollectiveResult] = []
         waiting = list(self._tasks)
         while waiting and time.monotonic() < limit:
             for task in list(waiting):
-                results = [message for message in task.new_messages() if message["kind"] == "result"]
+                results = [one for one in task.new_messages() if one["kind"] == "result"]
                 if results:
-                    received += results
+                    received += (done := [cast("CollectiveResult", one) for one in results])
                     waiting.remove(task)
-                    limit = (
-                        limit
-                        if results[0].get("ok") is True
-                        else min(limit, time.monotonic() + _OTHER_RANKS_S)
-                    )
+                    is_ok = done[0].get("ok") is True
+                    limit = limit if is_ok else min(limit, time.monotonic() + _OTHER_RANKS_S)
             time.sleep(_POLL_S)
-        missing: Message = {"ok": False, "text": f"no result within {self.deadline_s:g} s"}
+        text = f"no result within {self.deadline_s:g} s"
+        missing = cast("CollectiveResult", {"ok": False, "text": text})
         return [*received, missing] if waiting and all(one.get("ok") for one in received) else received
 
     def rows(self) -> tuple[str, ...]:
@@ -268,7 +267,7 @@ class AttemptRanks:
         return tuple(nccl_rows(read_nccl_log(lines)))
 
 
-def outcome_of(message: Mapping[str, Any], rows: Sequence[str] = ()) -> AttemptOutcome:
+def outcome_of(message: Mapping[str, object], rows: Sequence[str] = ()) -> AttemptOutcome:
     """The outcome that a rank or node reports; invalid values are ignored."""
     rate, small = message.get("bytes_per_second"), message.get("small_s")
     return AttemptOutcome(
@@ -290,7 +289,7 @@ def _until_ready(stream: Iterator[Message]) -> int:
     for message in stream:
         if message["kind"] == "store":
             port = int(message["port"])
-        if message.get("phase") == "collective.store":
+        if message["kind"] == "phase" and message.get("phase") == "collective.store":
             return port
     raise UnisonoError.of("a rank ended before the collective")
 

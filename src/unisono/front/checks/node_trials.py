@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from unisono.base.errors import Disagreed, UsageError
-from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
+from unisono.base.messages import Show
 from unisono.front.checks.check import NO_FILES, DoctorCheck, DoctorRequest, Finding, LocalRun, findings_of
 from unisono.front.checks.ladder import OWN, SETTABLE, AttemptOutcome, Settings, climb, ladder_finding, rungs
 from unisono.front.checks.ladder_attempts import (
@@ -210,7 +210,9 @@ def _measure_peer(address: str, port: int, key: bytes, _show: Show) -> LinkSpeed
     return measure(address, port, key)
 
 
-def _measure_target(member_side: MemberSide, message: Message, key: bytes) -> Mapping[str, object]:
+def _measure_target(
+    member_side: MemberSide, message: Mapping[str, object], key: bytes
+) -> Mapping[str, object]:
     match message.get("target"):
         case [str(address), int(port)]:
             return asdict(member_side.run_in_background(partial(_measure_peer, address, port, key)))
@@ -218,7 +220,7 @@ def _measure_target(member_side: MemberSide, message: Message, key: bytes) -> Ma
             return {}
 
 
-def _link_speed_of(message: Message) -> LinkSpeed:
+def _link_speed_of(message: Mapping[str, object]) -> LinkSpeed:
     up, down, rtt_s = message.get("up"), message.get("down"), message.get("rtt_s")
     return LinkSpeed(
         float(rtt_s) if isinstance(rtt_s, int | float) else None,
@@ -228,7 +230,7 @@ def _link_speed_of(message: Message) -> LinkSpeed:
     )
 
 
-def _port_of(message: Message) -> int:
+def _port_of(message: Mapping[str, object]) -> int:
     port = message.get("port")
     return port if isinstance(port, int) and 0 < port < 1 << 16 else 0
 
@@ -305,14 +307,14 @@ def _attempt_on_all(
     return AttemptOutcome(worst.ok, worst.text, worst.bytes_per_second, worst.small_s, own_run.rows)
 
 
-def _missing_logs(message: Message) -> str:
+def _missing_logs(message: Mapping[str, object]) -> str:
     """Why a node has no logs of its libraries; empty: it has, or was not asked for them."""
     text = message.get("unkept")
     return text[:300] if isinstance(text, str) else ""
 
 
 def _take_part(
-    member_side: MemberSide, report: NodeReport, message: Message, record: AttemptLogs | None
+    member_side: MemberSide, report: NodeReport, message: Mapping[str, object], record: AttemptLogs | None
 ) -> None:
     """This node's rank in one attempt."""
     settings = _allowed_settings(message.get("settings"))

@@ -27,7 +27,7 @@ from unisono.front.cli.generate import (
 from unisono.front.cli.output import Output, output
 
 if TYPE_CHECKING:
-    from unisono.base.events import Message
+    from unisono.base.messages import Message
     from unisono.guard.supervise.task_process import TaskProcess
     from unisono.trainer.plan.talk_messages import ChatInput, Ready, TurnAnswer
 

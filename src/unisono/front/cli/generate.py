@@ -13,7 +13,7 @@ from unisono.front.cli.app import refuse_unwritable
 from unisono.front.cli.output import output, silence, styled, terminal_width
 
 if TYPE_CHECKING:
-    from unisono.base.events import Message
+    from unisono.base.messages import Message
     from unisono.front.cli.terminal import TaskProgress
     from unisono.guard.supervise.task_requests import TaskRequest
     from unisono.trainer.plan.task_requests import (

@@ -11,7 +11,21 @@ from typing import Any, Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import Problem
-from unisono.base.events import Message
+from unisono.base.messages import (
+    CheckpointMessage,
+    EvalMessage,
+    Message,
+    PhaseMessage,
+    PlanMessage,
+    ReadyMessage,
+    RefusedMessage,
+    ResultMessage,
+    SampleMessage,
+    StepMessage,
+    VerdictMessage,
+    WarningMessage,
+    fields_of,
+)
 from unisono.base.text import columns, one_line, shortened, show_bytes, show_count, show_seconds
 from unisono.front.cli.output import Output, terminal_width
 from unisono.front.cli.terminal import first_screen
@@ -25,7 +39,7 @@ _SHORTEST_LEFT_S = 0.1
 _SAMPLE_WIDTH = 176  # of a sample without a terminal
 
 
-def _cause_of(message: Message) -> str:
+def _cause_of(message: WarningMessage) -> str:
     """The cause of a warning that has one, as after a verdict's summary."""
     return f"  [{message['code']}]" if message.get("verdict") else ""
 
@@ -119,36 +133,47 @@ class Screen:
         self._verdict: Verdict | None = None
         self._figures: dict[str, str] = {}
 
-    def show(self, message: Message) -> None:
+    def show(self, message: Message) -> None:  # noqa: C901 - a table of kinds
         """Shows one message; ignores unknown kinds."""
-        handler = {
-            "plan": self._on_plan,
-            "ready": self._on_ready,
-            "phase": self._on_phase,
-            "step": self._on_step,
-            "eval": self._on_eval,
-            "sample": self._on_sample,
-            "checkpoint": self._on_checkpoint,
-            "warning": self._on_warning,
-            "note": self._on_note,
-            "verdict": self._on_verdict,
-            "refused": self._on_refused,
-            "result": self._on_result,
-        }.get(message["kind"])
-        if handler is not None:
-            handler(message)
+        match message["kind"]:
+            case "plan":
+                self._on_plan(message)
+            case "ready":
+                self._on_ready(message)
+            case "phase":
+                self._on_phase(message)
+            case "step":
+                self._on_step(message)
+            case "eval":
+                self._on_eval(message)
+            case "sample":
+                self._on_sample(message)
+            case "checkpoint":
+                self._on_checkpoint(message)
+            case "warning":
+                self._on_warning(message)
+            case "note":
+                self._notify(one_line(str(message.get("text", ""))))
+            case "verdict":
+                self._on_verdict(message)
+            case "refused":
+                self._on_refused(message)
+            case "result":
+                self._on_result(message)
+            case _:
+                pass
 
     def close(self) -> None:
         """Restores the terminal."""
         self._show_verdict()
         self._line.close()
 
-    def _on_plan(self, message: Message) -> None:
+    def _on_plan(self, message: PlanMessage) -> None:
         self._show_verdict()  # of the previous start
         self._pace = StepRate(self._clock)  # after a restart steps count from the checkpoint again
-        self._plan = RunPlan.model_validate({k: v for k, v in message.items() if k not in ("kind", "time")})
+        self._plan = RunPlan.model_validate(fields_of(message))
 
-    def _on_ready(self, message: Message) -> None:
+    def _on_ready(self, message: ReadyMessage) -> None:
         facts = message.get("facts")
         if not self._header_shown:
             self._show_header(facts if isinstance(facts, dict) else {})
@@ -161,16 +186,16 @@ class Screen:
         for text in [*self._plan.warnings, *self._plan.data.warnings]:
             self._line.above(f"warning: {one_line(text)}")
 
-    def _on_phase(self, message: Message) -> None:
+    def _on_phase(self, message: PhaseMessage) -> None:
         done, total = message.get("done"), message.get("total")
         share = done / total if isinstance(done, int | float) and total else None
         if self._printer.quiet:
             return
-        counted = f" {min(done, total):,} of {total:,}" if share is not None and done else ""
+        counted = f" {min(done, total):,} of {total:,}" if share is not None and done and total else ""
         trains = self._pace.rate() is not None  # then the bar shows the steps
         self._line.show(one_line(str(message.get("text", ""))) + counted, share=None if trains else share)
 
-    def _on_step(self, message: Message) -> None:
+    def _on_step(self, message: StepMessage) -> None:
         step = int(message["step"])
         self._pace.note(step, message.get("time"))
         if self._printer.quiet:
@@ -179,8 +204,8 @@ class Screen:
         rate = self._pace.rate()
         parts = [f"step {step:,}" + (f"/{total:,}" if total else ""), f"loss {_figure(message.get('loss'))}"]
         parts += [f"{name} {value}" for name, value in self._figures.items()]
-        if message.get("tokens_per_second"):
-            parts.append(_speed(float(message["tokens_per_second"]), self._plan))
+        if speed := message.get("tokens_per_second"):
+            parts.append(_speed(float(speed), self._plan))
         if rate:
             parts.append(f"{rate:.3g} steps/s")
         left_s = (total - step) / rate if rate and step < total else 0.0
@@ -188,20 +213,20 @@ class Screen:
             parts.append(f"{show_seconds(left_s)} left")
         self._line.show(" · ".join(parts), share=step / total if total else None)
 
-    def _on_eval(self, message: Message) -> None:
+    def _on_eval(self, message: EvalMessage) -> None:
         figures = {k: v for k, v in message.items() if k not in ("kind", "time", "step") and _is_number(v)}
         if "eval_loss" in figures:
             self._figures["eval_loss"] = _figure(figures["eval_loss"])
         shown = ", ".join(f"{name} {_figure(value)}" for name, value in figures.items())
         self._notify(f"evaluation at step {message.get('step')}: {shown}")
 
-    def _on_sample(self, message: Message) -> None:
+    def _on_sample(self, message: SampleMessage) -> None:
         width = terminal_width(sys.stderr) or _SAMPLE_WIDTH
         prompt = shortened(one_line(str(message.get("prompt", ""))), width * 2 // 5)
         answer = one_line(str(message.get("text", "")))
         self._notify(f"  {prompt} → {shortened(answer, width - columns(prompt) - len('   → '))}")
 
-    def _on_checkpoint(self, message: Message) -> None:
+    def _on_checkpoint(self, message: CheckpointMessage) -> None:
         step, size, seconds = message.get("step"), message.get("bytes"), message.get("seconds")
         self._notify(
             f"checkpoint at step {step}"
@@ -209,20 +234,17 @@ class Screen:
             + (f" in {show_seconds(seconds)}" if seconds is not None else "")
         )
 
-    def _on_warning(self, message: Message) -> None:
-        fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
+    def _on_warning(self, message: WarningMessage) -> None:
+        fix = f" ({one_line(str(fix))})" if (fix := message.get("fix")) else ""
         source = message.get("place") or (f"rank {message['rank']}" if "rank" in message else "")
         source = f"{one_line(str(source))}: " if source else ""
         text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
         self._line.above(f"warning: {source}{text}{cause}{fix}")
 
-    def _on_note(self, message: Message) -> None:
-        self._notify(one_line(str(message.get("text", ""))))
-
-    def _on_verdict(self, message: Message) -> None:
+    def _on_verdict(self, message: VerdictMessage) -> None:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
         self._show_verdict()
-        self._verdict = Verdict.from_json({k: v for k, v in message.items() if k not in ("kind", "time")})
+        self._verdict = Verdict.from_json(fields_of(message))
         if self._verdict.when == "during":  # before a start nothing follows
             self._line.above(f"{self._verdict.summary}  [{self._verdict.cause}]")
 
@@ -231,12 +253,12 @@ class Screen:
         for text in verdict.lines() if verdict is not None else ():
             self._line.above(text)
 
-    def _on_refused(self, message: Message) -> None:
+    def _on_refused(self, message: RefusedMessage) -> None:
         for problem in message.get("problems") or []:
             for text in Problem(**{name: str(value) for name, value in problem.items()}).lines():
                 self._line.above(text)
 
-    def _on_result(self, message: Message) -> None:
+    def _on_result(self, message: ResultMessage) -> None:
         verdict, self._verdict = self._verdict, None
         self.close()
         for text in ending(message, Path.cwd(), plan=self._plan):
@@ -272,7 +294,7 @@ def _speed(tokens_per_second: float, plan: RunPlan | None) -> str:
     return family_of(plan.model).speed(tokens_per_second, plan.data.train)
 
 
-def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[str]:
+def ending(result: ResultMessage, cwd: Path, *, plan: RunPlan | None = None) -> list[str]:
     """The last lines: the outcome, the path of the result, and the next command; paths relative to
     `cwd`.
 
@@ -286,8 +308,8 @@ def ending(result: Message, cwd: Path, *, plan: RunPlan | None = None) -> list[s
     figures = [f"step {result.get('step', 0):,}"]
     if result.get("loss") is not None:
         figures.append(f"loss {_figure(result['loss'])}")
-    if result.get("tokens_per_second"):
-        figures.append(_speed(float(result["tokens_per_second"]), plan))
+    if speed := result.get("tokens_per_second"):
+        figures.append(_speed(float(speed), plan))
     figures.append(show_seconds(float(result.get("wall_time_s") or 0)))
     trained = bool(result.get("step") or result.get("checkpoint"))
     verdict = result.get("verdict") or {}
@@ -398,7 +420,7 @@ class RunOutput:
             case "note":
                 self._printer.notify(f"unisono: {one_line(str(message.get('text', '')))}")
             case "warning":
-                fix = f" ({one_line(str(message['fix']))})" if message.get("fix") else ""
+                fix = f" ({one_line(str(fix))})" if (fix := message.get("fix")) else ""
                 text, cause = one_line(str(message.get("text", ""))), _cause_of(message)
                 self._printer.warn(f"unisono: warning: {text}{cause}{fix}")
             case "verdict":
@@ -408,14 +430,13 @@ class RunOutput:
             case _:
                 pass
 
-    def _on_verdict(self, message: Message) -> None:
+    def _on_verdict(self, message: VerdictMessage) -> None:
         """Shows the summary immediately; the block with evidence and fix follows at the end."""
-        body = {name: value for name, value in message.items() if name not in ("kind", "time")}
-        self._verdict = Verdict.from_json(body)
+        self._verdict = Verdict.from_json(fields_of(message))
         self._printer.warn(f"unisono: {self._verdict.summary}  [{self._verdict.cause}]")
 
-    def _on_result(self, message: Message) -> None:
-        verdict = Verdict.from_json(message["verdict"]) if message.get("verdict") else None
+    def _on_result(self, message: ResultMessage) -> None:
+        verdict = Verdict.from_json(named) if (named := message.get("verdict")) else None
         for line in verdict.lines() if verdict is not None else ():
             self._printer.warn(line)
         duration = show_seconds(float(message.get("wall_time_s") or 0.0))

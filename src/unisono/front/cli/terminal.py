@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unisono.base.events import Message
+from unisono.base.messages import Message, PhaseMessage
 from unisono.base.text import fitting, one_line, plain, show_bytes, show_count, wrapped
 from unisono.front.cli.output import Output, output, shown, styled, terminal_width
 from unisono.guard.facts import read_environment
@@ -112,7 +112,7 @@ class TaskProgress:
         if message["kind"] == "phase":
             self._phase(message)
         elif message["kind"] == "warning":
-            fix = f"; {message['fix']}" if message.get("fix") else ""
+            fix = f"; {fix}" if (fix := message.get("fix")) else ""
             self._above(f"warning: {one_line(message['text'] + fix)}")
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class TaskProgress:
         if self._line is not None:
             self._line.close()
 
-    def _phase(self, message: Message) -> None:
+    def _phase(self, message: PhaseMessage) -> None:
         text, done, total = one_line(message["text"]), message.get("done"), message.get("total")
         counted = f"{text} {done} of {total}" if total else text
         if self._line is not None:

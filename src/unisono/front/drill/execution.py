@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Self, cast
 
 from unisono.base.child import end_with_front
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message
-from unisono.base.files import read_json
+from unisono.base.files import objects_of, read_json
+from unisono.base.messages import Message, ResultMessage, VerdictMessage, message_of
 from unisono.front.drill.drills import (
     Drill,
     DrillResult,
@@ -146,8 +146,8 @@ class FrontProcess:
             except ValueError:
                 self._errors.append(text.rstrip())
                 continue
-            if isinstance(message, dict):
-                self._lines.append(TimedLine(at, message))
+            if isinstance(message, dict) and "kind" in message:
+                self._lines.append(TimedLine(at, cast("Message", message)))
         stream.close()
 
     def _read_errors(self, stream: IO[str]) -> None:
@@ -303,9 +303,7 @@ class DrillRun:
         return True
 
     def _step(self) -> int:
-        steps = [
-            int(line.message["step"]) for line in self.fronts[0].lines if line.message.get("kind") == "step"
-        ]
+        steps = [int(line.message["step"]) for line in self.fronts[0].lines if line.message["kind"] == "step"]
         return steps[-1] if steps else 0
 
     def _moment(self) -> float | None:
@@ -338,7 +336,7 @@ class DrillRun:
         for front in self.fronts:
             for line in front.lines:
                 if line.message.get("kind") == "result":
-                    yield from (str(problem["what"]) for problem in line.message.get("problems") or [])
+                    yield from (str(problem["what"]) for problem in objects_of(line.message.get("problems")))
             yield from front.errors
 
     def _ends(self) -> list[FrontExit]:
@@ -537,9 +535,9 @@ def main(path: Path) -> int:
     except UnisonoError as error:
         verdict = error.verdict.to_json() if error.verdict else None
         if verdict:
-            _show({"kind": "verdict", **verdict})
+            _show(message_of(VerdictMessage, verdict))
         result = refused_result(error.exit_code, [asdict(one) for one in error.problems], verdict)
-        _show({"kind": "result", **result.to_json()})
+        _show(message_of(ResultMessage, result.to_json()))
         return error.exit_code
 
 

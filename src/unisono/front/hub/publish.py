@@ -12,8 +12,8 @@ import yaml
 
 from unisono.base._version import __version__
 from unisono.base.errors import ModelError, UsageError
-from unisono.base.events import Show
 from unisono.base.files import objects_of, read_json, read_object, write_json, write_text
+from unisono.base.messages import Show
 from unisono.base.text import (
     is_secret,
     names_secret,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import RankDied, UnisonoError
-from unisono.base.events import Message, Show
+from unisono.base.messages import Message, Show
 from unisono.front.serve.protocol import ApiError
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.guard.facts.limits import oom_kills

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from unisono.base.causes import resume_hint
 from unisono.base.causes.signatures import match_line
 from unisono.base.causes.verdict import Evidence, Verdict
-from unisono.base.events import Message, own_frame, read_message
+from unisono.base.events import own_frame
 from unisono.base.files import iterate_lines, objects_of, parse_json, read_object, read_text
+from unisono.base.messages import CrashedMessage, Message, RefusedMessage, fields_of, read_message
 from unisono.base.text import one_line
 from unisono.base.user_code import MODEL_CODE, own_code
 from unisono.guard.diagnosis.judge import DiagnosisResult
@@ -62,7 +63,7 @@ class RankEvents:
     messages: tuple[Message, ...]
 
     @property
-    def crash(self) -> tuple[LogEvent, Message] | None:
+    def crash(self) -> tuple[LogEvent, CrashedMessage | RefusedMessage] | None:
         """The exception that ended it, unless another rank's exit caused it."""
         for event, message in zip(self.events, self.messages, strict=True):
             if message["kind"] in ("crashed", "refused") and not message.get("peer_lost"):
@@ -102,7 +103,7 @@ def facts_of(run: RunDir, reports: list[RankEvents]) -> RunFacts:
     )
 
 
-def _framework(plan: Message, reports: list[RankEvents]) -> str:
+def _framework(plan: Mapping[str, object], reports: list[RankEvents]) -> str:
     """The framework: "unisono", or what a program of `unisono run` has loaded; empty if unknown."""
     if not isinstance(plan.get("command"), list):
         return "unisono"
@@ -397,9 +398,10 @@ def _crashed(run: RunDir, reports: Sequence[RankEvents], facts: RunFacts) -> Ver
     if not crashes:
         return None
     one, event, message = min(crashes, key=lambda crash: crash[1].time or 0.0)
-    problems = message.get("problems") or [{}]
-    error = shown(one_line(str(message.get("error") or problems[0].get("what") or "an exception"), limit=400))
-    text = str(message.get("traceback") or "")
+    fields = fields_of(message)
+    problems = objects_of(fields.get("problems")) or [{}]
+    error = shown(one_line(str(fields.get("error") or problems[0].get("what") or "an exception"), limit=400))
+    text = str(fields.get("traceback") or "")
     trace = [line for line in text.splitlines() if line.strip()][-_MOST_TRACE:]
     config = read_object(run.plan).get("config")
     code = {**MODEL_CODE, **_own_code(config)}

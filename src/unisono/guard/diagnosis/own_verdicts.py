@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 from unisono.base.causes import find_cause
 from unisono.base.causes.verdict import Evidence, OwnRunOnly, Verdict
-from unisono.base.events import Message
 from unisono.base.files import iterate_lines
 from unisono.guard.diagnosis.lines import shown
 from unisono.guard.diagnosis.run_facts import Hypothesis, LogEvent, RunFacts, View
 from unisono.guard.rundir import RunDir
-from unisono.guard.supervise.timeline import read_entry
+from unisono.guard.supervise.timeline import TimelineEntry, read_entry
 
 _RANKS = re.compile(r"\branks? (\d{1,6}(?:(?:, |、)\d{1,6})*(?: (?:and|和) \d{1,6})?)(?!\d)")
 _NO_CAUSE = ("undetermined", "healthy")
@@ -92,7 +91,7 @@ def _remedy(cause: str, facts: RunFacts) -> tuple[str, ...]:
     return tuple(line for line in lines if facts.framework == "unisono" or not isinstance(line, OwnRunOnly))
 
 
-def _suspicions(run: RunDir) -> Iterator[tuple[float, str, Message]]:
+def _suspicions(run: RunDir) -> Iterator[tuple[float, str, TimelineEntry]]:
     """Times, places and entries of the suspicions in the timelines of all nodes; an entry without
     text ended one.
     """

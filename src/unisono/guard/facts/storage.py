@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from unisono.base.errors import UnfitError, storage_reason, storage_remedy, storage_words
-from unisono.base.events import Message
 from unisono.base.files import BackgroundThread, write_text
+from unisono.base.messages import Message
 from unisono.base.text import one_line
 from unisono.guard.facts import path_probes
 from unisono.guard.facts.processes import read_thread

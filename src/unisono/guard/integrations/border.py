@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from unisono.base.messages import Message
     from unisono.guard.watch.views import BeatMemory
 
 VARIABLE = "UNISONO_GUARD"
@@ -412,7 +413,7 @@ class EventsOf:
         self._path = folder / f"events-{pid}.jsonl"
         self._at = 0
 
-    def new(self) -> list[dict[str, object]]:
+    def new(self) -> "list[Message]":
         """The complete lines since the last call, without invalid ones."""
         try:
             with self._path.open("rb") as file:
@@ -425,8 +426,10 @@ class EventsOf:
             self._at += len(data) if len(data) == _MOST_BYTES else 0
             return []
         self._at += len(whole) + 1
-        values = (_object(line) for line in whole.split(b"\n"))
-        return [value for value in values if value is not None and isinstance(value.get("kind"), str)]
+        from unisono.base.messages import read_message  # not in the program's own processes
+
+        messages = (read_message(line.decode("utf-8", "replace")) for line in whole.split(b"\n"))
+        return [message for message in messages if message is not None]
 
 
 def read_whole(path: Path) -> dict[str, object] | None:

@@ -14,7 +14,7 @@ from typing import Self
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import Disagreed
-from unisono.base.events import Show, notify
+from unisono.base.messages import Show, VerdictMessage, message_of, notify
 from unisono.guard.agree.compare import compare_programs
 from unisono.guard.control.connection import Left, NodeMessage
 from unisono.guard.facts import Probes, all_variables, read_environment, read_machine, take_token
@@ -186,7 +186,7 @@ class HeadProgram:
         """Shows the verdict, writes the result and sends it to the nodes."""
         bad, writes = supervisor.failure, not self.writes_nothing
         if verdict is not None and not supervisor.has_shown(verdict):
-            self.start.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            self.start.show(message_of(VerdictMessage, verdict.to_json()))
         cites = verdict is supervisor.verdict and writes and (supervisor.raw or supervisor.looks)
         if verdict is not None and cites:
             cited = keep_evidence(
@@ -355,7 +355,7 @@ class GuardedRun:
                 if error.verdict is None:
                     raise
                 if not error.already_shown:
-                    self.show({"kind": "verdict", "time": time.time(), **error.verdict.to_json()})
+                    self.show(message_of(VerdictMessage, error.verdict.to_json()))
                 return start.finish(error.exit_code, error.verdict, writes=True)
 
     def _claim(self, shape: RunShape, host: str, variables: Mapping[str, str]) -> tuple[ProgramDir, RunLock]:

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import IO, Self
 
 from unisono.base.errors import UsageError
-from unisono.base.events import Message
 from unisono.base.files import open_plain
+from unisono.base.messages import Message
 from unisono.base.text import one_line
 from unisono.guard.facts.processes import processes_below, variables_of
 from unisono.guard.integrations import border

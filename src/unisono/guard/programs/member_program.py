@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict, find_cause
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.guard.control.connection import Left
 from unisono.guard.programs.local_program import LocalProgram
 from unisono.guard.programs.program_end import exit_code_of_program

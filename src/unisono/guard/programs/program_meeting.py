@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.base.text import redact
 from unisono.guard.agree.compare import keyed_arguments
 from unisono.guard.agree.reports import Interface, NodeReport, OutputFacts, reported_device

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.base.events import Message
+from unisono.base.messages import FinalMessage, is_final
 from unisono.guard.facts.limits import oom_kills
 from unisono.guard.facts.processes import exit_status, processes_below, variables_of
 from unisono.guard.integrations import border
@@ -19,7 +19,7 @@ from unisono.guard.integrations.border import Registration, start_of
 from unisono.guard.integrations.worker_stacks import workers_below
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.guard.rundir import RunDir
-from unisono.guard.supervise.local_ranks import FINAL_KINDS, RankEnd
+from unisono.guard.supervise.local_ranks import RankEnd
 from unisono.guard.supervise.node_messages import (
     LauncherUnwatched,
     NodeNews,
@@ -137,7 +137,7 @@ class Rank:
     pidfd: int
     memory: BeatMemory | None = None
     events: border.EventsOf | None = None
-    last: Message | None = None
+    last: FinalMessage | None = None
     phase: str = "start"
     step: int = 0
     end: RankEnd | None = None
@@ -231,7 +231,7 @@ class ProgramRanks:
         pid = self.pid(rank)
         return workers_below(pid) if pid is not None else []
 
-    def final_message(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> FinalMessage | None:
         """The final message of a rank, once it has arrived."""
         process = self._ranks.get(rank)
         return process.last if process is not None else None
@@ -424,7 +424,7 @@ class ProgramRanks:
         rank = self._ranks[number]
         messages = rank.events.new() if rank.events is not None else []
         for message in messages:
-            if message["kind"] in FINAL_KINDS:
+            if is_final(message):
                 rank.last = message
             elif message["kind"] == "phase":
                 rank.phase = str(message.get("phase"))
@@ -461,7 +461,7 @@ class ProgramRanks:
             end_reason=why or (UNKNOWN_END if self._is_unknown(rank, code, last) else ""),
         )
 
-    def _is_unknown(self, rank: Rank, code: int | None, last: Message | None) -> bool:
+    def _is_unknown(self, rank: Rank, code: int | None, last: FinalMessage | None) -> bool:
         """Whether its end says nothing about the cause."""
         if self.is_orphaned:
             return last is None or last["kind"] != "result"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import UsageError, storage_reason, storage_remedy
-from unisono.base.events import Show, notify
 from unisono.base.files import BackgroundThread, make_private_dir, read_object, write_json
+from unisono.base.messages import ResultMessage, Show, message_of, notify
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts import Environment, Machine, Probes
@@ -405,5 +405,5 @@ class ProgramStart:
             with contextlib.suppress(OSError):  # a full disk is in the verdict, if it is the cause
                 set_verdict(self.run, verdict)
                 write_result(self.run, result)
-        self.show({"kind": "result", "time": time.time(), **result.to_json()})
+        self.show(message_of(ResultMessage, result.to_json()))
         return result

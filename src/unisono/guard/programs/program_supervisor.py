@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message, Show
+from unisono.base.messages import (
+    Message,
+    NoteMessage,
+    Show,
+    VerdictMessage,
+    WarningMessage,
+    fields_of,
+    message_of,
+)
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport
@@ -261,15 +269,16 @@ class ProgramSupervisor(HeadSupervision):
             self.framework = one_line(str(message.get("name", "")), limit=100)
         elif message["kind"] in ("note", "warning", "unguarded"):
             text = f"rank {rank}: {one_line(str(message.get('text', '')), limit=1_000)}"
-            kind = "note" if message["kind"] == "note" else "warning"
-            more = {"kind": kind, "time": message.get("time") or time.time(), "text": text}
-            self.show({"code": "unguarded", "fix": "", **message, **more})
+            more = {"time": message.get("time") or time.time(), "text": text}
+            fields = {"code": "unguarded", "fix": "", **fields_of(message), **more}
+            is_note = message["kind"] == "note"
+            self.show(message_of(NoteMessage, fields) if is_note else message_of(WarningMessage, fields))
         elif (
             message["kind"] == "refused" and isinstance(message.get("verdict"), dict) and self.verdict is None
         ):
             # A callback has compared the ranks by itself: all of them have this verdict, and end
             # with it.
-            self._name(Verdict.from_json(message["verdict"]), end_in_s=_PROGRAM_ENDS_S)
+            self._name(Verdict.from_json(message["verdict"] or {}), end_in_s=_PROGRAM_ENDS_S)
 
     def _take_end(self, end: RankEnd) -> None:
         if end.end_reason == UNKNOWN_END:  # neither a success nor a failure
@@ -447,7 +456,7 @@ class ProgramSupervisor(HeadSupervision):
             end_in_s = 0.0
         else:
             self._shown = verdict
-            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            self.show(message_of(VerdictMessage, verdict.to_json()))
             self.broadcast(VerdictReached(verdict))
         self._end_by = min(self._end_by or float("inf"), time.monotonic() + end_in_s)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, notify
+from unisono.base.messages import Message, VerdictMessage, message_of, notify
 from unisono.base.text import one_line, plain
 from unisono.guard.agree.compare import compare_programs
 from unisono.guard.agree.reports import NodeReport
@@ -48,7 +48,7 @@ def main() -> int:
         return _TorchrunFront.of(settings).run()
     except Disagreed as error:
         if not error.already_shown and error.verdict is not None:
-            _show({"kind": "verdict", **error.verdict.to_json()})
+            _show(message_of(VerdictMessage, error.verdict.to_json()))
         return error.exit_code
     except UnisonoError as error:
         for line in error.lines():

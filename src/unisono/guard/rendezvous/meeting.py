@@ -5,13 +5,13 @@ meeting ends.
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show
+from unisono.base.messages import Show, WarningMessage, message_of
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.membership import wrong_token
 from unisono.guard.agree.reports import NodeReport, name_node, plain_host
@@ -94,7 +94,7 @@ class Meeting:
         self._ended = False
         self._tentative = False
         self.on_close: list[Callable[[], None]] = []
-        self._inbox: dict[str, dict[int, Message]] = {}
+        self._inbox: dict[str, dict[int, Mapping[str, object]]] = {}
         self._record = record
         self.welcome = {"head_host": party.host, **(welcome or {})}
         self.server = HeadServer(
@@ -128,7 +128,7 @@ class Meeting:
         """The reports of all nodes that take part, by node rank."""
         return [self.roll.reports[rank] for rank in sorted(self.roll.reports)]
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         """Sends a message to all other nodes."""
         self.server.broadcast(message)
 
@@ -156,7 +156,7 @@ class Meeting:
         self.show_output(work_thread, everywhere=everywhere)
         return work_thread.result()
 
-    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
+    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Mapping[str, object]]:
         """One message of a kind from every other node, by node rank.
 
         Args:
@@ -367,7 +367,7 @@ class Meeting:
         if event.kind == "misfit":
             self.refuse([meeting_rules.node_count_mismatch(event.why)])
 
-    def _handle_message(self, node_rank: int, message: Message) -> None:
+    def _handle_message(self, node_rank: int, message: Mapping[str, object]) -> None:
         if node_rank in self.roll.left_out:
             return
         host = self.roll.hosts.get(node_rank, "?")
@@ -385,7 +385,7 @@ class Meeting:
 
     def _warn(self, verdict: Verdict) -> None:
         message = encode(Warned(verdict.cause, verdict.summary, "; ".join(verdict.fix)))
-        self.party.show({**message, "time": time.time()})
+        self.party.show(message_of(WarningMessage, message))
         self.broadcast(message)
 
     def show_output(self, work_thread: BackgroundWork[Any], *, everywhere: bool = False) -> None:
@@ -393,4 +393,4 @@ class Meeting:
         for message in work_thread.shown():
             self.party.show(message)
             if everywhere and message["kind"] in ("note", "warning"):
-                self.broadcast({name: message[name] for name in message if name != "time"})
+                self.broadcast({name: value for name, value in message.items() if name != "time"})

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, Problem, UnisonoError
-from unisono.base.events import Message
+from unisono.base.messages import Message, VerdictMessage, message_of
 from unisono.base.text import one_line, validation_words
 from unisono.guard.agree.membership import lost_node, missing_nodes
 from unisono.guard.agree.reports import NodeReport, count, name_node, number_list
@@ -165,7 +165,7 @@ def disagreement(verdicts: Sequence[Verdict]) -> Disagreed:
 
 def show_verdicts(show: Callable[[Message], None], verdict: Verdict, others: Sequence[str]) -> None:
     """Shows why nothing starts: the decisive verdict in full, one line for each of the others."""
-    show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+    show(message_of(VerdictMessage, verdict.to_json()))
     for summary in others:
         show({"kind": "note", "time": time.time(), "text": f"also: {summary}"})
 

@@ -5,12 +5,12 @@ the members connect, report, and receive it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import Show, notify
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_again, compare_nodes
@@ -317,7 +317,7 @@ class MemberSide:
         finally:
             self.link.close()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message to the head."""
         self.link.send(message)
 
@@ -330,7 +330,7 @@ class MemberSide:
         """The descriptor of `link`, readable while messages wait."""
         return self.link.fileno()
 
-    def wait_for(self, *kinds: str) -> Message:
+    def wait_for(self, *kinds: str) -> Mapping[str, object]:
         """The next message of one of these kinds. Notes and warnings before it are shown.
 
         There is no timeout here: the head's silence ends the wait, and the head limits everything
@@ -528,7 +528,9 @@ def rejoin_as_member(
     return answer
 
 
-def _rejoin_round(member_side: MemberSide, again: Again, make_report: MakeRestartReport) -> Message:
+def _rejoin_round(
+    member_side: MemberSide, again: Again, make_report: MakeRestartReport
+) -> Mapping[str, object]:
     link, welcome = member_side.link, member_side.welcome
     with listen(link.local_address, member_side.party.token, str(welcome["run_nonce"])) as listener:
         channel = ChannelFacts(link.local_address, welcome, link.clock_offset_s, listener.ports)

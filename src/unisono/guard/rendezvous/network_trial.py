@@ -5,13 +5,13 @@ then runs one small collective with the real backend.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
 from pydantic import ValidationError
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message
+from unisono.base.files import objects_of
+from unisono.base.messages import Message
 from unisono.base.text import one_line
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.dial_matrix import compare_network
@@ -71,7 +71,7 @@ def head_dials(meeting: HeadSide) -> Agreement:
     return compare_network(reports, meeting.reports)
 
 
-def node_dials(member_side: NodeSide, request: Message) -> None:
+def node_dials(member_side: NodeSide, request: Mapping[str, object]) -> None:
     """Connects to the nodes in the head's `dial`, and sends it the results.
 
     Raises:
@@ -84,7 +84,7 @@ def node_dials(member_side: NodeSide, request: Message) -> None:
     member_side.send({"kind": "reached", "reached": [asdict(one) for one in dials]})
 
 
-def nodes_present(request: Message, *, node_rank: int) -> list[int]:
+def nodes_present(request: Mapping[str, object], *, node_rank: int) -> list[int]:
     """The ranks of the nodes that take part, from the head's `dial`.
 
     Raises:
@@ -104,9 +104,9 @@ def nodes_present(request: Message, *, node_rank: int) -> list[int]:
     return present
 
 
-def _peers(message: Message) -> list[Peer]:
-    peers = []
-    for value in message.get("peers") or []:
+def _peers(message: Mapping[str, object]) -> list[Peer]:
+    peers, values = [], message.get("peers")
+    for value in values if isinstance(values, list) else []:
         try:
             peers.append(Peer.from_json(value))
         except (
@@ -116,10 +116,10 @@ def _peers(message: Message) -> list[Peer]:
     return peers
 
 
-def _dial_reports(node_rank: int, message: Mapping[str, Any]) -> list[DialReport]:
+def _dial_reports(node_rank: int, message: Mapping[str, object]) -> list[DialReport]:
     """The results in a node's message, limited to its own connections."""
     reports = []
-    for value in message.get("reached") or []:
+    for value in objects_of(message.get("reached")):
         try:
             one = DialReport.model_validate(value)
         except ValidationError:  # an unreadable result counts as untested: the pair is unknown
@@ -167,7 +167,7 @@ def head_collective(meeting: HeadSide, task: TaskProcess) -> Agreement:
     messages = task.messages()
     head_result = meeting.run_in_background(lambda _show: _until_ready(messages))
     answers = meeting.gather("collective_ready", timeout_s=_STARTING_S, what="a process with torch")
-    results = {0: head_result, **answers}
+    results: dict[int, Mapping[str, object]] = {0: head_result, **answers}
     if all(result.get("ok") is True for result in results.values()):
         store = [meeting.server.address[0], head_result["port"]]
         meeting.broadcast({"kind": "collective", "store": store})
@@ -217,7 +217,7 @@ def _until_ready(messages: Iterator[Message]) -> dict[str, object]:
         for message in messages:
             if message["kind"] == "store":
                 port = int(message["port"])
-            if message.get("phase") == "collective.store":
+            if message["kind"] == "phase" and message.get("phase") == "collective.store":
                 return {"ok": True, "port": port}
     except UnisonoError as error:
         return {"ok": False, "text": _error_text(error)}
@@ -238,7 +238,7 @@ def _error_text(error: UnisonoError) -> str:
     return one_line("; ".join(f"{p.what} {p.why}" for p in error.problems), limit=400)
 
 
-def _judge(results: dict[int, dict[str, object]], reports: list[NodeReport]) -> Agreement:
+def _judge(results: Mapping[int, Mapping[str, object]], reports: list[NodeReport]) -> Agreement:
     bad = {rank: message for rank, message in results.items() if message.get("ok") is not True}
     if not bad:
         seconds = (message.get("seconds") for message in results.values())

@@ -8,14 +8,14 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Generic, Protocol, TypeVar
 
 from unisono.base.errors import UsageError
-from unisono.base.events import Message, Show
 from unisono.base.files import open_given
+from unisono.base.messages import Message, Show
 from unisono.base.text import one_line
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.control.channel_ends import HeadServer
@@ -111,7 +111,7 @@ class HeadSide(Protocol):
         """The reports of all nodes, by node rank."""
         ...
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: Mapping[str, object]) -> None:
         """Sends a message to all other nodes."""
         ...
 
@@ -119,7 +119,7 @@ class HeadSide(Protocol):
         """The result of long work, done while the front listens to the nodes."""
         ...
 
-    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Message]:
+    def gather(self, kind: str, *, timeout_s: float, what: str = "") -> dict[int, Mapping[str, object]]:
         """One message of a kind from every other node, by node rank."""
         ...
 
@@ -130,7 +130,7 @@ class NodeSide(Protocol):
     party: Party
     welcome: dict[str, object]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message to the head."""
         ...
 
@@ -138,7 +138,7 @@ class NodeSide(Protocol):
         """The result of long work, done while the front listens to the head."""
         ...
 
-    def wait_for(self, *kinds: str) -> Message:
+    def wait_for(self, *kinds: str) -> Mapping[str, object]:
         """The next message of one of these kinds."""
         ...
 

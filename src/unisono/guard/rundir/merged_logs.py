@@ -14,8 +14,8 @@ from typing import Literal, TypeGuard
 
 from unisono.base.causes.signatures import match_line
 from unisono.base.errors import UsageError
-from unisono.base.events import read_message
 from unisono.base.files import MOST_LINE_BYTES, objects_of, open_plain, parse_json, read_object, read_text
+from unisono.base.messages import Message, read_message
 from unisono.base.text import one_line, show_bytes
 from unisono.guard.rundir import RunDir, or_nearest_run
 
@@ -329,7 +329,7 @@ def _sizes(path: Path) -> list[tuple[float, int]]:
     return sizes
 
 
-def _as_text(message: dict[str, object]) -> str:
+def _as_text(message: Message) -> str:
     """`phase load_model: loading builtin:tiny`; of other events the kind, and each field with its
     value.
     """

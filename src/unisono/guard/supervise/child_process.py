@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from unisono.base.events import Message, read_message
+from unisono.base.messages import Message, read_message
 from unisono.guard.facts.network import is_loopback
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.supervise.base_environment import base_environment
@@ -257,7 +257,7 @@ class ChildProcess:
         stdin = self._process.stdin
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Writes a message to the child's stdin, as a line. `read` notices a child that is gone.
 
         Never waits for a child that is stopped or busy: what its pipe does not take is sent with

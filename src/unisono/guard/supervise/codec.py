@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from unisono.base.events import Message
-
 Kind = TypeVar("Kind")
 
 
@@ -33,7 +31,7 @@ def decode(kind: type[Kind], value: Mapping[str, object]) -> Kind:
     return decoded
 
 
-def encode_message(message: Any) -> Message:
+def encode_message(message: Any) -> dict[str, object]:
     """A message as an object for `json.dumps`."""
     # Not in mode "json", which makes null of a loss that is infinite.
     return {"kind": message.kind, **_adapter(message.__class__).dump_python(message)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Self
 
-from unisono.base.events import Message
+from unisono.base.messages import NoteMessage
 from unisono.base.text import parse_seconds, show_seconds
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -148,7 +148,7 @@ class GracefulStop:
     each.
     """
 
-    def __init__(self, interrupts: Interrupts, *, grace: str, show: Callable[[Message], None]) -> None:
+    def __init__(self, interrupts: Interrupts, *, grace: str, show: Callable[[NoteMessage], None]) -> None:
         self._interrupts = interrupts
         self._grace_s = parse_seconds(grace)
         self._show = show

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Protocol, Self, cast
 
-from unisono.base.events import Message
+from unisono.base.messages import FinalMessage, Message, check_message
 from unisono.guard.facts.limits import oom_kills
 from unisono.guard.facts.processes import stuck_threads
 from unisono.guard.facts.storage import Hung, unless_stuck
@@ -135,7 +135,7 @@ class NodeRanks(Protocol):
         """
         ...
 
-    def final_message(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> FinalMessage | None:
         """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""
         ...
 
@@ -177,7 +177,6 @@ class SharedMemory:
         return memoryview(mmap.mmap(self._fds[rank], size, prot=mmap.PROT_READ)) if size else None
 
 
-FINAL_KINDS = ("result", "refused", "crashed")
 _LEAVES_WITHIN_S = 5.0  # after a final message other than a result
 
 
@@ -204,7 +203,7 @@ class RankEnd:
 
     rank: int
     returncode: int
-    last: Message | None
+    last: FinalMessage | None
     phase: str
     step: int
     tail: str = ""
@@ -222,9 +221,7 @@ class RankEnd:
         Raises:
             KeyError, TypeError, ValueError: if the value is not such an object.
         """
-        last = value["last"]
-        if last is not None and not (isinstance(last, dict) and isinstance(last.get("kind"), str)):
-            raise ValueError("the final message of a rank is invalid")
+        last = cast("FinalMessage", check_message(value["last"])) if value["last"] is not None else None
         return cls(
             rank=int(value["rank"]),
             returncode=int(value["returncode"]),
@@ -249,7 +246,7 @@ class _Rank:
     followed: FollowedLog
     phase: str = "start"
     step: int = 0
-    last: Message | None = None
+    last: FinalMessage | None = None
     end_reason: str = ""
     end_reported: bool = False
     last_at: float = 0.0
@@ -260,8 +257,10 @@ class _Rank:
                 self.phase = str(message.get("phase"))
             case "step":
                 self.phase, self.step = "train", int(message["step"])
-            case kind:
-                self.last = message if kind in FINAL_KINDS else self.last
+            case "result" | "refused" | "crashed":
+                self.last = message
+            case _:
+                pass
 
 
 @dataclass
@@ -320,7 +319,7 @@ class LocalRanks:
         """None: our ranks load their data in threads."""
         return ()
 
-    def final_message(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> FinalMessage | None:
         """The message `result`, `refused` or `crashed` of a rank, once it has arrived."""
         member = self._ranks.get(rank)
         return member.last if member is not None else None
@@ -365,7 +364,7 @@ class LocalRanks:
                 updates.append(self._end_of(rank))
         return updates
 
-    def send(self, message: Message, *, rank: int | None = None) -> None:
+    def send(self, message: Mapping[str, object], *, rank: int | None = None) -> None:
         """Sends a message to one rank, or to all."""
         for number, member in self._ranks.items():
             if rank in (None, number) and not member.child.ended:

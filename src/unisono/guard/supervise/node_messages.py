@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
+from unisono.base.messages import Message, check_message
 from unisono.guard.agree.reports import RankReport
 from unisono.guard.agree.training import PreparedFacts
 from unisono.guard.integrations.border import Answer, ReportedFacts
@@ -31,6 +31,13 @@ class _AsJson:
             lambda value: value if isinstance(value, source) else source.from_json(value),
             serialization=core_schema.plain_serializer_function_ser_schema(source.to_json),
         )
+
+
+class _AsMessage:
+    """Marks a message of a rank: `check_message` reads it, and keeps its further fields."""
+
+    def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(check_message)
 
 
 def readable_verdicts(values: object) -> list[Verdict]:
@@ -69,11 +76,11 @@ class RanksRegistered:
 
 @dataclass(frozen=True, slots=True)
 class RankSaid:
-    """A message of a rank, as in base.events."""
+    """A message of a rank, as in base.messages."""
 
     kind: ClassVar = "rank_said"
     rank: int
-    message: Message
+    message: Annotated[Message, _AsMessage()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,7 +432,7 @@ HeadRequest = (
 )
 
 
-def encode(message: NodeNews | HeadRequest) -> Message:
+def encode(message: NodeNews | HeadRequest) -> dict[str, object]:
     """The message as a JSON object."""
     return encode_message(message)
 

@@ -8,7 +8,8 @@ from typing import Any
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.causes.signatures import match_line
 from unisono.base.causes.verdict import OwnRunOnly
-from unisono.base.events import Message, own_frame
+from unisono.base.events import own_frame
+from unisono.base.messages import CrashedMessage, fields_of
 from unisono.base.text import one_line
 from unisono.guard.agree.membership import refused_node
 from unisono.guard.places.ranks import RankPlace
@@ -116,7 +117,8 @@ def _own_origin(end: RankEnd, cause: str, code: Mapping[str, str] | None) -> tup
     """
     if cause not in ("user_code_error", "rank_killed") or code is None:
         return "", ()
-    frame = own_frame(str((end.last or {}).get("traceback", "")), code) or own_frame(end.tail, code)
+    trace = fields_of(end.last).get("traceback", "") if end.last is not None else ""
+    frame = own_frame(str(trace), code) or own_frame(end.tail, code)
     if frame:
         return f"; the likely origin is {frame}", (f"Fix {frame}.",)
     if end.last is not None or (end.returncode < 0 and end.phase != "objective"):
@@ -183,7 +185,14 @@ def _printed(end: RankEnd, signature: str) -> bool:
 
 
 def name_task_death(
-    name: str, *, label: str, returncode: int, crash: Message | None, tail: str, oom_killed: bool, host: str
+    name: str,
+    *,
+    label: str,
+    returncode: int,
+    crash: CrashedMessage | None,
+    tail: str,
+    oom_killed: bool,
+    host: str,
 ) -> Verdict:
     """The verdict on a task that crashed, was killed, or exited without a final message.
 
@@ -342,7 +351,7 @@ def name_cut_off(loss: NodeLoss, *, head: str, after_s: float | None = None) -> 
 
 def _lost_peer(end: RankEnd, place: RankPlace) -> Evidence:
     assert end.last is not None
-    return Evidence(where=place.label, text=one_line(str(end.last.get("error", "")), limit=200))
+    return Evidence(where=place.label, text=one_line(str(fields_of(end.last).get("error", "")), limit=200))
 
 
 def _tail(end: RankEnd, where: str) -> list[Evidence]:

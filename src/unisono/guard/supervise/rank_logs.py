@@ -18,8 +18,8 @@ from unisono.base.causes import Evidence, Verdict
 from unisono.base.causes.entries import Signature
 from unisono.base.causes.signatures import LINE_LIMIT, find_signature, match_line
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message
 from unisono.base.files import BackgroundThread
+from unisono.base.messages import Message
 from unisono.base.text import one_line, redact
 from unisono.guard.places.ranks import RankPlace
 

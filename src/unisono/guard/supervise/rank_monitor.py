@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.causes.entries import all_entries
-from unisono.base.events import Message
 from unisono.base.files import BackgroundThread
+from unisono.base.messages import Show, notify
 from unisono.guard.facts.machine import gpu_utilization
 from unisono.guard.facts.network import retransmitting_connections
 from unisono.guard.facts.processes import (
@@ -59,8 +59,6 @@ _REQUEST_AGAIN_S = 5.0
 _LATE_S = 2.0  # possible age of a view of a rank on a different node
 _MOST_LINKS = 16  # of a node
 _MOST_RAW = 64  # ranks; of each up to 1 MiB
-
-Show = Callable[[Message], None]
 
 
 @dataclass
@@ -196,7 +194,8 @@ class RankMonitor:
         elif seen.idle_s > _IDLE_S or seen.process_at is None or now - seen.process_at >= _MOVING_EVERY_S:
             seen.process = self._process(pid, place, is_idle=seen.idle_s > _IDLE_S)
             seen.process_at = now
-        kind = (self._local.final_message(place.rank) or {}).get("kind")
+        last = self._local.final_message(place.rank)
+        kind = last["kind"] if last is not None else ""
         # A rank that has refused or crashed is the cause itself and about to exit, which takes long
         # if storage hangs.
         return RankView(
@@ -574,8 +573,7 @@ class StallMonitor:
             self._reported_silent.discard(node_rank)
 
     def _notify(self, text: str) -> None:
-        message: dict[str, object] = {"kind": "note", "time": time.time(), "text": text}
-        self._show(message)
+        notify(self._show, text)
         if self._server is not None:
             self._server.broadcast(encode(Note(text)))
 

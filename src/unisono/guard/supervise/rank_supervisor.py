@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import (
+    FinalMessage,
+    Message,
+    NoteMessage,
+    ShardMovesMessage,
+    ShardWrittenMessage,
+    Show,
+    is_final,
+    notify,
+)
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import RankReport
 from unisono.guard.control.connection import FileReceived
 from unisono.guard.supervise.decision import Decider, Decision, NodeLoss
 from unisono.guard.supervise.evidence import RawEvidence
 from unisono.guard.supervise.interrupts import GracefulStop, Interrupts, NewestCheckpoint
-from unisono.guard.supervise.local_ranks import FINAL_KINDS, LocalRanks, RankEnd, RankUpdate, TrainingJob
+from unisono.guard.supervise.local_ranks import LocalRanks, RankEnd, RankUpdate, TrainingJob
 from unisono.guard.supervise.node_messages import (
     AllEnded,
     End,
@@ -79,7 +88,7 @@ class ShardPort(Protocol):
     def arrived(self, event: FileReceived, /) -> None:
         """Takes the news that a part has arrived or failed."""
 
-    def moves(self) -> Message | None:
+    def moves(self) -> ShardMovesMessage | None:
         """A progress message for rank 0, from time to time while a part is being sent."""
 
     def moved(self, output_dir: Path, /) -> None:
@@ -88,7 +97,7 @@ class ShardPort(Protocol):
     def given_up(self, temporary: str, /) -> None:
         """Rank 0 no longer waits for parts of this checkpoint."""
 
-    def confirmed(self, rank: int, message: Message, /) -> Message:
+    def confirmed(self, rank: int, message: ShardWrittenMessage, /) -> ShardWrittenMessage:
         """A rank's message that its part is written, for rank 0, with what has not arrived here."""
         ...
 
@@ -123,7 +132,7 @@ class Attempt:
     loss: float | None = None
     tokens_per_second: float | None = None
     ready: bool = False
-    last: Message | None = None
+    last: FinalMessage | None = None
     decision: Decision | None = None
     decided_at: float | None = None
     stop_signal: signal.Signals | None = None
@@ -150,8 +159,10 @@ class Attempt:
             case "eval":
                 values = {k.removeprefix("eval_"): v for k, v in message.items() if k.startswith("eval_")}
                 self.evals |= {name: value for name, value in values.items() if value is not None}
-            case kind:
-                self.last = message if kind in FINAL_KINDS else self.last
+            case "result" | "refused" | "crashed":
+                self.last = message
+            case _:
+                pass
 
 
 def run_attempt(
@@ -306,7 +317,7 @@ class _RankSupervision(HeadSupervision):
             self.attempt.note(message)
         elif message["kind"] in _RANK_0_KINDS:
             return
-        if message["kind"] not in FINAL_KINDS:
+        if not is_final(message):
             self.show(self._placed(rank, message))
 
     def _report_arrivals(self) -> None:
@@ -317,8 +328,11 @@ class _RankSupervision(HeadSupervision):
         """The message with its rank. Rank 0 speaks for all, except about its own storage."""
         if rank == 0 and (message.get("code") != "storage_blocked" or self.job.world_size == 1):
             return message
-        where = {"place": self.job.ranks[rank].label} if len(self.job.nodes) > 1 else {}
-        return {**message, "rank": rank, **where}
+        placed = message.copy()
+        placed["rank"] = rank
+        if len(self.job.nodes) > 1:
+            placed["place"] = self.job.ranks[rank].label
+        return placed
 
     def _take_shard_message(self, rank: int, message: Message) -> None:
         """Takes a message about a checkpoint that the ranks write together: for rank 0, or for the
@@ -437,7 +451,7 @@ class _RankSupervision(HeadSupervision):
             f"{ready_count} of {self.job.world_size} ranks are ready; waiting for {_names(missing)}",
         )
 
-    def _show_everywhere(self, message: Message) -> None:
+    def _show_everywhere(self, message: NoteMessage) -> None:
         """Shows a message here and on the other nodes."""
         self.show(message)
         self.broadcast(Note(message["text"]))
@@ -447,7 +461,7 @@ def news_of(update: RankUpdate) -> RankEnded | RankReported | RankSaid:
     """News of a rank that was started on this node."""
     if isinstance(update, RankEnd):
         return RankEnded(update)
-    if update.message["kind"] == RankReported.kind:
+    if update.message["kind"] == "rank_report":
         return RankReported(RankReport.model_validate(update.message["report"]))
     return RankSaid(update.rank, update.message)
 

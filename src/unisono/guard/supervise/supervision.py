@@ -9,10 +9,11 @@ The head's own node takes part in both as node 0, without a connection.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from unisono.base.causes import Verdict
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import Show, VerdictMessage, WarningMessage, message_of, notify
 from unisono.base.text import one_line
 from unisono.guard.control.connection import FileReceived, Left, NodeMessage
 from unisono.guard.supervise.decision import Failures, NodeLoss
@@ -156,7 +157,7 @@ class HeadSupervision(ABC):
 class HeadConnection(Protocol):
     """The connection of a node to the head."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message to the head."""
 
     def receive(self, timeout_s: float) -> list[NodeMessage | Left]:
@@ -187,7 +188,7 @@ class NodeSupervision(ABC):
 
     def show_verdict(self, verdict: Verdict) -> None:
         """Shows a verdict of the head."""
-        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        self.show(message_of(VerdictMessage, verdict.to_json()))
 
     def send(self, news: NodeNews) -> None:
         """Sends news to the head."""
@@ -206,7 +207,7 @@ class NodeSupervision(ABC):
                 return word
         return None
 
-    def obey(self, message: Message) -> LastWord | None:
+    def obey(self, message: Mapping[str, object]) -> LastWord | None:
         """Carries out one request, or gives the last word.
 
         Raises:
@@ -239,4 +240,4 @@ class NodeSupervision(ABC):
 def show_warning(show: Show, warned: Warned) -> None:
     """Shows a warning of the head."""
     texts = {name: one_line(getattr(warned, name), limit=1_000) for name in ("code", "text", "fix")}
-    show({"kind": "warning", "time": time.time(), **texts})
+    show(message_of(WarningMessage, texts))

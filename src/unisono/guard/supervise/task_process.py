@@ -27,7 +27,8 @@ from unisono.base.errors import (
     UsageError,
     storage_remedy,
 )
-from unisono.base.events import Message, own_frame
+from unisono.base.events import own_frame
+from unisono.base.messages import CrashedMessage, Message, RefusedMessage, StartRefusedMessage, fields_of
 from unisono.base.text import one_line, show_seconds
 from unisono.base.user_code import MODEL_CODE
 from unisono.guard.facts import no_gpus, read_environment, read_machine
@@ -69,12 +70,12 @@ def run_task(
         RankDied: if the task crashed or was killed.
     """
     with TaskProcess(name, request, programs=programs) as task:
-        last: Message = {}
+        last: Message | None = None
         for message in task.messages(silence_s=silence_s):
             last = message
             if message["kind"] != "result" and on_message is not None:
                 on_message(message)
-    return {key: value for key, value in last.items() if key not in ("kind", "time")}
+    return fields_of(last) if last is not None else {}
 
 
 def run_request(
@@ -118,7 +119,7 @@ class TaskProcess:
             printed: a new file for its output; by default one that is removed with the task.
         """
         self.name = name
-        self.crash: Message | None = None
+        self.crash: CrashedMessage | None = None
         # The folder has mode 0700: requests hold prompts.
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-")
         path = Path(self._folder.name) / "request.json"
@@ -214,7 +215,7 @@ class TaskProcess:
         """The task's stdin while it has not taken all that was sent; else None."""
         return self._child.unsent_fileno
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a JSON line to the task's stdin; needs `has_input=True`."""
         self._child.send(message)
 
@@ -285,7 +286,7 @@ def _environment() -> dict[str, str]:
     return child_environment(threads=threads, without=environment.leftovers)
 
 
-def refusal(message: Message) -> UnisonoError:
+def refusal(message: RefusedMessage | StartRefusedMessage) -> UnisonoError:
     """The error of a `refused` message, in the class of its exit code."""
     kind = _BY_EXIT_CODE.get(int(message.get("exit_code", 1)), UnisonoError)
     fields = ("what", "where", "why", "fix")

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import NotRequired, Self, TypedDict
 
 from unisono.base.files import make_private_dir, parse_json, read_bytes, whole_file
 from unisono.guard.facts.storage import responds
@@ -54,7 +54,23 @@ _KEPT_SHARE = 0.25
 _MOST_WARNED = 64
 _SHARES = ("data", "compute", "comm", "other")
 _SHARE_OF = {phase.name: phase.share for phase in PHASES}
-Entry = dict[str, Any]
+
+
+class TimelineEntry(TypedDict):
+    """A line of the file; above are its kinds. A line that was read has at least its rank: another
+    version may have written it.
+    """
+
+    schema: NotRequired[int]
+    time: NotRequired[float]
+    rank: int
+    phase: NotRequired[str]
+    step: NotRequired[int]
+    seconds: NotRequired[float | dict[str, float]]
+    since: NotRequired[float]
+    warning: NotRequired[str]
+    cause: NotRequired[str]
+    ranks: NotRequired[list[int]]
 
 
 @dataclass
@@ -77,7 +93,7 @@ class RankTime:
     _shares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     _ahead: dict[str, float] = field(default_factory=dict)
 
-    def note(self, glance: Glance, now: float, *, at: float) -> list[Entry]:
+    def note(self, glance: Glance, now: float, *, at: float) -> list[TimelineEntry]:
         """Takes a sample; gives the phase that has ended, if it was long, and a summary, if one is
         due.
 
@@ -95,14 +111,14 @@ class RankTime:
             entries.append(self._summary(glance, now))
         return entries
 
-    def end(self, glance: Glance | None, now: float) -> list[Entry]:
+    def end(self, glance: Glance | None, now: float) -> list[TimelineEntry]:
         """The current phase, which the end of the rank cuts, and a last summary."""
         entries = [self._summary(glance, now)] if glance is not None and now > self.summary_at else []
         if self._phase and now - self._began > LEAST_S:
             entries.append(self._entry(self._began, now - self._began))
         return entries
 
-    def _entry(self, when: float, seconds: float) -> Entry:
+    def _entry(self, when: float, seconds: float) -> TimelineEntry:
         return {
             "schema": 1,
             "time": round(when, 3),
@@ -112,7 +128,7 @@ class RankTime:
             "seconds": round(seconds, 3),
         }
 
-    def _summary(self, glance: Glance, now: float) -> Entry:
+    def _summary(self, glance: Glance, now: float) -> TimelineEntry:
         """Seconds of finished phases come from the rank's own sums; those of the current one from
         the samples, and later sums are reduced by them.
         """
@@ -192,8 +208,11 @@ class Timeline:
         """Writes that ranks may have stalled, at the first of them, and why; an empty text ends an
         earlier warning.
         """
-        entry = {"schema": 1, "time": round(time.time(), 3), "rank": min(ranks, default=0), "phase": ""}
-        entry |= {
+        entry: TimelineEntry = {
+            "schema": 1,
+            "time": round(time.time(), 3),
+            "rank": min(ranks, default=0),
+            "phase": "",
             "step": 0,
             "seconds": 0.0,
             "warning": text,
@@ -242,7 +261,7 @@ class Timeline:
                 rank_time = self._ranks[rank] = RankTime(rank, min(at, now))
             self._add(rank_time.note(glance, now, at=at))
 
-    def _add(self, entries: Iterable[Entry]) -> None:
+    def _add(self, entries: Iterable[TimelineEntry]) -> None:
         lines = [_line(entry) for entry in entries]
         self._file(self._node_rank).waiting += lines
         if self._news is not None:
@@ -368,7 +387,7 @@ def _glance_at(memory: BeatMemory) -> Glance | None:
         return None
 
 
-def _line(entry: Entry) -> bytes:
+def _line(entry: TimelineEntry) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
@@ -385,7 +404,7 @@ def thin_file(path: Path) -> None:
         file.writelines(line + b"\n" for line in lines[len(lines) // 2 :] if line)
 
 
-def read_entry(line: bytes) -> Entry | None:
+def read_entry(line: bytes) -> TimelineEntry | None:
     """The entry of a line; None for a torn or foreign one."""
     try:
         value = parse_json(line)
@@ -395,13 +414,13 @@ def read_entry(line: bytes) -> Entry | None:
     return value if is_entry else None
 
 
-def thinned(entries: Iterable[Entry]) -> list[Entry]:
+def thinned(entries: Iterable[TimelineEntry]) -> list[TimelineEntry]:
     """About a third of the entries, in order: the longest phases stay, and each two summaries of a
     rank become one.
     """
-    phases: list[Entry] = []
-    summaries: list[Entry] = []
-    open_: dict[int, Entry] = {}
+    phases: list[TimelineEntry] = []
+    summaries: list[TimelineEntry] = []
+    open_: dict[int, TimelineEntry] = {}
     for entry in entries:
         if not isinstance(entry.get("seconds"), dict):
             phases.append(entry)
@@ -409,15 +428,19 @@ def thinned(entries: Iterable[Entry]) -> list[Entry]:
             open_[entry["rank"]] = entry
         else:
             summaries.append(_joined(first, entry))
-    phases.sort(key=lambda entry: -float(entry.get("seconds") or 0.0))
+    phases.sort(key=lambda entry: -sum(_parts(entry).values()))
     kept = phases[: int(len(phases) * _KEPT_SHARE)]
     return sorted([*kept, *summaries, *open_.values()], key=lambda entry: float(entry.get("time") or 0.0))
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def _joined(first: TimelineEntry, second: TimelineEntry) -> TimelineEntry:
     """A summary of the time of two."""
-    names = dict.fromkeys([*first["seconds"], *second["seconds"]])
-    sums = {
-        name: round(first["seconds"].get(name, 0.0) + second["seconds"].get(name, 0.0), 3) for name in names
-    }
+    one, other = _parts(first), _parts(second)
+    sums = {name: round(one.get(name, 0.0) + other.get(name, 0.0), 3) for name in {**one, **other}}
     return {**second, "seconds": sums}
+
+
+def _parts(entry: TimelineEntry) -> dict[str, float]:
+    """Its seconds by share; of a phase, without a name."""
+    seconds = entry.get("seconds") or 0.0
+    return seconds if isinstance(seconds, dict) else {"": float(seconds)}

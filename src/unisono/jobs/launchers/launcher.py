@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from unisono.base.events import Show
+    from unisono.base.messages import Show
     from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.config import LoadedConfig

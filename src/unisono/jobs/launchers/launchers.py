@@ -15,7 +15,7 @@ from unisono.jobs.launchers.slurm_launcher import SlurmLauncher
 
 if TYPE_CHECKING:
     from unisono.base.errors import UsageError
-    from unisono.base.events import Show
+    from unisono.base.messages import Show
     from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.session import Rehearsal
     from unisono.jobs.runs.train_request import TrainRequest

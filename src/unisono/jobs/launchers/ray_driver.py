@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from unisono.base.child import parse_child_arguments, run_child
 from unisono.base.errors import UnfitError, UsageError
-from unisono.base.events import Reporter, read_message
+from unisono.base.events import Reporter
+from unisono.base.messages import RefusedMessage, VerdictMessage, message_of, read_message
 from unisono.base.user_key import user_key
 from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import read_environment
@@ -40,7 +41,7 @@ from unisono.jobs.launchers.ray_node_fronts import (
     lost_node_verdict,
     refuse_different_install,
 )
-from unisono.jobs.launchers.ray_requests import Inspection, InspectionRequest, RayJobRequest
+from unisono.jobs.launchers.ray_requests import Inspection, InspectionRequest, JobOutcome, RayJobRequest
 
 if TYPE_CHECKING:
     from unisono.base.causes import Verdict
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _TOKEN_SIGN = b"InvalidAuthToken"
 
 
-def drive(reporter: Reporter, body: dict[str, object]) -> dict[str, object]:
+def drive(reporter: Reporter, body: dict[str, object]) -> JobOutcome:
     """The outcome of a job, run to its end: `last`, the head's last message (or None), and `lost`,
     the verdict on a lost head node.
 
@@ -62,7 +63,7 @@ def drive(reporter: Reporter, body: dict[str, object]) -> dict[str, object]:
     with connected(request.address):
         connecting.set()
         with find_ray_head() as head:
-            reporter.send("connected", address=head.address, host=head.host)
+            reporter.send({"kind": "connected", "address": head.address, "host": head.host})
             return _Driver(reporter, request, front, head).run()
 
 
@@ -76,7 +77,9 @@ class _FrontInput:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            message = read_message(line) or {"kind": ""}
+            message = read_message(line)
+            if message is None:
+                continue
             if message["kind"] == "signal":
                 self.signals.append(str(message["name"]))
             elif message["kind"] == "go":
@@ -95,7 +98,7 @@ class _Driver:
     def run_dir(self) -> RunDir:
         return RunDir(Path(self.request.config.output_dir))
 
-    def run(self) -> dict[str, object]:
+    def run(self) -> JobOutcome:
         """The outcome after all attempts: until one ends by itself or no restart is left."""
         lost: Verdict | None = None
         while True:
@@ -108,7 +111,7 @@ class _Driver:
                 return self._outcome(JobAttemptEnd(lost=lost))
             lost = attempt.lost
             if lost is not None:
-                self.reporter.send("verdict", **lost.to_json())
+                self.reporter.send(message_of(VerdictMessage, lost.to_json()))
             if lost is None or self.front.signals or len(self.restarts) >= self.request.config.restarts:
                 return self._outcome(attempt)
             if self.ray_head.silent_s:
@@ -116,12 +119,12 @@ class _Driver:
                 return self._outcome(attempt)
             restart = Restart(verdict=lost.to_json(), from_step=attempt.saved_step, seconds=attempt.seconds)
             self.restarts.append(restart)
-            self.reporter.send("restarting", restart=restart.model_dump())
+            self.reporter.send({"kind": "restarting", "restart": restart.model_dump()})
             self._note(
                 f"restarting on the remaining nodes ({len(self.restarts)} of {self.request.config.restarts})"
             )
 
-    def _outcome(self, attempt: JobAttemptEnd) -> dict[str, object]:
+    def _outcome(self, attempt: JobAttemptEnd) -> JobOutcome:
         lost = attempt.lost.to_json() if attempt.lost is not None else None
         return {
             "last": attempt.last,
@@ -148,7 +151,9 @@ class _Driver:
             # In each attempt: the head may run on a different node, which sees the directory
             # although the last one did not.
             self.front.go.clear()
-            self.reporter.send("placed", shared=nodes[0].shares, hosts=[node.host for node in nodes])
+            self.reporter.send(
+                {"kind": "placed", "shared": nodes[0].shares, "hosts": [node.host for node in nodes]}
+            )
             self.front.go.wait()
             return JobAttempt(self.reporter, self.request, self.front, nodes, self.ray_head).run()
 
@@ -170,7 +175,7 @@ class _Driver:
             remove_nonce(self.run_dir.root, nonce)
 
     def _note(self, text: str) -> None:
-        self.reporter.send("note", text=text)
+        self.reporter.send({"kind": "note", "text": text})
 
 
 def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
@@ -191,7 +196,7 @@ def refuse_wrong_token(reporter: Reporter, connected_: threading.Event) -> None:
                     " here and on its nodes"
                 ),
             )
-            reporter.send("refused", **error.to_json())
+            reporter.send(message_of(RefusedMessage, error.to_json()))
             os._exit(error.exit_code)
 
 
@@ -210,7 +215,7 @@ def inspect_nodes(reporter: Reporter, body: dict[str, object]) -> Inspection:
     threading.Thread(target=refuse_wrong_token, args=(reporter, connecting), daemon=True).start()
 
     def note(text: str) -> None:
-        reporter.send("note", text=text)
+        reporter.send({"kind": "note", "text": text})
 
     with connected(request.address):
         connecting.set()

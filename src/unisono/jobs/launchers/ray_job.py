@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed, RankDied, UsageError
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import ResultMessage, Show, VerdictMessage, message_of, notify
 from unisono.guard.facts import Environment, no_gpus, read_environment, read_machine
 from unisono.guard.places.topology import Accelerators, Topology, TopologyRequest, read_topology
 from unisono.guard.rendezvous.meeting_rules import show_verdicts
@@ -25,7 +26,7 @@ from unisono.guard.supervise.interrupts import Interrupts, Stopped, exit_code_of
 from unisono.guard.supervise.task_process import TaskProcess, refusal, run_request
 from unisono.jobs.launchers.launcher import NodeOutput, NodesCommand
 from unisono.jobs.launchers.ray_node_fronts import RayHead, ray_head_lost
-from unisono.jobs.launchers.ray_requests import InspectionRequest, RayJobRequest
+from unisono.jobs.launchers.ray_requests import InspectionRequest, JobOutcome, RayJobRequest
 from unisono.jobs.runs.preparation import Claim, claim
 from unisono.jobs.runs.run_records import Ending, read_progress, result_of, result_without_run
 from unisono.jobs.runs.train_request import TrainRequest, config_yaml, load_requested, show_notes
@@ -64,7 +65,7 @@ def train(request: TrainRequest, show: Show, *, ray_address: str | None) -> RunR
             show_verdicts(show, error.verdict, [problem.what for problem in error.problems[1:]])
             ending = Ending(error.exit_code, verdict=error.verdict)
             result = result_without_run(ending, seconds=time.monotonic() - began)
-    show({"kind": "result", "time": time.time(), **result.to_json()})
+    show(message_of(ResultMessage, result.to_json()))
     return result
 
 
@@ -112,7 +113,7 @@ class _Session:
                 claimed.worth_keeping = _has_something(self.run_dir)
             return self._ended(last)
 
-    def _follow(self, driver: TaskProcess, stack: contextlib.ExitStack, claimed: Claim) -> Message:
+    def _follow(self, driver: TaskProcess, stack: contextlib.ExitStack, claimed: Claim) -> JobOutcome:
         """The driver's result. Its other messages are shown; signals are passed to it."""
         sent = 0
         while True:
@@ -136,7 +137,7 @@ class _Session:
                     case "restarting":
                         self.restarts.append(Restart.model_validate(message["restart"]))
                     case "result":
-                        return message
+                        return cast("JobOutcome", message)
                     case _:
                         self.step = int(message["step"]) if message["kind"] == "step" else self.step
                         self.show(message)
@@ -146,7 +147,7 @@ class _Session:
                 sent += 1
             time.sleep(_POLL_S)
 
-    def _without_driver(self, error: RankDied) -> Message:
+    def _without_driver(self, error: RankDied) -> JobOutcome:
         """The result in place of a driver that exited without one: Ray ends it at once if the
         cluster's head is gone.
 
@@ -159,16 +160,15 @@ class _Session:
         if head is None or not head.why:
             raise _driver_died(error, self.body.address) from error
         verdict = ray_head_lost(head, message=error.problems[0].why, after_s=round(head.silent_s, 3))
-        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        self.show(message_of(VerdictMessage, verdict.to_json()))
         return {
-            "kind": "result",
             "last": None,
             "lost": verdict.to_json(),
             "step": self.step,
             "restarts": [one.model_dump() for one in self.restarts],
         }
 
-    def _ended(self, outcome: Message) -> RunResult:
+    def _ended(self, outcome: JobOutcome) -> RunResult:
         """The result of the job, from the driver's result.
 
         Raises:
@@ -177,7 +177,7 @@ class _Session:
         last, lost = outcome["last"], outcome["lost"]
         restarts = [Restart.model_validate(one) for one in outcome["restarts"]]
         if last is None:
-            return self._lost(Verdict.from_json(lost), int(outcome["step"]), restarts)
+            return self._lost(Verdict.from_json(lost or {}), int(outcome["step"]), restarts)
         if last["kind"] == "start_refused":
             raise refusal(last)
         result = RunResult.from_json(last)

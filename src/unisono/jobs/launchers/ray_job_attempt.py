@@ -9,11 +9,13 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import UnfitError, storage_remedy
-from unisono.base.events import Message, Reporter, read_message
+from unisono.base.events import Reporter
+from unisono.base.files import objects_of
+from unisono.base.messages import ResultMessage, StartRefusedMessage, VerdictMessage, read_message
 from unisono.base.text import one_line
 from unisono.base.user_key import user_key
 from unisono.guard.control.protocol import new_token
@@ -41,7 +43,6 @@ _SILENT_S = 3.0
 _WITHOUT_RAY_S = 20.0
 """Ray ends its nodes a minute after its head: by then the run must be saved and copied here."""
 _RANK_FOLDERS = ("logs/", "events/")
-_FINAL_KINDS = ("result", "start_refused")
 
 
 class SignalSource(Protocol):
@@ -61,7 +62,7 @@ class JobAttemptEnd:
         saved_step: the step of the latest checkpoint here.
     """
 
-    last: Message | None = None
+    last: ResultMessage | StartRefusedMessage | None = None
     lost: Verdict | None = None
     step: int = 0
     saved_step: int = 0
@@ -88,7 +89,7 @@ class JobAttempt:
     _missing_node: JobNode | None = None
     _ray_head_lost: Verdict | None = None
     _silence_shown: bool = False
-    _plan: Message = field(default_factory=dict)
+    _ranks: list[dict[str, Any]] = field(default_factory=list)
     _pending_losses: dict[int, Verdict] = field(default_factory=dict)
     _reported: set[int] = field(default_factory=set)
     _hosts_in_verdicts: set[str] = field(default_factory=set)
@@ -107,7 +108,11 @@ class JobAttempt:
         except ActorLost as error:
             self._lost_node = error.node or self.nodes[0]
             self._lost_node.lost = self._lost_node.lost or error.why
-            if (self._ended.last or {}).get("kind") == "result" and not self._has_result():
+            if (
+                self._ended.last is not None
+                and self._ended.last["kind"] == "result"
+                and not self._has_result()
+            ):
                 self._ended.last = None  # the files of that result did not arrive
         except OSError as error:
             raise UnfitError.of(
@@ -126,7 +131,7 @@ class JobAttempt:
         if (
             self._ray_head_lost is not None
             and not self.front.signals
-            and (ended.last or {}).get("exit_code") != 0
+            and (ended.last is None or ended.last.get("exit_code") != 0)
         ):
             ended.last, ended.lost = None, self._ray_head_lost
         elif ended.last is None:
@@ -141,9 +146,8 @@ class JobAttempt:
 
     def _has_result(self) -> bool:
         """Whether the result in the head's message is the one in the run's directory here."""
-        reported = (self._ended.last or {}).get("wall_time_s")
-        result = read_result(self._run_dir)
-        return result is not None and result.wall_time_s == reported
+        last, result = self._ended.last, read_result(self._run_dir)
+        return last is not None and result is not None and last.get("wall_time_s") == result.wall_time_s
 
     @property
     def _run_dir(self) -> RunDir:
@@ -200,7 +204,9 @@ class JobAttempt:
             only = _RANK_FOLDERS if node is not self.nodes[0] else ()
             mirror = Mirror(node, f"{folder}/{self.request.output_dir.name}", self._run_dir, only)
             if self._run_dir.plan.exists():
-                self.reporter.send("phase", phase="push", text=f"sending the run to {node.label}")
+                self.reporter.send(
+                    {"kind": "phase", "phase": "push", "text": f"sending the run to {node.label}"}
+                )
                 mirror.push()
             mirrors.append((node, mirror))
         return mirrors
@@ -226,19 +232,23 @@ class JobAttempt:
             message = read_message(
                 mirror.with_local_path(text.encode()).decode() if mirror is not None else text
             )
-            if message is None or message["kind"] == "front_ended":
+            if message is None:
                 return
-            kind = message["kind"]
-            if kind in _FINAL_KINDS:
-                self._ended.last = message
-                return
-            if kind == "plan":
-                self._planned, self._plan = True, message
-            if kind == "verdict":
-                self._note_verdict(message)
-            if kind == "step":
-                self._ended.step = int(message["step"])
-            self.reporter.send(**{name: value for name, value in message.items() if name != "time"})
+            match message["kind"]:
+                case "result" | "start_refused":
+                    self._ended.last = message
+                    return
+                case "front_ended":
+                    return
+                case "plan":
+                    self._planned, self._ranks = True, objects_of(message.get("ranks"))
+                case "verdict":
+                    self._note_verdict(message)
+                case "step":
+                    self._ended.step = int(message["step"])
+                case _:
+                    pass
+            self.reporter.send(message)
 
         return handle
 
@@ -305,7 +315,7 @@ class JobAttempt:
             self._ray_head_lost = ray_head_lost(rays, after_s=silent_s)
             head.command("signal SIGTERM")
 
-    def _note_verdict(self, message: Message) -> None:
+    def _note_verdict(self, message: VerdictMessage) -> None:
         """Records the hosts in the head's verdict; a loss that it already explains with Ray's
         message is not shown again.
         """
@@ -319,12 +329,13 @@ class JobAttempt:
     def _show_pending_loss(self, node_rank: int) -> None:
         verdict = self._pending_losses.pop(node_rank)
         text = f"{verdict.summary}: {verdict.evidence[0].text}"
-        self.reporter.send("warning", code=verdict.cause, text=text, fix="; ".join(verdict.fix))
+        self.reporter.send(
+            {"kind": "warning", "code": verdict.cause, "text": text, "fix": "; ".join(verdict.fix)}
+        )
 
     def _ranks_on(self, node: JobNode) -> list[int]:
         """The ranks of a node in the last plan; none before the first plan."""
-        ranks = self._plan.get("ranks", [])
-        return [int(rank["rank"]) for rank in ranks if rank["node_rank"] == node.node_rank]
+        return [int(rank["rank"]) for rank in self._ranks if rank["node_rank"] == node.node_rank]
 
     def _leave(self) -> None:
         for node in self.nodes:
@@ -335,10 +346,10 @@ class JobAttempt:
                     node.lost = error.why
 
     def _note(self, text: str) -> None:
-        self.reporter.send("note", text=text)
+        self.reporter.send({"kind": "note", "text": text})
 
 
-def _never_joined(node: JobNode) -> Message:
+def _never_joined(node: JobNode) -> StartRefusedMessage:
     """The refusal of an attempt in which a node's front exited before it joined."""
     verdict = lost_node_verdict(node).model_copy(update={"cause": "node_missing_node", "when": "before"})
     problem = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from unisono.jobs.launchers.launcher import Launcher, NodeOutput, NodesCommand, option
 
 if TYPE_CHECKING:
-    from unisono.base.events import Show
+    from unisono.base.messages import Show
     from unisono.guard.rundir.records import RunResult
     from unisono.jobs.runs.train_request import TrainRequest
     from unisono.trainer.plan import RunPlan

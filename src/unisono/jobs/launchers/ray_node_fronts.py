@@ -5,16 +5,16 @@ what Ray says of lost nodes and of its own head.
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from unisono.base._version import __version__
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnfitError
-from unisono.base.events import read_message
 from unisono.base.files import read_json
+from unisono.base.messages import read_message
 from unisono.base.text import one_line, plain
 from unisono.guard.agree.reports import name_node, plain_host
 from unisono.guard.facts import package_versions
@@ -48,6 +48,26 @@ class ActorLost(Exception):  # noqa: N818 - named for what happened
         self.node = node
 
 
+class NodeFacts(TypedDict, total=False):
+    """The installation on a node, from `NodeActor.facts`; empty until the node has answered.
+
+    Attributes:
+        program: the Python that runs there.
+        code: digests of unisono's files, by path.
+        trouble: why unisono is missing.
+        ray_node: Ray's id of the node.
+    """
+
+    host: str
+    python: str
+    program: str
+    unisono: str
+    code: Mapping[str, str]
+    trouble: str
+    cpus: int
+    ray_node: str
+
+
 @dataclass
 class JobNode:
     """One node of the job.
@@ -63,7 +83,7 @@ class JobNode:
     node_rank: int
     actor: Any
     address: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: NodeFacts = field(default_factory=NodeFacts)
     shares: bool = False
     folder: str = ""
     lost: str = ""
@@ -292,7 +312,10 @@ def refuse_different_install(nodes: Sequence[JobNode]) -> None:
                 " docs/how-to/ray.md)"
             ),
         )
-    local_versions = {"python": package_versions()["python"], "unisono": __version__}
+    local_versions: dict[Literal["python", "unisono"], str] = {
+        "python": package_versions()["python"],
+        "unisono": __version__,
+    }
     for name, own_value in local_versions.items():
         different = [node for node in nodes if node.facts[name] != own_value]
         if different:

@@ -12,7 +12,8 @@ from typing import Any
 
 from unisono.base.child import end_with_front
 from unisono.base.errors import UnisonoError
-from unisono.base.events import Message, Reporter
+from unisono.base.events import Reporter
+from unisono.base.messages import StartRefusedMessage, message_of
 from unisono.guard.rendezvous.party import watch_lifeline
 from unisono.jobs.launchers.ray_node_fronts import RayLossFiles
 from unisono.jobs.runs.session import train
@@ -34,10 +35,6 @@ def main(request: dict[str, Any], guard: int) -> int:
         words = [request["config"] if word is None else word for word in request["look"]]
         os.execv(sys.executable, [sys.executable, "-m", "unisono", *words])  # noqa: S606 - no shell
     reporter = Reporter(_own_stdout())
-
-    def show(message: Message) -> None:
-        reporter.send(**{name: value for name, value in message.items() if name != "time"})
-
     config = Path(request["config"])
     training = TrainRequest(
         config_path=config,
@@ -48,22 +45,24 @@ def main(request: dict[str, Any], guard: int) -> int:
     if training.nodes == "1":  # with several nodes the reader of the token watches it
         watch_lifeline()
     try:
-        return train(training, show).exit_code
+        return train(training, reporter.send).exit_code
     except UnisonoError as error:
-        reporter.send("start_refused", **error.to_json())
+        reporter.send(message_of(StartRefusedMessage, error.to_json()))
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the edge of a process: reported, with traceback
         traceback.print_exc()
         reporter.send(
-            "start_refused",
-            exit_code=1,
-            verdict=None,
-            problems=[
-                {
-                    "what": f"a bug in unisono: {error!r}",
-                    "fix": "see the traceback in the log of that front",
-                }
-            ],
+            {
+                "kind": "start_refused",
+                "exit_code": 1,
+                "verdict": None,
+                "problems": [
+                    {
+                        "what": f"a bug in unisono: {error!r}",
+                        "fix": "see the traceback in the log of that front",
+                    }
+                ],
+            }
         )
         return 1
 

@@ -1,9 +1,11 @@
 """What a front requests of the process that is connected to a Ray cluster."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypedDict
 
+from unisono.base.messages import ResultMessage, StartRefusedMessage
 from unisono.guard.supervise.task_requests import TaskRequest
 from unisono.trainer.config import RunConfig
 
@@ -41,6 +43,22 @@ class RayJobRequest(_RayRequest):
     def output_dir(self) -> Path:
         """The run's directory on the machine of the command."""
         return Path(self.config.output_dir)
+
+
+class JobOutcome(TypedDict):
+    """The driver's result.
+
+    Attributes:
+        last: the final message of the head's front; None if there is none.
+        lost: the verdict on the head's node, if that was lost.
+        restarts: dumps of `Restart`.
+        step: the last reported step.
+    """
+
+    last: ResultMessage | StartRefusedMessage | None
+    lost: Mapping[str, object] | None
+    restarts: list[dict[str, object]]
+    step: int
 
 
 class Inspection(TypedDict):

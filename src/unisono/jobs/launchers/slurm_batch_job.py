@@ -11,8 +11,8 @@ from pathlib import Path
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import UnfitError, UsageError
-from unisono.base.events import Show, notify
 from unisono.base.files import make_private_dir, read_object, write_json, write_text
+from unisono.base.messages import ResultMessage, Show, VerdictMessage, message_of, notify
 from unisono.guard.facts import no_gpus, read_environment, read_machine, take_token
 from unisono.guard.facts.slurm import NodeState, node_states, run_slurm, submitting_environment
 from unisono.guard.rundir import RunDir
@@ -328,10 +328,10 @@ def train_on_slurm(
         raise
     result, verdict = result_of_job(end, run=spec.run, seconds=time.monotonic() - began)
     if verdict is not None:
-        show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        show(message_of(VerdictMessage, verdict.to_json()))
     if result.problems and not result.verdict:
         show({"kind": "refused", "time": time.time(), "problems": result.problems})
-    show({"kind": "result", "time": time.time(), **result.to_json()})
+    show(message_of(ResultMessage, result.to_json()))
     return result
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.base.events import Message, Show, notify
 from unisono.base.files import parse_json
+from unisono.base.messages import Message, Show, notify
 from unisono.base.text import one_line
 from unisono.guard.facts.slurm import hosts_of, node_states, run_slurm
 from unisono.guard.supervise.interrupts import AGAIN_AFTER_S

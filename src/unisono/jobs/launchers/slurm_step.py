@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Self
 
 from unisono.base.errors import UnfitError
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.base.text import one_line, plain
 from unisono.guard.control.protocol import new_token
 from unisono.guard.facts import take_token

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.base.errors import storage_reason, storage_words
-from unisono.base.events import Message, Show
+from unisono.base.messages import Message, Show, StepMessage, WarningMessage, message_of
 from unisono.base.text import parse_seconds
 from unisono.guard.control.channel_ends import HeadServer
 from unisono.guard.control.connection import FileReceived, Left, NodeMessage
@@ -154,7 +154,7 @@ def _complete_metrics(run: RunDir, snapshot: StepSnapshot, show: Show) -> None:
     """Writes the metrics of the step, in place of missing or partial lines."""
     warning = truncate_after(run.metrics, snapshot.step - 1).warning()
     if warning is not None:
-        show({"kind": "warning", "time": time.time(), **warning})
+        show(message_of(WarningMessage, warning))
     writer = MetricsWriter(run.metrics)
     try:
         for line in snapshot.lines:
@@ -193,13 +193,14 @@ def _report_checkpoint(
 ) -> None:
     """Reports the checkpoint in a note and as messages for consumers of steps and checkpoints."""
     lost = attempt.step - snapshot.step
-    messages: list[dict[str, object]] = []
+    messages: list[Message] = []
     if lost < 0:  # the step was finished, but its message did not arrive
-        messages += [{"kind": "step", **line} for line in snapshot.lines if not is_evaluation(line)]
+        messages += [message_of(StepMessage, line) for line in snapshot.lines if not is_evaluation(line)]
     size = sum(file.stat().st_size for file in path.iterdir())
     messages.append(
         {
             "kind": "checkpoint",
+            "time": time.time(),
             "step": snapshot.step,
             "path": str(path),
             "bytes": size,
@@ -209,7 +210,7 @@ def _report_checkpoint(
     )
     for message in messages:
         attempt.note(message)
-        show({**message, "time": time.time()})
+        show(message)
     lost_steps = "nothing is lost" if lost <= 0 else f"the {lost} after it are lost"
     who = _culprit_label(plan, attempt)
     _notify(
@@ -315,7 +316,7 @@ def collect(
                         pass  # last messages of ranks that are gone
 
 
-def _request_stop(interrupts: Interrupts, message: Message, *, host: str) -> None:
+def _request_stop(interrupts: Interrupts, message: Mapping[str, object], *, host: str) -> None:
     news = decode_news(message)
     if isinstance(news, Stop):
         stopped = parse_stop(news.signal, host)

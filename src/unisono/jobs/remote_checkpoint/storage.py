@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import Message, Show, notify
 from unisono.base.text import parse_seconds, show_bytes, show_seconds
 from unisono.guard.rundir import RunDir
 from unisono.guard.supervise.child_process import Programs, child_environment
@@ -24,7 +25,7 @@ from unisono.guard.supervise.task_process import TaskProcess, cannot_start
 from unisono.jobs.remote_checkpoint.verification import at_most, how_many_more, slow_after, steps_due
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
-from unisono.trainer.plan.task_requests import CopyRead, ReadCopy, TryStorage, UploadCheckpoint
+from unisono.trainer.plan.task_requests import CopyRead, ReadCopy, TryStorage, UploadCheckpoint, Uploaded
 
 STALLED_S = 120.0
 """An upload without progress for this long is ended; the next checkpoint is uploaded again."""
@@ -225,7 +226,8 @@ class Uploads:
             self._done_bytes, self._of_bytes = int(message["bytes"]), int(message["of"])
         elif message["kind"] == "result":
             self._close()
-            if message["pruned"]:
+            done = cast("Uploaded", message)
+            if done["pruned"]:
                 text = (
                     f"{self._path.name} is not copied to {self._url}: it was pruned here before its upload"
                     " started; checkpoints are faster than uploads"
@@ -234,10 +236,10 @@ class Uploads:
                 return
             self.uploaded = self._path
             if self._is_expected():
-                self.first = CopyResult(self._path, message["bytes"], message["seconds"], message["checksum"])
+                self.first = CopyResult(self._path, done["bytes"], done["seconds"], done["checksum"])
                 self._expected = None
-            if message["bytes"]:
-                size, seconds = show_bytes(message["bytes"]), show_seconds(message["seconds"])
+            if done["bytes"]:
+                size, seconds = show_bytes(done["bytes"]), show_seconds(done["seconds"])
                 self._notify(f"{self._path.name} is in {self._url}/{self._plan.run_id}: {size} in {seconds}")
 
     def _is_expected(self) -> bool:
@@ -364,13 +366,7 @@ class FirstCopy:
         for message in self._task.new_messages():
             if message["kind"] == "result":
                 self._end()
-                read = CopyRead(
-                    seconds=message["seconds"],
-                    bytes=message["bytes"],
-                    steps=message["steps"],
-                    free_bytes=message["free_bytes"],
-                )
-                self._report_copy(copied, read)
+                self._report_copy(copied, cast("CopyRead", message))
                 return
         self._warn_if_slow(copied)
 

@@ -10,15 +10,15 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from unisono.base.errors import IntegrityError, UnfitError
-from unisono.base.events import Message, Show
 from unisono.base.files import fsync_dir, make_private_dir, read_object, write_json
+from unisono.base.messages import Message, ShardMovesMessage, ShardWrittenMessage, Show
 from unisono.base.text import one_line, show_bytes, show_seconds
 from unisono.base.user_key import KEY_FILE, user_key
 from unisono.guard.control.channel_ends import HeadServer
@@ -276,7 +276,7 @@ class _PendingMessage:
     """A rank's `shard_written`, until the transfers of its files have ended."""
 
     rank: int
-    message: Message
+    message: ShardWrittenMessage
     pending: set[int] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
 
@@ -292,7 +292,7 @@ class ShardSender:
     def __init__(
         self,
         transfers: FileSender,
-        forward: Callable[[int, Message], None],
+        forward: Callable[[int, ShardWrittenMessage], None],
         run_later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._run_later = run_later
@@ -300,7 +300,7 @@ class ShardSender:
         self._forward = forward
         self._of_transfer: dict[int, _PendingMessage] = {}
 
-    def written(self, rank: int, message: Message) -> None:
+    def written(self, rank: int, message: ShardWrittenMessage) -> None:
         """Sends the shard that a rank has written, or its error."""
         waiting = _PendingMessage(rank, message)
         temporary, files = message.get("temporary"), message.get("files") or {}
@@ -309,7 +309,7 @@ class ShardSender:
             return
         for name, entry in files.items():
             label = {"kind": SHARD_KIND, "rank": rank, "temporary": temporary, "name": name}
-            content = Content(entry["bytes"], entry["xxh3_128"])
+            content = Content(int(str(entry["bytes"])), str(entry["xxh3_128"]))
             number = self._transfers.send(Path(message["directory"]) / name, label, content)
             waiting.pending.add(number)
             self._of_transfer[number] = waiting
@@ -328,8 +328,7 @@ class ShardSender:
             self._end(waiting)
 
     def _end(self, waiting: _PendingMessage) -> None:
-        temporary = waiting.message.get("temporary")
-        if is_temporary_name(temporary):
+        if is_temporary_name(waiting.message.get("temporary")):
             self._run_later(partial(_delete_shards, waiting.rank, Path(waiting.message["directory"])))
         error = waiting.message.get("error") or "; ".join(waiting.errors)
         self._forward(waiting.rank, {**waiting.message, "error": error})
@@ -385,7 +384,7 @@ class ShardArrivals:
         """Sets the receiver, whose progress `moves` reports."""
         self._receiving, self._reported = receiving, receiving.moved
 
-    def moves(self) -> Message | None:
+    def moves(self) -> ShardMovesMessage | None:
         """A message to rank 0 from time to time while shards arrive, so that it keeps waiting for
         them.
         """
@@ -444,12 +443,12 @@ class ShardArrivals:
         if event.label.get("kind") == SHARD_KIND and event.path is not None:
             self._received[event.path.parent.name, event.path.name] = (event.bytes, event.xxh3_128)
 
-    def confirmed(self, rank: int, message: Message) -> Message:
+    def confirmed(self, rank: int, message: ShardWrittenMessage) -> ShardWrittenMessage:
         """The message to rank 0 for a rank's `shard_written`: without an error only if all of its
         files are here.
         """
         node = self._plan.node(self._plan.ranks[rank].node_rank)
-        confirmed = {**message, "rank": rank}
+        confirmed: ShardWrittenMessage = {**message, "rank": rank}
         if node.node_rank == 0 or node.shares_output:
             return confirmed
         error = one_line(str(message.get("error") or ""), limit=1_000)
@@ -460,12 +459,12 @@ class ShardArrivals:
         self._forget(temporary, files)
         return {**confirmed, "error": error}
 
-    def _missing(self, temporary: str, files: Mapping[str, Any]) -> str:
+    def _missing(self, temporary: str, files: Mapping[str, Mapping[str, object]]) -> str:
         for name, entry in files.items():
             if self._received.get((temporary, name)) != (entry.get("bytes"), entry.get("xxh3_128")):
                 return f"{name} did not arrive unchanged"
         return ""
 
-    def _forget(self, temporary: str, files: Mapping[str, Any]) -> None:
+    def _forget(self, temporary: str, files: Iterable[str]) -> None:
         for name in files:
             self._received.pop((temporary, name), None)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import IntegrityError, Problem, RankDied, UnfitError, UnisonoError
-from unisono.base.events import Message, Show
 from unisono.base.files import objects_of, read_object
+from unisono.base.messages import CheckpointMessage, Message, Show, WarningMessage
 from unisono.base.text import one_line, show_bytes, show_seconds
 from unisono.guard.facts import Clock, SystemClock
 from unisono.guard.facts.storage import responds
@@ -32,6 +33,9 @@ from unisono.trainer.checkpoint.retention import DiskSpace, Rules, last_verified
 from unisono.trainer.checkpoint.store import CheckpointStore
 from unisono.trainer.checkpoint.verify import VerificationResult, read_manifest, read_through
 from unisono.trainer.plan import ResumePoint, RunPlan
+
+if TYPE_CHECKING:
+    from unisono.trainer.plan.task_requests import Timed
 
 _PATIENCE_S = 60.0
 _TIMES_WRITING = 20.0
@@ -102,7 +106,7 @@ class FirstCheckpoint:
         self._saved: SavedCheckpoint | None = None
         self._error: UnisonoError | None = None
         self._task: TaskProcess | None = None
-        self._held: Message | None = None
+        self._held: CheckpointMessage | None = None
         self._room: DiskSpace | None = None
         self._began = 0.0
         self._is_over = not plan.rehearse
@@ -182,7 +186,9 @@ class FirstCheckpoint:
     def _release(self, estimate: dict[str, object] | None = None) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._show({**held, "estimate": estimate} if estimate is not None else held)
+            if estimate is not None:
+                held["estimate"] = estimate
+            self._show(held)
 
     def _take(self, message: Message, saved: SavedCheckpoint) -> None:
         if message["kind"] == "room":
@@ -192,7 +198,7 @@ class FirstCheckpoint:
                 self._release(estimate(self._plan, saved, self._room, read_s=None))
                 self._end()
         elif message["kind"] == "result" and self._room is not None:
-            read_s = float(message["seconds"])
+            read_s = float(cast("Timed", message)["seconds"])
             self._release(estimate(self._plan, saved, self._room, read_s=read_s))
             self._end()
             text = summary(self._plan, saved, self._room, read_s=read_s)
@@ -329,7 +335,7 @@ def _storage_unfit(problem: Problem, host: str, step: int) -> Verdict:
     )
 
 
-def _not_written(message: Message, *, host: str) -> UnfitError:
+def _not_written(message: WarningMessage, *, host: str) -> UnfitError:
     value = message.get("verdict")
     fatal = {"severity": "fatal", "hosts": (host,)}
     verdict = Verdict.from_json(value).model_copy(update=fatal) if isinstance(value, dict) else None

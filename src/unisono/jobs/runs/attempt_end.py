@@ -13,8 +13,8 @@ from pathlib import Path
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show, notify
 from unisono.base.files import make_private_dir, open_plain, parse_json
+from unisono.base.messages import Message, Show, VerdictMessage, message_of, notify
 from unisono.base.user_key import user_key
 from unisono.guard.agree.agreement import majority, odd_first, partition
 from unisono.guard.agree.reports import Member, culprit_hosts, culprit_ranks, name_all
@@ -130,7 +130,7 @@ class AttemptEnd:
         return replace(ending, verdict=cited or verdict)
 
     def _show_verdict(self, verdict: Verdict) -> None:
-        self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+        self.show(message_of(VerdictMessage, verdict.to_json()))
 
     def _keep_evidence(self, plan: RunPlan, attempt: Attempt, verdict: Verdict) -> Verdict:
         set_verdict(self.run, verdict)  # at once: collecting its evidence takes seconds
@@ -187,7 +187,8 @@ class AttemptEnd:
             moved = plan.model_copy(update={"output_dir": str(beside.root), "config": config})
             disk.write("the plan", partial(write_decision, beside, moved))
         if attempt.moved_to is not None:  # an earlier checkpoint is gone
-            saved = (attempt.last or {}).get("checkpoint")
+            last = attempt.last
+            saved = last.get("checkpoint") if last is not None and last["kind"] == "result" else None
             return replace(ending, progress=replace(ending.progress, checkpoint=saved))
         saved = attempt.checkpoint if is_saved else None
         progress = replace(ending.progress, checkpoint=saved, weights=None)

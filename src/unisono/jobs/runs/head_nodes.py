@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from unisono.base.causes import Verdict
 from unisono.base.errors import Disagreed
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.base.text import validation_words
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.training import PreparedFacts, compare_prepared

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NoReturn
 
 from unisono.base.errors import UnfitError, UnisonoError, as_usage_error
-from unisono.base.events import Show, notify
+from unisono.base.messages import PlanMessage, RefusedMessage, ResultMessage, Show, message_of, notify
 from unisono.base.user_key import user_key
 from unisono.guard.facts.storage import RunsDisk, leave
 from unisono.guard.rendezvous.head_address import refusals_reported
@@ -130,7 +130,7 @@ class HeadRun:
         recorder.on_step = restarts.stepped
         while True:
             self.disk.need("the plan", partial(write_plan, run, claimed.lock, plan, self.table))
-            self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+            self.show(message_of(PlanMessage, plan.to_json()))
             with SharedMemory(snapshot_ranks(plan, 0)) as kept:
                 attempt = attempts.start(plan, kept)
                 ending = end.settle(plan, attempt, log_events=attempts.log_events, kept=kept)
@@ -240,7 +240,7 @@ class HeadRun:
             seconds=time.monotonic() - self.began,
         )
         if ending.error is not None:
-            self.show({"kind": "refused", "time": time.time(), **ending.error.to_json()})
+            self.show(message_of(RefusedMessage, ending.error.to_json()))
         claimed.trained = attempt.ready or bool(restarts)
         claimed.worth_keeping = attempt.ready or ending.exit_code not in (2, 75, 130) or bool(restarts)
         keep = partial(keep_result, claimed.run, attempt, ending, result, drawing=recorder.drawing)
@@ -248,18 +248,18 @@ class HeadRun:
         if others is not None:
             others.end(result, ending)
         if self.disk.hung is not None:  # to give the lock back would hang, too
-            self.show({"kind": "result", "time": time.time(), **result.to_json()})
+            self.show(message_of(ResultMessage, result.to_json()))
             leave(ending.exit_code)
         return result
 
     def _leave(self, error: UnfitError) -> NoReturn:
         """Ends where the run's directory does not answer: to give the lock back would hang, too."""
-        self.show({"kind": "refused", "time": time.time(), **error.to_json()})
+        self.show(message_of(RefusedMessage, error.to_json()))
         seconds = time.monotonic() - self.began
         result = result_without_run(
             Ending(error.exit_code, error=error), seconds=seconds, output_dir=str(self.disk.root)
         )
-        self.show({"kind": "result", "time": time.time(), **result.to_json()})
+        self.show(message_of(ResultMessage, result.to_json()))
         leave(error.exit_code)
 
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from unisono.base.errors import Disagreed, UnfitError, UsageError, storage_reason, storage_remedy
-from unisono.base.events import Show
 from unisono.base.files import make_private_dir, read_object, write_json
+from unisono.base.messages import PlanMessage, Show, message_of
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.facts.storage import RunsDisk, refuse_if_silent
 from unisono.guard.rendezvous.meeting_sides import MemberSide, join_meeting, rejoin_as_member
@@ -188,7 +188,7 @@ class _Member:
                     error, else_="restore its owner and permissions, or set a different output_dir"
                 ),
             ) from error
-        self.show({"kind": "plan", "time": time.time(), **plan.to_json()})
+        self.show(message_of(PlanMessage, plan.to_json()))
         ranks = ", ".join(str(place.rank) for place in plan.on_node(node_rank))
         text = (
             f"node {node_rank} ({self.local_node.machine.host}): starting rank {ranks} of {plan.world_size};"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed
-from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir
+from unisono.base.messages import Message, Show, VerdictMessage, message_of
 from unisono.base.text import plain
 from unisono.guard.control.connection import Left
 from unisono.guard.control.file_transfer import FileSender, TransferOutcome
@@ -183,10 +183,11 @@ class Serving(NodeSupervision):
                 self.send(news)
             case RankReported() as news:
                 self.send(news)
-            case RankSaid(rank, {"kind": "shard_written"} as message) if self._shards is not None:
-                self._shards.written(rank, message)
-            case RankSaid(rank, {"kind": kind} as message) if kind in _PASSED_ON:
-                self._forward(rank, message)
+            case RankSaid(rank, message):
+                if message["kind"] == "shard_written" and self._shards is not None:
+                    self._shards.written(rank, message)
+                elif message["kind"] in _PASSED_ON:
+                    self._forward(rank, message)
         self._report_ended()
 
     def _forward(self, rank: int, message: Message) -> None:
@@ -285,7 +286,7 @@ class HeadlessEnd:
         if self.shared:
             progress = self.disk.write("how far the run is", partial(read_progress, self.run)) or progress
         if stop is None:
-            self.show({"kind": "verdict", "time": time.time(), **verdict.to_json()})
+            self.show(message_of(VerdictMessage, verdict.to_json()))
             ending = Ending(known.exit_code if known else 4, progress, verdict)
         else:
             text = f"{verdict.summary}; the run was stopped, and its checkpoints are in its output_dir"

@@ -13,8 +13,8 @@ from typing import Any
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Show
 from unisono.base.files import path_below
+from unisono.base.messages import Show
 from unisono.base.text import is_secret
 from unisono.guard.agree.reports import (
     FileDigest,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import Disagreed, UnfitError, UnisonoError, UsageError
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.base.text import Duration, validation_words
 from unisono.guard.agree.reports import NodeReport
 from unisono.guard.agree.training import PreparedFacts

@@ -19,8 +19,8 @@ from unisono.base.errors import (
     storage_remedy,
     storage_words,
 )
-from unisono.base.events import Show
 from unisono.base.files import make_private_dir, read_object, read_text, write_text
+from unisono.base.messages import Show
 from unisono.base.user_key import KEY_FILE, user_key
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_nodes

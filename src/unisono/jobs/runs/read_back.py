@@ -3,10 +3,11 @@ the trained one are damage.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from unisono.base.errors import IntegrityError, RankDied, UnisonoError
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.guard.rundir.records import ReadBackResult
 from unisono.guard.supervise.child_process import child_environment
 from unisono.guard.supervise.interrupts import Interrupts, Stopped
@@ -60,7 +61,7 @@ def read_back_result(
 
 def _run(
     body: dict[str, str], request: TrainRequest, environment: dict[str, str], show: Show
-) -> dict[str, object]:
+) -> Mapping[str, object]:
     try:
         task = TaskProcess("read_back", body, programs=request.programs, environment=environment)
     except OSError as error:

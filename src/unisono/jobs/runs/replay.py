@@ -8,7 +8,7 @@ only read.
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.base.errors import IntegrityError, UnfitError, UsageError
-from unisono.base.events import Message
 from unisono.base.files import read_json, read_object
+from unisono.base.messages import Message, Show
 from unisono.base.text import one_line, why_unreadable
 from unisono.base.user_key import user_key
 from unisono.guard.agree.agreement import Agreement
@@ -158,7 +158,6 @@ def compare(
     )
 
 
-Show = Callable[[Message], None]
 Lines = Mapping[int, Mapping[str, Any]]
 
 
@@ -490,4 +489,6 @@ def _check_end(attempt: Attempt, plan: RunPlan, lines: Lines) -> None:
         "fix": "; ".join(ending.verdict.fix) if ending.verdict else "",
     }
     verdict = ending.verdict.to_json() if ending.verdict else None
-    raise refusal({"exit_code": ending.exit_code, "problems": [problem], "verdict": verdict})
+    raise refusal(
+        {"kind": "refused", "exit_code": ending.exit_code, "problems": [problem], "verdict": verdict}
+    )

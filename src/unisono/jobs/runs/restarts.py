@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed
-from unisono.base.events import Show, notify
+from unisono.base.messages import Show, notify
 from unisono.base.user_key import user_key
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.compare import compare_again

@@ -12,8 +12,8 @@ from typing import Any
 
 from unisono.base.causes import Verdict, find_cause
 from unisono.base.errors import Disagreed, UnisonoError
-from unisono.base.events import Message, Show
 from unisono.base.files import make_private_dir, read_object, write_json, write_text
+from unisono.base.messages import Message, ResultMessage, Show, WarningMessage, fields_of
 from unisono.guard.agree.agreement import Agreement
 from unisono.guard.agree.reports import NodeReport, RankReport
 from unisono.guard.facts import package_versions
@@ -246,12 +246,10 @@ class RunRecorder:
         """
         match message["kind"]:
             case "ready":
-                facts, names = (
-                    message.get("facts"),
-                    {name: name for name in ("kept_every", "padded", "padding")},
-                )
+                facts = message.get("facts")
+                names = {name: name for name in ("kept_every", "padded", "padding")}
             case "kept":
-                facts, names = message, {"kept_every": "every"}
+                facts, names = fields_of(message), {"kept_every": "every"}
             case _:
                 return
         if isinstance(facts, dict) and "rank" not in message:
@@ -264,7 +262,7 @@ class RunRecorder:
         set_verdict(self._run, None)
 
 
-def as_warning(verdict: Verdict) -> Message:
+def as_warning(verdict: Verdict) -> WarningMessage:
     """The message of a verdict that does not end the run."""
     return {
         "kind": "warning",
@@ -305,11 +303,13 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
         attempt.tokens_per_second,
         attempt.checkpoint,
     )
-    last = attempt.last or {}
-    if last.get("kind") == "result" and attempt.decision is None:
-        reported = replace(known, **{one.name: last[one.name] for one in fields(known) if one.name in last})
+    last = attempt.last
+    if last is not None and last["kind"] == "result" and attempt.decision is None:
+        said = fields_of(last)
+        values: dict[str, Any] = {one.name: said[one.name] for one in fields(known) if one.name in said}
+        reported = replace(known, **values)
         reported = replace(reported, checkpoint=last.get("checkpoint") or attempt.checkpoint)
-        verdict = Verdict.from_json(last["verdict"]) if last.get("verdict") else None
+        verdict = Verdict.from_json(named) if (named := last.get("verdict")) else None
         if verdict is None and _left_early(last, plan):
             # Its process may hang after its last word, and then has no end yet.
             end = attempt.ends.get(0) or RankEnd(0, 0, last, "end", attempt.step)
@@ -339,12 +339,14 @@ def ending_of(attempt: Attempt, plan: RunPlan) -> Ending:
     return _ended_by(_name(decision, attempt, plan), known)
 
 
-def _left_early(last: Mapping[str, Any], plan: RunPlan) -> bool:
+def _left_early(last: ResultMessage, plan: RunPlan) -> bool:
     """Whether rank 0 believes that the run is whole, and it is not: the others wait for it in the
     next step.
     """
     planned = min(plan.total_steps, plan.last_step or plan.total_steps)
-    return plan.world_size > 1 and last.get("exit_code", 0) == 0 and int(last.get("step", planned)) < planned
+    step = last.get("step")
+    is_whole = step is None or step >= planned
+    return plan.world_size > 1 and last.get("exit_code", 0) == 0 and not is_whole
 
 
 def _ended_by(verdict: Verdict, progress: Progress) -> Ending:

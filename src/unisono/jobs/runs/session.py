@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.base.errors import ConfigError, Disagreed, UnisonoError, UsageError, as_usage_error
-from unisono.base.events import Message, Show, notify
+from unisono.base.messages import Message, ResultMessage, Show, message_of, notify
 from unisono.base.requirements import refuse_without_trainer
 from unisono.base.text import show_bytes, show_seconds
 from unisono.guard.facts import Environment, read_environment, read_machine, take_token
@@ -75,7 +75,7 @@ def train(request: TrainRequest, show: Show) -> RunResult:
             ):
                 notify(show, hint)
             result = _disagreed(error, show, began)
-    show({"kind": "result", "time": time.time(), **result.to_json()})
+    show(message_of(ResultMessage, result.to_json()))
     return result
 
 

@@ -13,7 +13,7 @@ import yaml
 from unisono.base._version import __version__
 from unisono.base.causes import Verdict
 from unisono.base.errors import ConfigError, Problem, UnisonoError, UsageError
-from unisono.base.events import Show, notify
+from unisono.base.messages import Show, notify
 from unisono.guard.facts import Environment, Probes
 from unisono.guard.facts.environment import all_variables
 from unisono.guard.facts.slurm import SlurmStep

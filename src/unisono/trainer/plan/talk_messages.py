@@ -1,8 +1,10 @@
 """What the tasks `chat` and `serve` and their fronts send each other."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from unisono.base.messages import TalkNews
+from unisono.guard.supervise.codec import encode_message
 from unisono.trainer.plan.task_requests import SamplingParams
 
 
@@ -16,7 +18,7 @@ class Ready:
         in_parts: whether long prompts are read in parts.
     """
 
-    kind: ClassVar = "ready"
+    kind: ClassVar = "opened"
     description: str
     note: str
     context: int = 0
@@ -179,3 +181,8 @@ ChatInput = Say | Clear
 ChatNews = Ready | TokenText | TurnAnswer | RefusedTurn
 ServeInput = Ask | Drop | Ping
 ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk
+
+
+def encode_news(news: ChatNews | ServeNews) -> TalkNews:
+    """The message of a chat or a server."""
+    return cast("TalkNews", encode_message(news))

@@ -36,6 +36,7 @@ from unisono.base.errors import (
 )
 from unisono.base.events import Reporter
 from unisono.base.files import open_plain, read_bytes
+from unisono.base.messages import RoomMessage, message_of
 from unisono.base.text import one_line, redact
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
@@ -348,7 +349,7 @@ class Storage:
         now = time.monotonic()
         if now - self._reported_at >= _PROGRESS_S:
             self._reported_at = now
-            self._report.send("progress", bytes=self._done, of=self._of)
+            self._report.send({"kind": "progress", "bytes": self._done, "of": self._of})
 
     def _prune(self, run_id: str, *, rules: Rules, local: Path) -> list[int]:
         """Deletes copies that the run itself has pruned, except the newest and the protected
@@ -469,7 +470,7 @@ def run_rehearsed(request: RehearsedRequest, report: Reporter) -> Mapping[str, o
         IntegrityError: with everything that is wrong with the checkpoint.
     """
     path, key = request.path, user_key(read_environment().settings_dir)
-    report.send("room", **asdict(measure_disk_space(path.parent, key=key)))
+    report.send(message_of(RoomMessage, asdict(measure_disk_space(path.parent, key=key))))
     began = time.monotonic()
     for file in path.iterdir():
         forget_cached(file)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.base.events import Reporter
+from unisono.base.messages import ResultMessage, message_of
 from unisono.base.text import one_line
 from unisono.base.torch_internals import let_gloo_finish
 from unisono.guard.supervise.task_requests import CollectiveRequest, CollectiveResult
@@ -70,7 +71,9 @@ def _given_up(request: CollectiveRequest, report: Reporter, result: CollectiveRe
 
     def give_up() -> None:
         text = f"{request.backend}: no result within {request.deadline_s:g} s, and torch's own timeout did not end it"
-        report.send("result", **{**result, "ok": False, "text": text, "seconds": request.deadline_s})
+        report.send(
+            message_of(ResultMessage, {**result, "ok": False, "text": text, "seconds": request.deadline_s})
+        )
         os._exit(0)
 
     timer = threading.Timer(request.deadline_s + _GRACE_S / 2, give_up)
@@ -97,7 +100,7 @@ def _listen(request: CollectiveRequest, report: Reporter) -> socket.socket | Non
     if request.rank != 0:
         return None
     listening = _bound(request.store_host, [*request.store_ports, 0])
-    report.send("store", port=listening.getsockname()[1])
+    report.send({"kind": "store", "port": listening.getsockname()[1]})
     return listening
 
 

@@ -12,13 +12,21 @@ from typing import Any
 from unisono.base.errors import DataError, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of
-from unisono.guard.supervise.codec import decode_message, encode_message
+from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data import BadRow, Message, RawRow, RowError, RowFile
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.generate import generate
-from unisono.trainer.plan.talk_messages import ChatInput, Clear, Ready, RefusedTurn, Say, TurnAnswer
+from unisono.trainer.plan.talk_messages import (
+    ChatInput,
+    Clear,
+    Ready,
+    RefusedTurn,
+    Say,
+    TurnAnswer,
+    encode_news,
+)
 from unisono.trainer.plan.task_requests import (
     ConversationRequest,
     Generated,
@@ -267,7 +275,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
                 on_answers=lambda done: report.phase("generate", "answering", done=done, total=len(prompts)),
             )
     if stream is not None:
-        report.send("token", text=stream.close())
+        report.send({"kind": "token", "text": stream.close()})
     return {
         "description": opened.target.description,
         "answers": [_answer(opened, p, a, limit, stops) for p, a in zip(prompts, answers, strict=True)],
@@ -290,7 +298,7 @@ def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
     def send(token: int) -> None:
         piece = stream.push(token)
         if piece:
-            report.send("token", text=piece)
+            report.send({"kind": "token", "text": piece})
 
     return send
 
@@ -322,7 +330,7 @@ def run_chat(request: ConversationRequest, report: Reporter) -> Mapping[str, obj
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     conversation = ModelChat(opened, template, request, report, interrupt)
-    report.send(**encode_message(Ready(opened.target.description, note)))
+    report.send(encode_news(Ready(opened.target.description, note)))
     for line in sys.stdin:
         message: ChatInput | None = decode_message(json.loads(line), ChatInput)
         match message:
@@ -399,7 +407,7 @@ class ModelChat:
             if len(answer) >= min(room, self._request.max_tokens)
             else "stop"
         )
-        self._report.send(**encode_message(TurnAnswer(shown, len(answer), ended)))
+        self._report.send(encode_news(TurnAnswer(shown, len(answer), ended)))
 
     def _answer(self, ids: Sequence[int], *, limit: int) -> tuple[list[int], str]:
         stream = TextStream(self._opened.tokenizer)
@@ -407,7 +415,7 @@ class ModelChat:
         def send(token: int) -> None:
             piece = stream.push(token)
             if piece:
-                self._report.send("token", text=piece)
+                self._report.send({"kind": "token", "text": piece})
 
         with self._opened.ready() as model:
             (answer,) = generate(
@@ -422,9 +430,9 @@ class ModelChat:
             )
         rest = stream.close()
         if rest:
-            self._report.send("token", text=rest)
+            self._report.send({"kind": "token", "text": rest})
         return answer, decode(self._opened.tokenizer, answer)
 
     def _refuse(self, why: str, fix: str) -> None:
         self._messages.pop()
-        self._report.send(**encode_message(RefusedTurn(why, fix)))
+        self._report.send(encode_news(RefusedTurn(why, fix)))

@@ -14,7 +14,7 @@ import torch
 
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
-from unisono.guard.supervise.codec import decode_message, encode_message
+from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.plan.talk_messages import (
@@ -29,6 +29,7 @@ from unisono.trainer.plan.talk_messages import (
     Ready,
     RefusedAsk,
     ServeInput,
+    encode_news,
 )
 from unisono.trainer.plan.task_requests import ServeRequest
 from unisono.trainer.task.inference import InferenceModel, StopStrings, TextStream, open_requested
@@ -63,7 +64,7 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
         engine.on_failure = desk.fail
         with engine.ready():
             ready = Ready(opened.target.description, note, opened.context, engine.in_parts)
-            report.send(**encode_message(ready))
+            report.send(encode_news(ready))
             while desk.take(lines):
                 desk.step()
     return {"answers": desk.answered}
@@ -129,7 +130,7 @@ class _Desk:
                 return False
             match message:
                 case Ping():
-                    self._report.send("pong")
+                    self._report.send({"kind": "pong"})
                 case Drop():
                     self._drop(message.id)
                 case Ask():
@@ -151,7 +152,7 @@ class _Desk:
             return
         self._unread.remove(ask.id)
         if isinstance(prompt, RefusedAsk | FailedAsk):
-            self._report.send(**encode_message(prompt))
+            self._report.send(encode_news(prompt))
         else:
             self._add(ask.id, ask.question, prompt)
 
@@ -163,7 +164,7 @@ class _Desk:
         stream = TextStream(tokenizer, stops, marks=question.marks)
         self._places[number] = _Place(answer, stream, StopStrings(tokenizer, stops) if stops else None, limit)
         self._engine.add(answer)
-        self._report.send(**encode_message(Begun(number, len(ids))))
+        self._report.send(encode_news(Begun(number, len(ids))))
 
     def fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
         """Ends answers that could not be computed; the others continue.
@@ -174,7 +175,7 @@ class _Desk:
         torch.zeros(1, device=self._opened.device).item()  # raises after an error that leaves a GPU unusable
         for number in [number for number, place in self._places.items() if place.answer in answers]:
             del self._places[number]
-            self._report.send(**encode_message(describe_failure(number, error)))
+            self._report.send(encode_news(describe_failure(number, error)))
 
     def step(self) -> None:
         """Computes one token of each answer, and sends what is new."""
@@ -194,11 +195,11 @@ class _Desk:
             if piece:
                 pieces.append((number, piece))
         if pieces:
-            self._report.send(**encode_message(Pieces(tuple(pieces))))
+            self._report.send(encode_news(Pieces(tuple(pieces))))
         for number, why in ended:
             place = self._places.pop(number)
             self.answered += 1
-            self._report.send(**encode_message(Answered(number, len(place.answer.tokens), why)))
+            self._report.send(encode_news(Answered(number, len(place.answer.tokens), why)))
 
     def _new_text(self, place: _Place) -> str:
         answer, text = place.answer, ""

@@ -164,11 +164,13 @@ def show_samples(run: Run, *, step: int) -> None:
     questions = list(islice(run.evaluation.questions(), section.samples))
     for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
         run.report.send(
-            "sample",
-            step=step,
-            prompt=_text(run, question.prompt),
-            text=answer,
-            reference=_text(run, question.answer),
+            {
+                "kind": "sample",
+                "step": step,
+                "prompt": _text(run, question.prompt),
+                "text": answer,
+                "reference": _text(run, question.answer),
+            }
         )
 
 
@@ -415,4 +417,6 @@ def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:
     for prompt, file in sampler.draw_all(
         prompts, run.files.samples, step=step, seed=config.seed, name=run.files.root.name, is_over=is_over
     ):
-        run.report.send("sample", step=step, prompt=plain(prompt), text=str(file), reference="")
+        run.report.send(
+            {"kind": "sample", "step": step, "prompt": plain(prompt), "text": str(file), "reference": ""}
+        )

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, TypedDict
 from unisono.base.causes import Verdict
 from unisono.base.errors import Problem
 from unisono.base.events import Reporter
+from unisono.base.messages import RefusedMessage, message_of
 from unisono.guard.facts.processes import ThreadCounters, ThreadState, read_thread
 from unisono.guard.watch import Beats
 from unisono.trainer.checkpoint.writer import StorageFailed
@@ -274,16 +275,18 @@ class StorageWatch:
         if blocked_s > _REPORTED_AFTER_S and self._reported is not save:
             self._reported = save
             self._report.send(
-                "warning",
-                code="storage_blocked",
-                step=save.step,
-                fix=_FIX,
-                where=save.activity,
-                text=(
-                    f"the save of step {save.step} has made no progress for {blocked_s:.0f} s:"
-                    f" {save.activity}; {look}; training continues; nothing is saved until the storage"
-                    " responds"
-                ),
+                {
+                    "kind": "warning",
+                    "code": "storage_blocked",
+                    "step": save.step,
+                    "fix": _FIX,
+                    "where": save.activity,
+                    "text": (
+                        f"the save of step {save.step} has made no progress for {blocked_s:.0f} s:"
+                        f" {save.activity}; {look}; training continues; nothing is saved until the storage"
+                        " responds"
+                    ),
+                }
             )
 
     def _pass_on_moves(self, save: Save) -> None:
@@ -304,13 +307,21 @@ class StorageWatch:
         text = f"{writing.what} has made no progress for {idle_s:.0f} s: {look}"
         if not writing.is_reported:
             writing.is_reported = True
-            self._report.send("warning", code="storage_blocked", text=text, where=str(writing.path), fix=_FIX)
+            self._report.send(
+                {
+                    "kind": "warning",
+                    "code": "storage_blocked",
+                    "text": text,
+                    "where": str(writing.path),
+                    "fix": _FIX,
+                }
+            )
         if idle_s > _GIVEN_UP_AFTER_S:
             error = StorageFailed(
                 Problem(text, str(writing.path), "the storage does not answer", _GIVE_UP_FIX),
                 path=writing.path,
             )
-            self._report.send("refused", **error.to_json())
+            self._report.send(message_of(RefusedMessage, error.to_json()))
             os._exit(error.exit_code)  # the main thread is blocked in the kernel, and handles no exception
 
 

@@ -100,7 +100,7 @@ def join_ranks(
     own = make_rank_report(
         plan, place, device=device, loaded=loaded, data=data, store_port=listener.port if listener else None
     )
-    report.send("rank_report", report=own.to_json())
+    report.send({"kind": "rank_report", "report": own.to_json()})
     beats.enter("agree.ranks")
     host, port = _wait_for_go()
     report.phase("join", "joining the other ranks")

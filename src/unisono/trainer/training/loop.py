@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from unisono.base.causes import Verdict
+from unisono.base.messages import EvalMessage, StepMessage, message_of
 from unisono.guard.rundir.records import best_key
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.source import Micro, MicroBatch, SourceFailed, StepBatches
@@ -196,7 +197,7 @@ def _measure_before(run: Run) -> None:
     if share is not None:
         run.state.eval["exact_match_before"] = share
     if figures is not None:
-        run.report.send("eval", step=0, **_named(figures), exact_match=share)
+        run.report.send(message_of(EvalMessage, {"step": 0, **_named(figures), "exact_match": share}))
     show_samples(run, step=0)
 
 
@@ -222,7 +223,7 @@ def _evaluate(run: Run) -> None:
     if run.snapshots is not None:
         run.snapshots.publish(run, line)
     _keep_line(run, line)
-    run.report.send("eval", **line, best=state.best_step == state.step)
+    run.report.send(message_of(EvalMessage, {**line, "best": state.best_step == state.step}))
     if run.tracker is not None:
         run.tracker.scalars(state.step, {f"eval/{name}": value for name, value in figures.items()})
     show_samples(run, step=state.step)
@@ -273,7 +274,7 @@ def _log_step(run: Run, outcome: StepOutcome, batches: StepBatches) -> None:
     if run.snapshots is not None:  # first: a step that was shown must not be lost
         run.snapshots.publish(run, line, step_time_s=outcome.step_time_s)
     _keep_line(run, line)
-    run.report.send("step", **line)
+    run.report.send(message_of(StepMessage, line))
     if run.tracker is not None:
         names = ("loss", *outcome.metrics, "lr", "grad_norm", "tokens_per_second")
         run.tracker.scalars(state.step, {f"train/{name}": float(line[name]) for name in names})

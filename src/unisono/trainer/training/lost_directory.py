@@ -65,7 +65,7 @@ def _move_beside(run: Run) -> None:
             make_private_dir(run.files.root)
         run.store = open_store(run.files)
         run.metrics.move_to(run.files.metrics)
-        run.report.send("moved", path=str(run.files.root))
+        run.report.send({"kind": "moved", "path": str(run.files.root)})
 
 
 def _ending(run: Run, summary: str, lost: list[bool], fixes: list[str]) -> TrainingEnd:

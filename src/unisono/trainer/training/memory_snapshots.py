@@ -192,7 +192,7 @@ class MemorySnapshots:
         size = os.fstat(self._fd).st_size if self._fd is not None else 0
         expected = self._every
         every = self._decide(run, cost / step)
-        run.report.send("kept", cost_s=cost, step_time_s=step, bytes=size, every=every)
+        run.report.send({"kind": "kept", "cost_s": cost, "step_time_s": step, "bytes": size, "every": every})
         figures = f"{cost / step:.1%} of a step here ({1e3 * cost:.3g} of {1e3 * step:.3g} ms)"
         if every is None:
             limit = f"even one step in {MOST_EVERY} would cost more than {LIMIT:.0%}"
@@ -200,7 +200,7 @@ class MemorySnapshots:
         elif every > expected and run.group.is_main:
             price = f"{every - 1} finished step{'s' if every > 2 else ''}"
             text = f"keeping a step in memory costs {figures}: one step in {every} is kept, for at most {LIMIT:.0%}"
-            run.report.send("note", text=f"{text}; if a rank dies, up to {price} may be lost")
+            run.report.send({"kind": "note", "text": f"{text}; if a rank dies, up to {price} may be lost"})
 
     def _turn_off(self, run: Run, text: str) -> None:
         self._is_off = True
@@ -208,7 +208,7 @@ class MemorySnapshots:
         if self._fd is not None:
             os.ftruncate(self._fd, 0)  # the kept step would soon be out of date
         if run.group.is_main:
-            run.report.send("note", text=text)
+            run.report.send({"kind": "note", "text": text})
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,13 @@ class _Rank0Work(Generic[Result]):
         if idle_s > _REPORTED_AFTER_S and not self._is_reported:
             self._is_reported = True
             self._run.report.send(
-                "warning", code="storage_blocked", text=text, where=str(self._path), fix=_FIX
+                {
+                    "kind": "warning",
+                    "code": "storage_blocked",
+                    "text": text,
+                    "where": str(self._path),
+                    "fix": _FIX,
+                }
             )
         if idle_s > _GIVEN_UP_AFTER_S:
             problem = Problem(text, str(self._path), "the storage does not answer", _FIX)
@@ -246,9 +252,18 @@ def write_shard(run: Run, job: SaveJob, save: Save, files: Files) -> None:
     entries: dict[str, FileEntry] = {}
     error, verdict = "", None
     save.on_stuck = lambda why: run.report.send(
-        "shard_written", step=job.step, temporary=job.temporary, directory=str(directory), files={}, error=why
+        {
+            "kind": "shard_written",
+            "step": job.step,
+            "temporary": job.temporary,
+            "directory": str(directory),
+            "files": {},
+            "error": why,
+        }
     )
-    save.on_move = lambda: run.report.send("shard_moves", step=job.step, temporary=job.temporary)
+    save.on_move = lambda: run.report.send(
+        {"kind": "shard_moves", "step": job.step, "temporary": job.temporary}
+    )
     save.advance(f"writing {directory}")
     try:
         _enter(run, job, save, directory)
@@ -261,13 +276,15 @@ def write_shard(run: Run, job: SaveJob, save: Save, files: Files) -> None:
         verdict = cause.verdict.to_json() if cause and cause.verdict else None
     written = {name: entry.model_dump() for name, entry in entries.items()}
     run.report.send(
-        "shard_written",
-        step=job.step,
-        temporary=job.temporary,
-        directory=str(directory),
-        files=written,
-        error=error,
-        verdict=verdict,
+        {
+            "kind": "shard_written",
+            "step": job.step,
+            "temporary": job.temporary,
+            "directory": str(directory),
+            "files": written,
+            "error": error,
+            "verdict": verdict,
+        }
     )
 
 
@@ -277,7 +294,7 @@ def dismiss_parts(run: Run, job: SaveJob) -> None:
     """
     if job.shards > 1:
         run.group.leave_note(_gave_up(job))
-        run.report.send("shards_over", step=job.step, temporary=job.temporary)
+        run.report.send({"kind": "shards_over", "step": job.step, "temporary": job.temporary})
 
 
 def _gave_up(job: SaveJob) -> str:

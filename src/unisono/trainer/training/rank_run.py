@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from unisono.base.errors import (
 )
 from unisono.base.events import Reporter
 from unisono.base.files import fsync_dir, fsync_tree
+from unisono.base.messages import Message
 from unisono.base.text import show_bytes
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir.records import best_evaluated
@@ -132,7 +132,7 @@ def _train_and_finish(run: Run) -> dict[str, object]:
     kept_every = (
         run.snapshots.prepare(run, step_time_s=trial.step_time_s) if run.snapshots is not None else None
     )
-    report.send("ready", facts=_ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every))
+    report.send({"kind": "ready", "facts": _ready_facts(run, peak=trial.peak_bytes, kept_every=kept_every)})
     stop.training_begins()
     began, tokens_before = time.perf_counter(), run.state.tokens
     ending = train(run) if run.plan.last_step is None else train_again(run)
@@ -281,13 +281,15 @@ class OtherRankReporter(Reporter):
         super().__init__(None)
         self._inner = inner
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, message: Message) -> None:
         """Sends one message, or nothing if rank 0 reports it."""
-        if kind in _RANK_0_KINDS or (kind == "warning" and fields.get("code") in _SHARED_WARNINGS):
+        if message["kind"] in _RANK_0_KINDS or (
+            message["kind"] == "warning" and message.get("code") in _SHARED_WARNINGS
+        ):
             return
-        if kind == "step":
-            fields = {"step": fields["step"]}
-        self._inner.send(kind, **fields)
+        if message["kind"] == "step":
+            message = {"kind": "step", "step": message["step"]}
+        self._inner.send(message)
 
 
 # ---- The result

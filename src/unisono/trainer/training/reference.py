@@ -65,7 +65,7 @@ def set_reference(run: Run, tables: Tables) -> None:
     stored, why = outcome if outcome is not None else (None, "")
     if run.group.any(stored is not None):
         _set(tables, _shared(run, tables, stored))
-        run.report.send("reference", computed=0, reused=_number(tables))
+        run.report.send({"kind": "reference", "computed": 0, "reused": _number(tables)})
         return
     if why:
         run.report.warning(
@@ -80,11 +80,13 @@ def set_reference(run: Run, tables: Tables) -> None:
             temporary.write_bytes(_encode(values, key))
     _set(tables, values)
     run.report.send(
-        "reference",
-        computed=_number(tables),
-        reused=0,
-        seconds=time.perf_counter() - began,
-        cpu_time_s=time.process_time() - cpu_began,
+        {
+            "kind": "reference",
+            "computed": _number(tables),
+            "reused": 0,
+            "seconds": time.perf_counter() - began,
+            "cpu_time_s": time.process_time() - cpu_began,
+        }
     )
 
 

@@ -26,6 +26,7 @@ from unisono.base.errors import (
     storage_words,
 )
 from unisono.base.events import Reporter
+from unisono.base.messages import WarningMessage, message_of
 from unisono.base.text import parse_seconds
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
@@ -387,13 +388,7 @@ def _report_saved(run: Run, job: SaveJob, path: Path, save: Save) -> bool:
     A network file system may fail at this moment. What was synced and renamed counts as saved
     nevertheless.
     """
-    fields: dict[str, str | float] = {
-        "step": job.step,
-        "path": str(path),
-        "seconds": time.monotonic() - save.began,
-        "blocking_s": save.blocking_s,
-    }
-    n_bytes = 0
+    seconds, n_bytes = time.monotonic() - save.began, 0
     fix = (
         "check the storage of output_dir; `unisono checkpoint verify` shows whether the checkpoint is intact"
     )
@@ -412,7 +407,16 @@ def _report_saved(run: Run, job: SaveJob, path: Path, save: Save) -> bool:
     except OSError as error:
         text = f"checkpoint {path.name} was saved, but cannot be listed: {storage_words(error)} ({path})"
         run.report.warning("checkpoint_unread", text, fix=fix)
-    run.report.send("checkpoint", bytes=n_bytes, **fields)
+    run.report.send(
+        {
+            "kind": "checkpoint",
+            "bytes": n_bytes,
+            "step": job.step,
+            "path": str(path),
+            "seconds": seconds,
+            "blocking_s": save.blocking_s,
+        }
+    )
     return True
 
 
@@ -420,18 +424,19 @@ def _report_failure(run: Run, job: SaveJob, error: StorageFailed) -> None:
     named = (
         error.verdict.model_copy(update={"severity": "warning", "step": job.step}) if error.verdict else None
     )
-    cited = {"verdict": named.to_json()} if named else {}
     for problem in error.problems:
         what = "; ".join(part for part in (problem.what, problem.why) if part)
-        run.report.send(
-            "warning",
-            code="checkpoint_failed",
-            step=job.step,
-            text=what,
-            where=problem.where,
-            fix=problem.fix,
-            **cited,
-        )
+        warning: WarningMessage = {
+            "kind": "warning",
+            "code": "checkpoint_failed",
+            "step": job.step,
+            "text": what,
+            "where": problem.where,
+            "fix": problem.fix,
+        }
+        if named is not None:
+            warning["verdict"] = named.to_json()
+        run.report.send(warning)
 
 
 def open_store(files: RunDir) -> CheckpointStore:
@@ -445,5 +450,5 @@ def open_metrics(files: RunDir, state: TrainState, report: Reporter) -> MetricsW
     """
     warning = truncate_after(files.metrics, state.step, evaluated=not state.evaluation_due).warning()
     if warning is not None:
-        report.send("warning", **warning)
+        report.send(message_of(WarningMessage, warning))
     return MetricsWriter(files.metrics)

@@ -79,37 +79,43 @@ def note_skipped_step(run: Run, batches: StepBatches, outcome: StepOutcome) -> N
     if origin := _of_objective(run, outcome, what=what):
         text = f"step {batches.step} was skipped: {origin}"
         run.report.send(
-            "warning",
-            code="nan_step",
-            step=batches.step,
-            rows=rows,
-            fix=_objective_fix(run.objective)[0],
-            text=text,
+            {
+                "kind": "warning",
+                "code": "nan_step",
+                "step": batches.step,
+                "rows": rows,
+                "fix": _objective_fix(run.objective)[0],
+                "text": text,
+            }
         )
         return
     if _is_model(run, outcome.odd_ranks):
         run.report.send(
-            "warning",
-            code="nan_step",
-            step=batches.step,
-            rows=[],
-            fix=_model_fix(run),
-            text=(
-                f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model"
-                " is the cause, not a row"
-            ),
+            {
+                "kind": "warning",
+                "code": "nan_step",
+                "step": batches.step,
+                "rows": [],
+                "fix": _model_fix(run),
+                "text": (
+                    f"step {batches.step} was skipped: NaN or infinite {what} before any update; the loaded model"
+                    " is the cause, not a row"
+                ),
+            }
         )
         return
     run.report.send(
-        "warning",
-        code="nan_step",
-        step=batches.step,
-        rows=rows,
-        fix=f"set a smaller optim.lr, or look at these rows; all are in {_EVENTS} of the run",
-        text=(
-            f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; its rows:"
-            f" {shown_places(rows)}"
-        ),
+        {
+            "kind": "warning",
+            "code": "nan_step",
+            "step": batches.step,
+            "rows": rows,
+            "fix": f"set a smaller optim.lr, or look at these rows; all are in {_EVENTS} of the run",
+            "text": (
+                f"step {batches.step} was skipped: NaN or infinite {what}{_on_ranks(run, outcome)}; its rows:"
+                f" {shown_places(rows)}"
+            ),
+        }
     )
 
 
@@ -512,7 +518,7 @@ def report_weights_digest(run: Run) -> None:
     if every is None or (step % every != 0 and step != run.plan.total_steps):
         return
     digest = weights_digest(run.forward.loaded.trainable.values())
-    run.report.send("digest", step=step, digest=digest, arithmetic=arithmetic(run.device))
+    run.report.send({"kind": "digest", "step": step, "digest": digest, "arithmetic": arithmetic(run.device)})
 
 
 def weights_digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         beats.enter("start")
         stop = StopRequest()
         has_front = arguments.report_fd is not None
-        stop.install((lambda name: report.send("asked", signal=name)) if has_front else None)
+        stop.install((lambda name: report.send({"kind": "asked", "signal": name})) if has_front else None)
         try:
             plan = RunPlan.model_validate(json.loads(arguments.file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
@@ -44,7 +44,16 @@ def main(argv: list[str]) -> int:
                 "the plan cannot be read", where=str(arguments.file), why=one_line(str(error))
             ) from error
         started = "exec" if child.forked_by is None else "fork"
-        report.send("phase", phase="start", text="loading torch", done=None, total=None, started=started)
+        report.send(
+            {
+                "kind": "phase",
+                "phase": "start",
+                "text": "loading torch",
+                "done": None,
+                "total": None,
+                "started": started,
+            }
+        )
         with loading_modules():
             from unisono.base.torch_internals import flight_record
             from unisono.trainer.training.process_group import close_group

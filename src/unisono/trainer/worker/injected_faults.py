@@ -64,7 +64,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -82,7 +82,18 @@ from unisono.trainer.training.hooks import RunHook, Work
 from unisono.trainer.training.join import find_place
 from unisono.trainer.training.process_group import Group
 
-Fault = dict[str, Any]  # one of `plan.faults`; see above for its keys
+
+class PlannedFault(TypedDict, total=False):
+    """One of `plan.faults`; above are the fields of each."""
+
+    rank: int
+    step: int
+    steps: list[int]
+    every: int
+    how: str
+    seconds: float
+    bytes: int
+    fifo: str
 
 
 def faults_of(plan: RunPlan) -> tuple[RunHook, ...]:
@@ -217,7 +228,7 @@ class InjectedFaults(RunHook):
         """Whether a fault is one of this rank."""
         return self._rank in self._faults.get(name, ())
 
-    def _due(self, name: str, step: int) -> Fault | None:
+    def _due(self, name: str, step: int) -> PlannedFault | None:
         """A fault that is due on this rank at this step. Its time is recorded."""
         fault = due_fault(self._plan, name, self._rank, step)
         if fault is not None:
@@ -325,9 +336,9 @@ def mark(plan: RunPlan, rank: int, *, again: bool = False) -> None:
         file.write(now)
 
 
-def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> Fault | None:
+def due_fault(plan: RunPlan, name: str, rank: int, step: int) -> PlannedFault | None:
     """The fault of this name, if it is due on this rank at this step."""
-    fault: Fault | None = plan.faults.get(name)
+    fault: PlannedFault | None = plan.faults.get(name)
     if fault is None or (fault["rank"], fault["step"]) != (rank, step):
         return None
     return fault
@@ -338,7 +349,7 @@ _LITTER = 2_000_000
 _litter: list[list[int]] = []  # kept for the whole run, like a large data set of Python objects
 
 
-def _is_due(fault: Fault, step: int) -> bool:
+def _is_due(fault: PlannedFault, step: int) -> bool:
     every = fault.get("every")
     return step in fault.get("steps", ()) or (every is not None and step % every == 0)
 

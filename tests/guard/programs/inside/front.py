@@ -16,7 +16,7 @@ from typing import Any
 from tests import front_server
 from tests.ports import free_port
 from unisono.base.causes import Verdict
-from unisono.base.events import Message
+from unisono.base.messages import FinalMessage
 from unisono.guard.integrations.border import (
     Answer,
     EventsOf,
@@ -74,7 +74,7 @@ class _Ranks:
     run: RunDir
     beats: dict[int, BeatMemory] = field(default_factory=dict)
     known: dict[int, Registration] = field(default_factory=dict)
-    events: dict[int, list[Message]] = field(default_factory=dict)
+    events: dict[int, list[Any]] = field(default_factory=dict)
     _readers: dict[int, EventsOf] = field(default_factory=dict)
 
     @property
@@ -93,7 +93,7 @@ class _Ranks:
         pid = self.pid(rank)
         return workers_below(pid) if pid is not None else []
 
-    def final_message(self, rank: int) -> Message | None:
+    def final_message(self, rank: int) -> FinalMessage | None:
         words = [e for e in self.events.get(rank, ()) if e["kind"] in ("result", "refused", "crashed")]
         return words[-1] if words else None
 
@@ -122,7 +122,7 @@ class Played:
     ranks: _Ranks
     watching: StallMonitor
     log: Path
-    messages: list[Message]
+    messages: list[Any]
     brought: list[ReportedFacts] = field(default_factory=list)
     verdict: Verdict | None = None
 
@@ -150,7 +150,7 @@ class Played:
     def printed(self) -> str:
         return self.log.read_text()
 
-    def events_of(self, kind: str, rank: int = 0) -> list[Message]:
+    def events_of(self, kind: str, rank: int = 0) -> list[Any]:
         return [event for event in self.ranks.events.get(rank, ()) if event["kind"] == kind]
 
     def notes(self, rank: int = 0) -> list[str]:
@@ -219,7 +219,7 @@ def play(
         )
     job = _Job(world_size)
     ranks = _Ranks(job, guard.folder, RunDir(folder / "run"))
-    messages: list[Message] = []
+    messages: list[Any] = []
     watching = StallMonitor(job, RankMonitor(ranks, 0), None, messages.append)
     return Played(process, guard, ranks, watching, log, messages)
 

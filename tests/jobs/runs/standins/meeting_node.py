@@ -16,7 +16,7 @@ from typing import Any
 from tests.guard.agree.making import node
 from unisono.base.causes import Evidence, Verdict
 from unisono.base.errors import DataError, Disagreed, UnisonoError
-from unisono.base.events import Show
+from unisono.base.messages import Show
 from unisono.guard.agree.reports import Interface, NodeReport
 from unisono.guard.places.ranks import DeviceChoice
 from unisono.guard.places.topology import Topology

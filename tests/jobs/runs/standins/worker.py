@@ -18,6 +18,7 @@ from unisono.base.causes import Verdict
 from unisono.base.child import leave, parse_child_arguments, run_child
 from unisono.base.errors import ModelError, RankDied
 from unisono.base.events import Reporter
+from unisono.base.messages import EvalMessage, StepMessage, message_of
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
 from unisono.guard.rundir import RunDir
@@ -53,9 +54,8 @@ class Rank:
                 "memory ran out", verdict=Verdict(cause="cuda_oom", when="during", summary="memory ran out")
             )
         self.wait_before(0)
-        self.report.send(
-            "ready", facts={"parameters": 1000, "trainable": 100, "layout": "flat", "peak_bytes": 10**6}
-        )
+        facts = {"parameters": 1000, "trainable": 100, "layout": "flat", "peak_bytes": 10**6}
+        self.report.send({"kind": "ready", "facts": facts})
         self.training = True
         truncate_after(self.run.metrics, self.begin)
         outcome, code = "completed", 0
@@ -73,9 +73,9 @@ class Rank:
                 }
                 metrics.write(json.dumps(line) + "\n")
                 metrics.flush()
-                self.report.send("step", **line)
+                self.report.send(message_of(StepMessage, line))
                 if self.step == 2 and self.plan.eval_every:
-                    self.report.send("eval", step=2, eval_loss=0.5)
+                    self.report.send(message_of(EvalMessage, {"step": 2, "eval_loss": 0.5}))
                 if (
                     self.requested
                     or self.step % self.plan.checkpoint_every == 0
@@ -100,7 +100,9 @@ class Rank:
             self.step, write, run_id=self.plan.run_id, config_digest=self.plan.config_digest, world_size=1,
             threads=self.plan.threads, holder=self.plan.host,
         )  # fmt: skip
-        self.report.send("checkpoint", step=self.step, path=str(path), bytes=1, seconds=0.0)
+        self.report.send(
+            {"kind": "checkpoint", "step": self.step, "path": str(path), "bytes": 1, "seconds": 0.0}
+        )
 
     def note(self, number: int, _frame: object) -> None:
         if "deaf" in self.plan.faults:

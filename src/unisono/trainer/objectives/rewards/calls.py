@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict, final
 
 from unisono.base.user_code import own_class
 
@@ -35,6 +35,84 @@ class RewardCall:
     completions: Sequence[Text]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, object] = field(default_factory=dict)
+
+
+# ---- what the process of a rank and one that calls reward functions send each other
+
+
+@final
+class OwnFunction(TypedDict):
+    """A function of the user's own; `source` is the file, each byte as a character."""
+
+    use: str
+    path: str
+    name: str
+    source: str
+
+
+@final
+class BuiltInFunction(TypedDict):
+    """A built-in function with its settings."""
+
+    use: str
+    settings: Mapping[str, object]
+
+
+class Setup(TypedDict):
+    """The first line: what to load."""
+
+    functions: Sequence[OwnFunction | BuiltInFunction]
+    memory_bytes: int
+
+
+@final
+class Loaded(TypedDict):
+    """The answer to a setup: `FILE.py:LINE` of each function."""
+
+    ready: list[str]
+
+
+@final
+class LoadRefused(TypedDict):
+    """The answer to a setup that cannot be loaded: its problems."""
+
+    refused: list[Mapping[str, object]]
+
+
+class CallRequest(TypedDict):
+    """A call, in each line after the first; `function` is the index in the setup."""
+
+    function: int
+    prompt: Text
+    completions: list[Text]
+    completion_ids: list[list[int]]
+    columns: dict[str, object]
+
+
+@final
+class CallReply(TypedDict):
+    """What a function gave: for each answer a number, None, or what is wrong; and the values of
+    `log_metric` and `log_extra`.
+    """
+
+    values: list[float | str | None]
+    metrics: dict[str, list[float]]
+    extras: dict[str, list[object]]
+
+
+@final
+class CallFailed(TypedDict):
+    """Why a call gave nothing; see `RewardFailure`."""
+
+    kind: FailureKind
+    text: str
+    where: str
+
+
+Reply = Loaded | LoadRefused | CallReply | CallFailed
+
+
+# ---- what comes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +204,22 @@ class FunctionResult:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, list[object]] = field(default_factory=dict)
 
-    def add(self, answers: Iterable[int], reply: Mapping[str, object]) -> list[tuple[int, str]]:
+    def add(self, answers: Iterable[int], reply: CallReply) -> list[tuple[int, str]]:
         """Takes what a call gave for these answers. Returns what is not a number, with its answer.
 
         Args:
             answers: for which the function was called.
-            reply: of the child process, see `unisono.trainer.objectives.rewards.child`.
+            reply: of the process that called it.
         """
         answers = list(answers)
-        values, metrics, extras = reply["values"], reply["metrics"], reply["extras"]
-        assert isinstance(values, list)
-        assert isinstance(metrics, dict)
-        assert isinstance(extras, dict)
-        for name, numbers in metrics.items():
+        for name, numbers in reply["metrics"].items():
             self.metrics.setdefault(name, []).extend(numbers)
-        for column, entries in extras.items():
+        for column, entries in reply["extras"].items():
             row = self.extras.setdefault(column, [None] * len(self.values))
             for answer, entry in zip(answers, entries, strict=True):
                 row[answer] = entry
         unusable = []
-        for answer, value in zip(answers, values, strict=True):
+        for answer, value in zip(answers, reply["values"], strict=True):
             if isinstance(value, str):
                 unusable.append((answer, value))
             else:

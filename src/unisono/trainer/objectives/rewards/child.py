@@ -1,14 +1,7 @@
 """A process that calls reward functions: `python -m …rewards.child FD PID`.
 
-It reads JSON lines from a socket and answers each with one. First the functions that it loads:
-
-    {"functions": [{"use", "settings"} or {"use", "path", "name", "source"}], "memory_bytes"}
-    {"ready": [FILE.py:LINE of each]} or {"refused": problems}
-
-then one call in each line:
-
-    {"function": index, "prompt", "completions", "completion_ids", "columns"}
-    {"values": [number, null or what is wrong], "metrics", "extras"} or {"kind", "text", "where"}
+It reads JSON lines from a socket and answers each with one: first a `Setup`, which it loads, then a
+`CallRequest` in each line.
 
 At SIGUSR1 and at a fatal signal it writes its stack to the socket instead, also while C code runs.
 """
@@ -26,8 +19,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +28,15 @@ from typing import TYPE_CHECKING, Any
 from unisono.base.text import nearest, one_line, redact
 from unisono.base.user_code import OwnCode, execute_source
 from unisono.trainer.objectives.rewards.builtin import BUILT_IN, UnusableValueError
+from unisono.trainer.objectives.rewards.calls import (
+    BuiltInFunction,
+    CallFailed,
+    CallReply,
+    CallRequest,
+    OwnFunction,
+    Reply,
+    Setup,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -85,7 +87,7 @@ class _Notes:
 # ---- loading
 
 
-def _load(functions: Sequence[Mapping[str, Any]]) -> list[_LoadedFunction]:
+def _load(functions: Sequence[OwnFunction | BuiltInFunction]) -> list[_LoadedFunction]:
     """Loads all functions; a file is executed once.
 
     Raises:
@@ -95,12 +97,12 @@ def _load(functions: Sequence[Mapping[str, Any]]) -> list[_LoadedFunction]:
     return [_load_from_file(entry, modules) if "path" in entry else _built_in(entry) for entry in functions]
 
 
-def _built_in(entry: Mapping[str, Any]) -> _LoadedFunction:
+def _built_in(entry: BuiltInFunction) -> _LoadedFunction:
     call = BUILT_IN[entry["use"]](entry["settings"])
     return _LoadedFunction(call, _names(call))
 
 
-def _load_from_file(entry: Mapping[str, Any], modules: dict[str, ModuleType]) -> _LoadedFunction:
+def _load_from_file(entry: OwnFunction, modules: dict[str, ModuleType]) -> _LoadedFunction:
     path = entry["path"]
     code = OwnCode("rewards", "reward", Path(path), entry["name"])
     if str(code.path.parent.absolute()) not in sys.path:
@@ -167,7 +169,7 @@ def _where_defined(call: Callable[..., Any], path: str) -> str:
 # ---- calling
 
 
-def _reply(function: _LoadedFunction, request: Mapping[str, Any]) -> dict[str, Any]:
+def _reply(function: _LoadedFunction, request: CallRequest) -> CallReply | CallFailed:
     """What comes of one call."""
     count = len(request["completions"])
     notes = _Notes(count)
@@ -205,7 +207,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _failure(error: BaseException, function: _LoadedFunction) -> dict[str, Any]:
+def _failure(error: BaseException, function: _LoadedFunction) -> CallFailed:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -251,12 +253,12 @@ def _number(value: Any) -> float | str | None:
 # ---- the process
 
 
-def _encoded(reply: Mapping[str, Any]) -> bytes:
+def _encoded(reply: Reply) -> bytes:
     line = json.dumps(reply, default=str).encode() + b"\n"
     if len(line) <= MOST_BYTES:
         return line
     text = f"it gives {len(line):,} bytes with log_extra, more than {MOST_BYTES:,}"
-    return json.dumps({"kind": "value", "text": text, "where": ""}).encode() + b"\n"
+    return _encoded({"kind": "value", "text": text, "where": ""})
 
 
 def _bound_memory(spare_bytes: int) -> None:
@@ -288,7 +290,7 @@ def main(words: Sequence[str]) -> None:
     _end_with(parent)
     connection = socket.socket(fileno=fd)
     requests = connection.makefile("rb")
-    setup = json.loads(requests.readline())
+    setup: Setup = json.loads(requests.readline())
     try:
         functions = _load(setup["functions"])
     except Exception as error:
@@ -297,15 +299,15 @@ def main(words: Sequence[str]) -> None:
 
         if not isinstance(error, ConfigError):
             raise
-        connection.sendall(json.dumps({"refused": error.to_json()["problems"]}).encode() + b"\n")
+        connection.sendall(_encoded({"refused": [asdict(problem) for problem in error.problems]}))
         return
     # After loading: a reward model that a file loads does not count.
     _bound_memory(setup["memory_bytes"])
     faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
-    connection.sendall(json.dumps({"ready": [function.where for function in functions]}).encode() + b"\n")
+    connection.sendall(_encoded({"ready": [function.where for function in functions]}))
     for line in requests:
-        request = json.loads(line)
+        request: CallRequest = json.loads(line)
         connection.sendall(_encoded(_reply(functions[request["function"]], request)))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 from unisono.base.errors import ConfigError, Problem
 from unisono.base.files import parse_json
@@ -18,12 +18,18 @@ from unisono.base.user_code import OwnCode, own_class
 from unisono.trainer.config.own_code import agreed_source, schema_file
 from unisono.trainer.config.rollout_sections import REWARDS, RewardSection
 from unisono.trainer.objectives.rewards.calls import (
+    BuiltInFunction,
+    CallReply,
+    CallRequest,
     FailureKind,
     FunctionResult,
+    OwnFunction,
+    Reply,
     RewardCall,
     RewardError,
     RewardFailure,
     Scored,
+    Setup,
     combined,
     cut,
     reward_names,
@@ -74,7 +80,7 @@ class _Attempt:
             return range(self.answer, self.answer + 1)
         return range(len(self.scoring.call.completions))
 
-    def request(self) -> dict[str, object]:
+    def request(self) -> CallRequest:
         """The message to a process."""
         call = self.scoring.call
         return {
@@ -151,7 +157,7 @@ class RewardPool:
                 such function; or if a package is missing.
         """
         functions = [self._function(index, entry) for index, entry in enumerate(self._entries)]
-        setup = {"functions": functions, "memory_bytes": self._memory_bytes}
+        setup: Setup = {"functions": functions, "memory_bytes": self._memory_bytes}
         # The files are read once: they may be edited while the run uses them.
         self._setup = json.dumps(setup).encode() + b"\n"
         try:
@@ -217,7 +223,7 @@ class RewardPool:
 
     # ---- what the processes load
 
-    def _function(self, index: int, entry: RewardSection) -> dict[str, object]:
+    def _function(self, index: int, entry: RewardSection) -> OwnFunction | BuiltInFunction:
         """What a process needs to load a function.
 
         Raises:
@@ -309,7 +315,7 @@ class RewardPool:
         if worker.attempt and seconds > worker.attempt.scoring.left_s:
             self._take_timeout(worker, worker.attempt)
 
-    def _take(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+    def _take(self, worker: _Worker, message: Reply) -> None:
         if "refused" in message:
             fields = ("what", "where", "why", "fix")
             self._refuse(*(Problem(**{f: str(p.get(f, "")) for f in fields}) for p in message["refused"]))
@@ -401,7 +407,7 @@ class RewardPool:
 
     # ---- what comes of a call
 
-    def _succeed(self, attempt: _Attempt, reply: Mapping[str, object], *, seconds: float) -> None:
+    def _succeed(self, attempt: _Attempt, reply: CallReply, *, seconds: float) -> None:
         unusable = attempt.scoring.result.add(attempt.answers, reply)
         for answer, text in unusable:
             self._note(self._failure(attempt, "value", text, seconds=seconds, answer=answer), attempt.scoring)

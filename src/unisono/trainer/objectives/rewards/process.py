@@ -9,10 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from unisono.guard.supervise.base_environment import early_environment
+from unisono.trainer.objectives.rewards.calls import CallRequest, Reply
 from unisono.trainer.objectives.rewards.child import MOST_BYTES
 
 _MODULE = "unisono.trainer.objectives.rewards.child"
@@ -61,12 +60,12 @@ class RewardProcess:
         """What to poll its socket for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
-    def send(self, message: Mapping[str, object]) -> None:
+    def send(self, message: CallRequest) -> None:
         """Sends a message, now or during `receive`."""
         self._unsent += json.dumps(message, default=str).encode() + b"\n"
         self._flush()
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Reply]:
         """The messages that have arrived.
 
         Raises:
