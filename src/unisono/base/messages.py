@@ -36,6 +36,8 @@ class PhaseMessage(_Fields):
 
     Attributes:
         started: how the process began, `exec` or `fork`; in its first message.
+        of_rank: a rank that speaks for itself, since others may wait for it; else rank 0 speaks for
+            all.
     """
 
     kind: Literal["phase"]
@@ -44,6 +46,7 @@ class PhaseMessage(_Fields):
     done: NotRequired[int | None]
     total: NotRequired[int | None]
     started: NotRequired[str]
+    of_rank: NotRequired[int]
 
 
 class ReadyMessage(_Fields):

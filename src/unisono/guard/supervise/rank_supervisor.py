@@ -315,7 +315,7 @@ class _RankSupervision(HeadSupervision):
             return
         if rank == 0:
             self.attempt.note(message)
-        elif message["kind"] in _RANK_0_KINDS:
+        elif message["kind"] in _RANK_0_KINDS and "of_rank" not in message:
             return
         if not is_final(message):
             self.show(self._placed(rank, message))

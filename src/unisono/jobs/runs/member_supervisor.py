@@ -186,7 +186,7 @@ class Serving(NodeSupervision):
             case RankSaid(rank, message):
                 if message["kind"] == "shard_written" and self._shards is not None:
                     self._shards.written(rank, message)
-                elif message["kind"] in _PASSED_ON:
+                elif message["kind"] in _PASSED_ON or "of_rank" in message:
                     self._forward(rank, message)
         self._report_ended()
 

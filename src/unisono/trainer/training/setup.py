@@ -76,8 +76,12 @@ class RunRank:
         self.beats.enter(phase, done=done, total=total)
 
     def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
-        """Shows people what the rank does."""
-        self.report.phase(phase, text, done=done, total=total)
+        """Shows people what the rank does, for which others may wait."""
+        rank = self.rank
+        shown = text if self.world_size == 1 else f"rank {rank}: {text}"
+        self.report.send(
+            {"kind": "phase", "phase": phase, "text": shown, "done": done, "total": total, "of_rank": rank}
+        )
 
     def warn(self, code: str, text: str, *, fix: str = "") -> None:
         """Shows people a warning."""

@@ -44,7 +44,6 @@ class OwnEngine:
             with_log_probs=True,
         )
         rank, tokens, shown = self._rank, 0, time.monotonic()
-        who = f"rank {rank.rank} samples" if rank.world_size > 1 else "sampling"
         with engine.ready():
             for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
                 engine.add(answer)
@@ -55,7 +54,7 @@ class OwnEngine:
                 if time.monotonic() - shown > _SHOWN_S:  # a rank that others may wait for
                     shown = time.monotonic()
                     ended = sum(answer.ended is not None for answer in answers)
-                    rank.show("rollout", f"{who} answers", done=ended, total=len(answers))
+                    rank.show("rollout", "sampling answers", done=ended, total=len(answers))
 
     def close(self) -> None:
         """Nothing was started."""
