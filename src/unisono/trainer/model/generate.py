@@ -289,13 +289,13 @@ def draw_tokens(scores: torch.Tensor, numbers: torch.Tensor, sampling: SamplingP
     """
     exact = scores.double()
     # The largest is 0, so that no temperature, however small, divides to infinity.
-    likely = torch.softmax((exact - exact.amax(dim=-1, keepdim=True)) / sampling.temperature, dim=-1)
+    exact = (exact - exact.amax(dim=-1, keepdim=True)).div_(sampling.temperature)
     if not sampling.top_k and sampling.top_p == 1:
-        edges = likely.cumsum(dim=-1)
+        edges = exact.exp_().cumsum(dim=-1)  # their sum need not be 1
         chosen = torch.searchsorted(edges, numbers * edges[:, -1:], right=True)
         # Rounding must not select a token behind the last one that has a probability.
         return torch.minimum(chosen, torch.searchsorted(edges, edges[:, -1:].contiguous()))
-    ordered, tokens = likely.sort(dim=-1, descending=True, stable=True)
+    ordered, tokens = torch.softmax(exact, dim=-1).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = 0.0
         ordered /= ordered.sum(dim=-1, keepdim=True)  # top_p is a share of what top_k leaves
