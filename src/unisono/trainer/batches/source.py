@@ -115,6 +115,23 @@ class SourceFailed(Exception):  # noqa: N818 - named for what happened
         self.verdict = verdict
 
 
+class StopRequested(Exception):  # noqa: N818 - named for what happened
+    """This rank got a stop request while it makes the rows of a step."""
+
+
+class SourceStopped(Exception):  # noqa: N818 - named for what happened
+    """A stop request came while a source made the rows of a step; raised on all ranks.
+
+    Attributes:
+        flags: the stop requests of all ranks, a number for each reason; see
+            `training.front_io.outcome_of`.
+    """
+
+    def __init__(self, flags: Sequence[float]) -> None:
+        super().__init__("a stop request came")
+        self.flags = flags
+
+
 class BatchSource(ABC):
     """What the steps of a run are made of.
 
@@ -131,6 +148,7 @@ class BatchSource(ABC):
 
         Raises:
             SourceFailed: on all ranks, if the rows cannot be made.
+            SourceStopped: on all ranks, if a stop request came meanwhile.
         """
 
     @abstractmethod
@@ -236,8 +254,19 @@ class SourceRank(RankSum, Protocol):
             OSError: from the file system.
         """
 
+    @property
+    def stop_flags(self) -> Sequence[float]:
+        """The stop request of this rank, a number for each reason; all 0: none."""
+
     def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
         """Tells the watch what the rank does, or that it made progress."""
+
+    def end_if_stopped(self) -> None:
+        """Ends what takes long, once there is a stop request.
+
+        Raises:
+            StopRequested: then.
+        """
 
     def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
         """Shows people what the rank does."""

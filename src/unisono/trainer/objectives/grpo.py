@@ -62,6 +62,7 @@ class Grpo(Objective):
             waited += 1  # each call has a deadline, so waiting is progress
             group.enter("reward", done=waited)
             group.show("reward", f"waiting for {text}")
+            group.end_if_stopped()
 
         pool = RewardPool(config.rewards, group.plan.code_digests, on_wait=show_wait)
         ends = EndTokens.of(rows, forward)

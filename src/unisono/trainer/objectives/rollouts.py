@@ -10,7 +10,7 @@ the number of the answer.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,6 +25,7 @@ from unisono.trainer.batches.source import (
     MicroBatch,
     SourceRank,
     StepBatches,
+    StopRequested,
     agree_on,
 )
 from unisono.trainer.batches.table import EvaluationRows, TableSource
@@ -117,13 +118,23 @@ class RolloutSource(BatchSource):
             return groups
         self._times = _Times(0.0, 0.0)
         replaced: list[AnswerGroup] = []
-        verdict = self._sampler.with_weights(self._version, lambda: self._answer(mine, replaced))
-        sums = self._agree(mine, verdict)
+        sums = self._agree(mine, *self._within_weights(lambda: self._answer(mine, replaced)))
         self._set_advantages(mine, sums)
         self._set_advantages(replaced, sums)
         written = sorted([*mine, *replaced], key=lambda group: (group.place, group.draw))
         write_rollout(self._rank.directory, first, written, rank=self._rank.rank, ranks=self._rank.world_size)
         return groups
+
+    def _within_weights(self, work: Callable[[], Verdict | None]) -> tuple[Verdict | None, bool]:
+        """What `work` gives, which may sample, and whether a stop request has cut it short."""
+
+        def until_stopped() -> tuple[Verdict | None, bool]:
+            try:
+                return work(), False
+            except StopRequested:
+                return None, True
+
+        return self._sampler.with_weights(self._version, until_stopped)
 
     def _answer(self, groups: Sequence[AnswerGroup], replaced: list[AnswerGroup]) -> Verdict | None:
         """Samples and scores answers; or what has failed, if the run ends then.
@@ -217,14 +228,21 @@ class RolloutSource(BatchSource):
         self._times.reward_s += time.perf_counter() - began
         return None
 
-    def _agree(self, groups: Sequence[AnswerGroup], verdict: Verdict | None) -> RewardSums:
+    def _agree(
+        self,
+        groups: Sequence[AnswerGroup],
+        verdict: Verdict | None,
+        is_cut_short: bool,  # noqa: FBT001 - the pair that `_within_weights` gives
+    ) -> RewardSums:
         """The sums of all rewards of the rollout. All ranks must call it.
 
         Raises:
             SourceFailed: on all ranks, if sampling or a reward failed on any.
+            SourceStopped: on all ranks, if a stop request has cut any of them short.
         """
         sums = RewardSums.of([answer.reward for group in groups for answer in group.answers])
-        return RewardSums(*sum_or_fail(self._rank, [sums.count, sums.total, sums.squares], verdict))
+        figures = [sums.count, sums.total, sums.squares]
+        return RewardSums(*sum_or_fail(self._rank, figures, verdict, is_cut_short=is_cut_short))
 
     def _set_advantages(self, groups: Sequence[AnswerGroup], sums: RewardSums) -> None:
         section = self._grpo
@@ -318,6 +336,9 @@ class RolloutSource(BatchSource):
     def measure(self, evaluation: object) -> Mapping[str, float]:
         """The mean reward of the likeliest answer to each prompt, and the mean length of these
         answers. All ranks must call it.
+
+        Raises:
+            SourceStopped: on all ranks, if a stop request came meanwhile.
         """
         assert isinstance(evaluation, EvaluationRows)
         table, rank = evaluation.rows.table, self._rank
@@ -326,8 +347,8 @@ class RolloutSource(BatchSource):
             AnswerGroup(0, unit, unit, table.row_id(unit), table.row(unit)[0].tolist(), table.record(unit))
             for unit in units
         ]
-        verdict = self._sampler.with_weights(self._version, lambda: self._sample(groups, greedy=True))
-        self._agree(groups, verdict or self._score(groups))
+        done = self._within_weights(lambda: self._sample(groups, greedy=True) or self._score(groups))
+        self._agree(groups, *done)
         answers = [group.answers[0] for group in groups]
         scored = [answer.reward for answer in answers if answer.reward is not None]
         sums = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from unisono.base.text import plain
-from unisono.trainer.batches.source import Counts, Micro
+from unisono.trainer.batches.source import Counts, Micro, SourceStopped
 from unisono.trainer.batches.table import EvaluationRows, PromptAnswer
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.families.family import Sampler
@@ -42,7 +42,11 @@ def evaluate_rows(run: Run) -> dict[str, float] | None:
     if run.source.measures:
         run.beats.enter("evaluate")
         with torch.no_grad(), evaluating(run):
-            return dict(run.source.measure(evaluation))
+            try:
+                return dict(run.source.measure(evaluation))
+            except SourceStopped as stop:
+                run.agreed_stop = outcome_of(stop.flags)
+                return None
     counts = evaluation.rows.counts(range(evaluation.sequences))
     known = 0.0
     with torch.no_grad(), evaluating(run):

@@ -22,7 +22,7 @@ from unisono.base.causes import Verdict
 from unisono.base.messages import EvalMessage, StepMessage, message_of
 from unisono.guard.rundir.records import best_key
 from unisono.trainer.batches.seeds import seed_torch
-from unisono.trainer.batches.source import Micro, MicroBatch, SourceFailed, StepBatches
+from unisono.trainer.batches.source import Micro, MicroBatch, SourceFailed, SourceStopped, StepBatches
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.objectives.user_objective import OwnPart
 from unisono.trainer.plan.families import family_of
@@ -33,7 +33,7 @@ from unisono.trainer.training.evaluation import (
     first_sum,
     show_samples,
 )
-from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd
+from unisono.trainer.training.front_io import EXIT_CODES, TrainingEnd, outcome_of
 from unisono.trainer.training.lost_directory import notices_loss, save_beside
 from unisono.trainer.training.optim import clipping_factor, total_norm
 from unisono.trainer.training.router_step import (
@@ -150,7 +150,11 @@ def _advance(run: Run) -> Verdict | None:
     for hook in run.hooks:
         hook.step_begins(run.state.step + 1)
     began = time.perf_counter(), time.process_time()
-    batches = run.source.step(run.state.step + 1)
+    try:
+        batches = run.source.step(run.state.step + 1)
+    except SourceStopped as stop:  # before anything of the step was done
+        run.agreed_stop = outcome_of(stop.flags)
+        return None
     run.beats.note_batch(batches.sequences)
     try:
         outcome = optimizer_step(run, batches, began=began)

@@ -11,6 +11,7 @@ from unisono.guard.places.ranks import RankPlace
 from unisono.guard.rundir import RunDir
 from unisono.guard.watch import Beats
 from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.batches.source import StopRequested
 from unisono.trainer.batches.table import EvaluationRows, TableRows, Tables, TableSource
 from unisono.trainer.config.own_code import own_code_of
 from unisono.trainer.families import training_of
@@ -20,7 +21,7 @@ from unisono.trainer.objectives import objective_of
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import ServiceWriter, TensorboardWriter, Tracker, Trackers
 from unisono.trainer.training.directory_check import DirectoryCheck
-from unisono.trainer.training.front_io import StopRequest, front_messages
+from unisono.trainer.training.front_io import StopRequest, flags_of, front_messages
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
@@ -46,6 +47,7 @@ class RunRank:
     report: Reporter
     beats: Beats
     loaded: LoadedModel
+    stop: StopRequest
 
     @property
     def rank(self) -> int:
@@ -71,9 +73,19 @@ class RunRank:
             directory.mkdir()
         write_adapter_of(self.loaded, self.plan, directory)
 
+    @property
+    def stop_flags(self) -> Sequence[float]:
+        """Its stop request."""
+        return flags_of(self.stop.outcome)
+
     def enter(self, phase: str, *, done: int = 0, total: int = 0) -> None:
         """Tells the watch what the rank does, or that it made progress."""
         self.beats.enter(phase, done=done, total=total)
+
+    def end_if_stopped(self) -> None:
+        """Raises StopRequested once there is a stop request."""
+        if self.stop.outcome is not None:
+            raise StopRequested
 
     def show(self, phase: str, text: str, *, done: int | None = None, total: int | None = None) -> None:
         """Shows people what the rank does, for which others may wait."""
@@ -164,7 +176,7 @@ def set_up(
         sharded=sharded,
         objective=objective,
         source=objective.source(
-            data, forward, RunRank(group, plan, device, files.root, report, beats, loaded)
+            data, forward, RunRank(group, plan, device, files.root, report, beats, loaded, stop)
         ),
         evaluation=EvaluationRows(tables["eval"], plan.micro_batch, data.dp_rank, data.dp_size)
         if "eval" in tables

@@ -5,8 +5,10 @@ Run: pytest tests/trainer/objectives/grpo/test_failures.py
 """
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ def train(
     folder: Path, reward: dict[str, Any], *overrides: str, ranks: int = 1
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A run on prompts with the numbers 1 to 16, in order of the seed."""
+    words, run = command(folder, reward, *overrides, ranks=ranks)
+    return subprocess.run(words, capture_output=True, text=True, check=False), run
+
+
+def command(folder: Path, reward: dict[str, Any], *overrides: str, ranks: int = 1) -> tuple[list[str], Path]:
+    """The words of such a run, and its directory."""
     rows = folder / "prompts.jsonl"
     rows.write_text(
         "".join(json.dumps({"prompt": f"say {n}", "number": n}) + "\n" for n in range(1, 1 + PROMPTS))
@@ -43,8 +51,7 @@ def train(
     file.write_text(yaml.safe_dump(config))
     words = [sys.executable, "-m", "unisono", "train", str(file), "--trust-code", *overrides]
     words += ["--nproc", str(ranks)] if ranks > 1 else []
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    return ended, folder / "run"
+    return words, folder / "run"
 
 
 def reward(name: str, **settings: Any) -> dict[str, Any]:
@@ -133,6 +140,46 @@ def test_a_reward_that_never_returns_ends_the_run_soon(tmp_path: Path) -> None:
     waits = [m for m in map(json.loads, events) if m["kind"] == "phase" and m["phase"] == "reward"]
     assert any("hangs_on_a_seven on " in m["text"] and "prompts.jsonl:7 for " in m["text"] for m in waits)
     assert 3 <= failures(run)[0]["seconds"] < 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_request_ends_the_wait_for_a_reward_and_nothing_is_lost(tmp_path: Path, ranks: int) -> None:
+    file, wait = tmp_path / "own.py", tmp_path / "wait"
+    file.write_text(
+        "import pathlib, time\n\n"
+        "def score(completions, number, **_):\n"
+        f"    while number[0] == 7 and pathlib.Path({str(wait)!r}).exists():\n"
+        "        time.sleep(0.1)\n"
+        "    return [float(len(answer)) for answer in completions]\n"
+    )
+    of_own = {"use": f"{file}:score", "deadline": "20 minutes"}
+    (tmp_path / "straight").mkdir()
+    ended, straight = train(tmp_path / "straight", of_own, ranks=ranks)
+    assert ended.returncode == 0, ended.stderr
+    wait.touch()
+    (tmp_path / "stopped").mkdir()
+    words, run = command(tmp_path / "stopped", of_own, ranks=ranks)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any("waiting for own.py:score on" in line for line in process.stderr)
+            process.send_signal(signal.SIGTERM)
+            since = time.monotonic()
+            text = process.stderr.read()
+            assert process.wait() == 75, text
+            assert time.monotonic() - since < 30
+        finally:
+            process.kill()
+    wait.unlink()
+    assert subprocess.run(words, check=False).returncode == 0
+    for name in ("loss", "reward", "entropy", "grad_norm"):
+        assert metrics(run, name) == metrics(straight, name)
+    assert len(metrics(run, "loss")) == 4
+
+
+def metrics(run: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
 
 
 def failures(run: Path) -> list[dict[str, Any]]:

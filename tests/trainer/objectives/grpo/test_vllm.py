@@ -8,6 +8,7 @@ The server computes with our own engine; a real vLLM: bench/vllm_sampler.py.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -318,6 +319,30 @@ def test_a_server_that_stays_away_ends_all_ranks_with_a_checkpoint(
         code, text = folder.train("--nproc", "2")
     assert code == 0, text
     assert len(folder.figures("reward")) == 4
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("after", [_STEP_2, _STEP_2 + 2], ids=["in a transfer", "while it samples"])
+def test_a_stop_request_ends_the_wait_for_a_server(
+    train_here: Train, sections: dict[str, Any], server: Server, tmp_path: Path, model_dir: Path, ranks: str, after: int
+) -> None:  # fmt: skip
+    straight = train_here(**served_by(server, sections))
+    with Server(model_dir, kind="killed", after=after) as mortal, ExitStack() as stack:
+        folder = Folder(tmp_path / "stopped", model_dir, served_by(mortal, sections))
+        run = folder.start("--nproc", ranks)
+        stack.callback(run.kill)
+        assert run.stdout is not None
+        assert any("waiting for the server" in line for line in run.stdout)
+        run.send_signal(signal.SIGTERM)
+        since = time.monotonic()
+        text, _ = run.communicate()
+        assert run.returncode == 75, text
+        assert time.monotonic() - since < 30
+        assert (folder.run / "checkpoints" / "step-00000002").exists()
+        mortal.start()
+        code, text = folder.train("--nproc", ranks)
+    assert code == 0, text
+    assert folder.figures("reward") == pytest.approx(figures(straight, "reward"), abs=1e-9)
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

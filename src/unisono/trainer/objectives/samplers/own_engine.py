@@ -51,6 +51,7 @@ class OwnEngine:
                 engine.step()
                 tokens += 1
                 rank.enter("rollout", done=tokens)
+                rank.end_if_stopped()
                 if time.monotonic() - shown > _SHOWN_S:  # a rank that others may wait for
                     shown = time.monotonic()
                     ended = sum(answer.ended is not None for answer in answers)

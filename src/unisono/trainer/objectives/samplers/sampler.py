@@ -47,6 +47,7 @@ class AnswerSampler(Protocol):
 
         Raises:
             SourceFailed: on all ranks, if the weights do not reach the sampler.
+            SourceStopped: on all ranks, if a stop request came meanwhile.
         """
 
     def figures(self) -> dict[str, float]:
@@ -63,6 +64,9 @@ class AnswerSampler(Protocol):
 
         Returns:
             why they cannot be sampled; None: all are complete.
+
+        Raises:
+            StopRequested: if a stop request came before they were.
         """
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from unisono.base.errors import ConfigError
 from unisono.base.files import make_private_dir
 from unisono.base.text import parse_seconds, show_seconds
 from unisono.trainer.batches.seeds import stream_seed
-from unisono.trainer.batches.source import SourceRank
+from unisono.trainer.batches.source import SourceRank, StopRequested
 from unisono.trainer.batches.table import TableSource
 from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward
@@ -105,6 +105,7 @@ class VllmSampler:
         self._section = plan.config.rollout
         self._patience_s = parse_seconds(self._section.patience)
         self._phase, self._done = "sync", 0
+        self._may_stop = False  # before the first version, and once a stop request was seen
         self._away_since: float | None = None
         self._prefix = f"unisono-{plan.run_id}-"
         self._folder = rank.directory / FOLDER
@@ -184,12 +185,12 @@ class VllmSampler:
         must call it.
         """
         began = time.perf_counter()
-        self._phase, self._done = "sync", 0
+        self._phase, self._done, self._may_stop = "sync", 0, True
         self._rank.enter("sync")
         older, self._name = self._name, f"{self._prefix}{version}"
         self._write(str(version))
         answers: list[ProbeAnswer] = []
-        verdict = None
+        verdict, is_cut_short = None, False
         if self._rank.rank == 0:
             try:
                 self._persist(self._load_present)
@@ -197,7 +198,9 @@ class VllmSampler:
                 self._persist(lambda: self._drop(older))
             except _Failed as error:
                 verdict = error.verdict
-        self._answers = self._with_both(self._shared(answers, verdict))
+            except StopRequested:
+                is_cut_short = True
+        self._answers = self._with_both(self._shared(answers, verdict, is_cut_short=is_cut_short))
         self._version = version
         probe = Probe(version, self._answers)
         dtype, finding = self._rank.plan.dtype, None
@@ -254,11 +257,13 @@ class VllmSampler:
         )
         return [ProbeAnswer(one.tokens, one.log_probs, ()) for one in self._server.complete(request)]
 
-    def _shared(self, answers: Sequence[ProbeAnswer], verdict: Verdict | None) -> list[ProbeAnswer]:
-        """The answers that rank 0 got, on all ranks, which must all call it."""
+    def _shared(
+        self, answers: Sequence[ProbeAnswer], verdict: Verdict | None, *, is_cut_short: bool = False
+    ) -> list[ProbeAnswer]:
+        """The answers that rank 0 got, on all ranks, which must all call it; see `sum_or_fail`."""
         rank = self._rank
         data = json.dumps([[list(one.tokens), list(one.served)] for one in answers]).encode()
-        (size,) = sum_or_fail(rank, [len(data) if rank.rank == 0 else 0], verdict)
+        (size,) = sum_or_fail(rank, [len(data) if rank.rank == 0 else 0], verdict, is_cut_short=is_cut_short)
         pairs = json.loads(bytes_of_rank(rank, 0, data, size=int(size)))
         return [ProbeAnswer(tokens, served, ()) for tokens, served in pairs]
 
@@ -338,6 +343,13 @@ class VllmSampler:
             ServerAway: if something is still missing.
         """
         waiting = {self._server.start(group.request): group for group in missing}
+        try:
+            self._await(waiting, missing)
+        except StopRequested:
+            self._server.abort(list(waiting))
+            raise
+
+    def _await(self, waiting: dict[Future[Reply], _PromptAnswers], missing: list[_PromptAnswers]) -> None:
         look, looked, away = None, time.monotonic(), None
         while waiting:
             for future in wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED).done:
@@ -436,6 +448,12 @@ class VllmSampler:
         """
         self._done += 1
         self._rank.enter(self._phase, done=self._done)
+        if self._may_stop:
+            try:
+                self._rank.end_if_stopped()
+            except StopRequested:
+                self._may_stop = False  # what follows, e.g. the end of requests, is not cut short
+                raise
 
     def _failed(self, cause: str, summary: str) -> _Failed:
         return _Failed(sampler_verdict(cause, summary, phase=self._phase))
