@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.trainer.batches.pictures import PictureMicro
+from unisono.trainer.batches.contents import ContentsMicro
 from unisono.trainer.batches.source import Counts, Micro
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.families.pictures.latents import PictureBatch, PictureUse
@@ -32,11 +32,12 @@ class Diffusion(Objective):
         """The micro batch's part of the loss; in evaluation mode without the weights of min-SNR."""
         del known
         assert isinstance(forward, PictureForward)
-        assert isinstance(micro, PictureMicro)
+        assert isinstance(micro, ContentsMicro)
+        pictures: PictureBatch = micro.contents
         groups: dict[torch.Size, list[PictureUse]] = defaultdict(list)
-        for use in micro.pictures.uses:
+        for use in pictures.uses:
             groups[use.latents.shape].append(use)
-        total = sum(self._errors(forward, micro.pictures, uses).sum() for uses in groups.values())
+        total = sum(self._errors(forward, pictures, uses).sum() for uses in groups.values())
         assert isinstance(total, torch.Tensor)
         return Part(total / counts.units, total.new_zeros(0))
 
