@@ -4,14 +4,16 @@ of it (arXiv:2006.11239).
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from unisono.trainer.batches.contents import ContentsMicro
 from unisono.trainer.batches.source import Counts, Micro
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.families.pictures.latents import PictureBatch, PictureUse
-from unisono.trainer.families.pictures.pipeline import PictureForward, TextStates
+from unisono.trainer.families.pictures.pipeline import PictureForward, TextStates, trains_text
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.objective import Objective, Part
 
@@ -27,6 +29,11 @@ class Diffusion(Objective):
 
     settings: DiffusionSection
     trains_text: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The objective with the settings of a run."""
+        return cls(config.diffusion, trains_text=trains_text(config))
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; in evaluation mode without the weights of min-SNR."""

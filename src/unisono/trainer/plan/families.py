@@ -4,6 +4,7 @@ What a family does in a rank or a task, which needs torch, is in `trainer.famili
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,9 @@ class FamilyFacts(ABC):
     """What differs between families before a model is loaded.
 
     Attributes:
+        folder: of its modules in `trainer.families`.
+        objectives: those that only it has: for each name the class, as `MODULE:NAME`.
+        model_types: what the `model_type` of its models begins with.
         packages: needed beside unisono's own dependencies.
         decodes_tokens: whether the model is a decoder of tokens, with layers of attention and MLP
             and logits over a vocabulary.
@@ -32,6 +36,9 @@ class FamilyFacts(ABC):
         rows_advice: what to look at when rows are suspected.
     """
 
+    folder: ClassVar[str]
+    objectives: ClassVar[Mapping[str, str]] = {}
+    model_types: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
     decodes_tokens: ClassVar[bool]
     can_shard: ClassVar[bool]
@@ -40,6 +47,11 @@ class FamilyFacts(ABC):
     positions: ClassVar[str]
     unit: ClassVar[str]
     rows_advice: ClassVar[str]
+
+    def is_at(self, path: Path) -> bool:
+        """Whether a path that is not a run is a model or an adapter of it."""
+        del path
+        return False
 
     def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
         """Values kept for the backward by what is not a decoder's layer."""
@@ -88,8 +100,9 @@ class FamilyFacts(ABC):
 
 
 class _Text(FamilyFacts):
-    """Language models."""
+    """Language models: what no other family is."""
 
+    folder, model_types = "text", ""
     decodes_tokens = can_shard = limits_rows = True
     sequences, positions, unit = "sequences", "tokens", "tokens"
     rows_advice = "check the rows in the warnings (unisono data preview)"
@@ -139,10 +152,17 @@ class _Pictures(FamilyFacts):
     levels. A token is a position of the latents.
     """
 
+    folder, model_types = "pictures", "stable-diffusion"
+    objectives: ClassVar = {DIFFUSION: "unisono.trainer.objectives.diffusion:Diffusion"}
     packages = ("diffusers", "pillow")
     decodes_tokens = can_shard = limits_rows = False
     sequences, positions, unit = "pictures", "positions of latents", "positions"
     rows_advice = "check the pictures in the warnings"
+
+    def is_at(self, path: Path) -> bool:
+        """A pipeline of diffusers, or a LoRA file."""
+        names = ("model_index.json", "pytorch_lora_weights.safetensors")
+        return path.suffix == ".safetensors" or any((path / name).is_file() for name in names)
 
     def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
         """Values that a UNet keeps for its backward: 500 for each channel of the first level and
@@ -195,24 +215,24 @@ class _Pictures(FamilyFacts):
 
 
 TEXT, PICTURES = _Text(), _Pictures()
+_OTHERS: tuple[FamilyFacts, ...] = (PICTURES,)
+"""All families but TEXT."""
 
 
 def family_for(objective: str) -> FamilyFacts:
     """The family that an objective trains."""
-    return PICTURES if objective == DIFFUSION else TEXT
+    return next((family for family in _OTHERS if objective in family.objectives), TEXT)
 
 
 def family_of(model: ModelFacts) -> FamilyFacts:
     """The family of a model."""
-    return PICTURES if model.model_type.startswith("stable-diffusion") else TEXT
+    return next((family for family in _OTHERS if model.model_type.startswith(family.model_types)), TEXT)
 
 
 def family_at(path: Path) -> FamilyFacts:
-    """The family of RUN|MODEL: PICTURES of a run on pictures, a pipeline of diffusers, or a LoRA
-    file of an image model.
-    """
-    names = ("model_index.json", "pytorch_lora_weights.safetensors")
-    if path.suffix == ".safetensors" or any((path / name).is_file() for name in names):
-        return PICTURES
+    """The family of RUN|MODEL."""
+    for family in _OTHERS:
+        if family.is_at(path):
+            return family
     config = read_object(RunDir(path).plan).get("config")
     return family_for(str(config.get("objective"))) if isinstance(config, dict) else TEXT
