@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from unisono.base.errors import UsageError
 from unisono.base.files import read_object
 from unisono.base.text import show_count
 from unisono.guard.rundir import RunDir
@@ -28,6 +29,9 @@ class FamilyFacts(ABC):
         packages: needed beside unisono's own dependencies.
         decodes_tokens: whether the model is a decoder of tokens, with layers of attention and MLP
             and logits over a vocabulary.
+        draws: whether `generate` draws pictures with its models, and `export` writes their LoRA in
+            the formats of image tools.
+        described: what its models are.
         can_shard: whether fsdp can shard its weights.
         limits_rows: whether a rehearsal reads the first rows only.
         sequences: what a global batch is counted in.
@@ -41,6 +45,8 @@ class FamilyFacts(ABC):
     model_types: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
     decodes_tokens: ClassVar[bool]
+    draws: ClassVar[bool] = False
+    described: ClassVar[str]
     can_shard: ClassVar[bool]
     limits_rows: ClassVar[bool]
     sequences: ClassVar[str]
@@ -57,6 +63,10 @@ class FamilyFacts(ABC):
         """Values kept for the backward by what is not a decoder's layer."""
         del model, positions, gradient_checkpointing
         return 0
+
+    @abstractmethod
+    def following(self, run: str, *, reward: bool) -> str:
+        """The command to use a finished run with."""
 
     @abstractmethod
     def fit(self, micro: int, longest: int) -> str:
@@ -102,10 +112,13 @@ class FamilyFacts(ABC):
 class _Text(FamilyFacts):
     """Language models: what no other family is."""
 
-    folder, model_types = "text", ""
+    folder, model_types, described = "text", "", "a language model"
     decodes_tokens = can_shard = limits_rows = True
     sequences, positions, unit = "sequences", "tokens", "tokens"
     rows_advice = "check the rows in the warnings (unisono data preview)"
+
+    def following(self, run: str, *, reward: bool) -> str:
+        return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 
     def made(self, rows: int, sequences: int, *, packing: bool) -> str:
         if packing and sequences < rows:
@@ -152,10 +165,11 @@ class _Pictures(FamilyFacts):
     levels. A token is a position of the latents.
     """
 
-    folder, model_types = "pictures", "stable-diffusion"
+    folder, model_types, described = "pictures", "stable-diffusion", "an image model"
     objectives: ClassVar = {DIFFUSION: "unisono.trainer.objectives.diffusion:Diffusion"}
     packages = ("diffusers", "pillow")
     decodes_tokens = can_shard = limits_rows = False
+    draws = True
     sequences, positions, unit = "pictures", "positions of latents", "positions"
     rows_advice = "check the pictures in the warnings"
 
@@ -175,6 +189,10 @@ class _Pictures(FamilyFacts):
         """
         values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
         return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
+
+    def following(self, run: str, *, reward: bool) -> str:
+        del reward
+        return f'unisono generate {run} "a prompt" --out pictures'
 
     def fit(self, micro: int, longest: int) -> str:
         return f"auto: {micro} × {longest} positions of latents fit"
@@ -236,3 +254,19 @@ def family_at(path: Path) -> FamilyFacts:
             return family
     config = read_object(RunDir(path).plan).get("config")
     return family_for(str(config.get("objective"))) if isinstance(config, dict) else TEXT
+
+
+def need_decoder(target: str, *, where: str) -> None:
+    """Refuses RUN|MODEL of a family that decodes no tokens.
+
+    Raises:
+        UsageError: with what it is instead.
+    """
+    family = family_at(Path(target).expanduser())
+    if not family.decodes_tokens:
+        raise UsageError.of(
+            f"{target} is {family.described}",
+            where=where,
+            why="this needs a language model",
+            fix=f"use `{family.following(target, reward=False)}`",
+        )
