@@ -15,7 +15,7 @@ from unisono.base.events import Reporter
 from unisono.base.requirements import refuse_without_trainer
 from unisono.front.api import Result
 from unisono.front.api.front import shown
-from unisono.trainer.plan.families import family_at
+from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers import register_templates
 from unisono.trainer.task.inference import dtype_of, load_target, stops_of, template_of
@@ -63,12 +63,13 @@ def load(
 def _load(
     name: str, step: int | None, device: torch.device
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
-    if not family_at(Path(name).expanduser()).decodes_tokens:
+    if family_at(Path(name).expanduser()).draws:
         raise UsageError.of(
             f"{name} draws pictures",
             where="load()",
             fix=f'use `unisono generate {name} "a prompt" --out pictures`, or the file with diffusers',
         )
+    need_decoder(name, where="load()")
     target = requested_target(RequestedModel(name, step))
     for note in target.notes:
         _log.warning("%s", note)

@@ -161,7 +161,7 @@ def generate(
     from unisono.trainer.plan.families import family_at
     from unisono.trainer.plan.task_requests import DrawRequest, GenerateRequest, SamplingParams
 
-    if not family_at(Path(target).expanduser()).decodes_tokens:
+    if family_at(Path(target).expanduser()).draws:
         width, height = _size(size)
         given = _of_single_file(target, overrides)
         pictures = _require_directory(out)

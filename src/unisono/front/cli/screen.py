@@ -335,7 +335,8 @@ def ending(result: ResultMessage, cwd: Path, *, plan: RunPlan | None = None) -> 
         run = shlex.quote(_near(output_dir, cwd))
         reward = plan is not None and plan.config.objective == "reward"
         lines += _read_back(result.get("read_back"))
-        return [*lines, f"result: {weights}", f"next:   {_following(run, Path(output_dir), reward=reward)}"]
+        following = family_at(Path(output_dir)).following(run, reward=reward)
+        return [*lines, f"result: {weights}", f"next:   {following}"]
     checkpoint = result.get("checkpoint")
     none = "there is no checkpoint yet"
     if verdict.get("cause") == "output_removed":  # its checkpoints are where the directory went
@@ -358,13 +359,6 @@ def _read_back(about: Mapping[str, Any] | None) -> list[str]:
         f"read back in {took}: {what} differ by {about['differs_by']:.1e} of their spread from those of the"
         " trained model"
     ]
-
-
-def _following(run: str, directory: Path, *, reward: bool) -> str:
-    """The command to use a finished run with."""
-    if not family_at(directory).decodes_tokens:
-        return f'unisono generate {run} "a prompt" --out pictures'
-    return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 
 
 def _evaluation(figures: Mapping[str, object]) -> list[str]:

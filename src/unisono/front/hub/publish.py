@@ -33,7 +33,7 @@ from unisono.guard.supervise.task_process import run_request
 from unisono.trainer.checkpoint.verify import check_model, read_model_manifest, write_model_manifest
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
-from unisono.trainer.plan.families import family_at
+from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import ExportRequest, RequestedModel
 
 CARD = "README.md"
@@ -85,13 +85,14 @@ def refuse_unready(root: Path, step: int | None) -> None:
                 root, "name the output_dir of a run, as in `unisono push runs/demo OWNER/NAME`"
             ),
         )
-    if not family_at(root).decodes_tokens:
+    if family_at(root).draws:
         raise UsageError.of(
             f"{root} is a LoRA of an image model",
             where=str(root),
             why="push makes cards of language models only",
             fix=f"`unisono export {root} OUT --format diffusers`, then `hf upload REPO OUT`",
         )
+    need_decoder(str(root), where=str(root))
     if step is not None:
         return
     result = read_object(run.result) if run.result.is_file() else {}

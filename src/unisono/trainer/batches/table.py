@@ -5,21 +5,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
 
 from unisono.guard.places.ranks import RankPlace
+from unisono.trainer.batches.contents import TableContents
 from unisono.trainer.batches.source import BatchSource, Counts, Micro, MicroBatch, StepBatches
 from unisono.trainer.data.token_table import Split, TokenTable, collate_units
+from unisono.trainer.families.family import ContentsLoader
 from unisono.trainer.model.attention import to_device
 from unisono.trainer.model.forward import Rows
 from unisono.trainer.plan import RunPlan, SequenceStream, deal
-
-if TYPE_CHECKING:  # training of text never loads the room of image models
-    from unisono.trainer.batches.pictures import TablePictures
-    from unisono.trainer.families.pictures.latents import PictureLoader
 
 
 @dataclass
@@ -31,13 +29,13 @@ class TableRows:
         device: the computation's.
         reference: (rows of the table, 2) float32, the reference's log-probabilities; None without
             one.
-        pictures: of the rows of an image model; None for text.
+        contents: what the rows have beside their tokens, e.g. pictures; None for text.
     """
 
     table: TokenTable
     device: torch.device
     reference: torch.Tensor | None = None
-    pictures: "TablePictures | None" = None
+    contents: TableContents | None = None
 
     @classmethod
     def open(cls, directory: Path, split: Split, device: torch.device) -> Self:
@@ -48,13 +46,10 @@ class TableRows:
         """
         return cls(TokenTable.open(directory, split), device)
 
-    def add_pictures(self, loader: "PictureLoader | None", *, seed: int, global_batch: int) -> None:
-        """Loads the rows with their pictures from now on, if they have any."""
-        if loader is None:
-            return
-        from unisono.trainer.batches.pictures import TablePictures
-
-        self.pictures = TablePictures(self.table, loader, seed, global_batch)
+    def add_contents(self, loader: ContentsLoader | None, *, seed: int, global_batch: int) -> None:
+        """Loads the rows with their contents from now on, if they have any."""
+        if loader is not None:
+            self.contents = TableContents(self.table, loader, seed, global_batch)
 
     def load(
         self, sequences: Sequence[int], sides: Sequence[int] = (0,), *, places: Sequence[int] | None = None
@@ -64,16 +59,16 @@ class TableRows:
         Args:
             sequences: of the table.
             sides: of each unit, the rows of tokens to load.
-            places: where in the order of the run each picture is used; None: in an evaluation.
+            places: where in the order of the run each of them is used; None: in an evaluation.
         """
         units = self.units_of(sequences)
         micro = self.load_units(units, sides)
-        if self.pictures is None:
+        if self.contents is None:
             return micro
-        return self.pictures.add(micro, units, units if places is None else places)
+        return self.contents.add(micro, units, units if places is None else places)
 
     def load_units(self, units: Sequence[int], sides: Sequence[int] = (0,)) -> Micro:
-        """Some units, each a row of the table, as tensors on the device; without pictures."""
+        """Some units, each a row of the table, as tensors on the device; without contents."""
         batch, device = collate_units(self.table, units, sides), self.device
         rows = Rows(
             to_device(batch.input_ids, device),

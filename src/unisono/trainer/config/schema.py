@@ -36,6 +36,7 @@ from unisono.trainer.config.schedules import SCHEDULES, schedule_named
 from unisono.trainer.config.sections import (
     DIFFUSION,
     GRPO,
+    OBJECTIVES_TEXT,
     USED,
     BytesText,
     DateText,
@@ -804,13 +805,7 @@ class RunConfig(Section):
     data: DataSection
     objective: Objective | OwnObjective = Field(
         default="sft",
-        description=(
-            "sft: answers to prompts; pretrain: all tokens of plain text; reward: a reward model of pairs;"
-            " dpo (arXiv:2305.18290), orpo (arXiv:2403.07691) and simpo (arXiv:2405.14734): pairs of answers;"
-            " kto (arXiv:2402.01306): rated answers; grpo (arXiv:2402.03300): answers that the model samples to"
-            " prompts, by their rewards; diffusion: a LoRA for a Stable Diffusion model, of"
-            " pictures with captions; FILE.py:CLASS: your own, on the rows of sft, with `--trust-code`"
-        ),
+        description=OBJECTIVES_TEXT,
     )
     preference: PreferenceSection = Field(
         default=PreferenceSection(),

@@ -2,7 +2,7 @@
 those of `Preparation`, `trained_model` those of `Training`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -106,11 +106,29 @@ Prompt = tuple[str, tuple[int, int]]
 """A prompt of a sample picture, and its size in pixels."""
 
 
+class ContentsLoader(Protocol):
+    """Loads what rows have beside their tokens, e.g. pictures. Rows are numbered as in the file of
+    tokens, both splits together.
+    """
+
+    def load(self, numbers: Sequence[int], seeds: Sequence[int], steps: Sequence[int], /) -> Any:
+        """The contents of some rows in training, ready for a forward.
+
+        Args:
+            numbers: of the rows.
+            seeds: of the random numbers of each use of a row.
+            steps: in which each is used, from 0.
+        """
+
+    def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> Any:
+        """Those of rows in an evaluation, the same in each."""
+
+
 class Sampler(Protocol):
     """Draws sample pictures with the model that is being trained."""
 
-    def prompts(self, captions: list[Prompt]) -> list[Prompt]:
-        """What to draw: the prompts of the config, and captions."""
+    def prompts(self, numbers: Sequence[int]) -> list[Prompt]:
+        """What to draw: the prompts of the config, and captions of some rows."""
 
     def draw_all(
         self,
@@ -140,11 +158,11 @@ class Training(Protocol):
     ) -> "Forward":
         """The forward of a run; `root` is the model whose weights are sharded."""
 
-    def open_pictures(
+    def open_contents(
         self, plan: RunPlan, forward: "Forward", device: "torch.device", *, draws: bool
-    ) -> tuple[Any, Sampler | None]:
-        """The pictures of the rows, and with `draws` what draws samples; None for rows of
-        tokens.
+    ) -> tuple[ContentsLoader | None, Sampler | None]:
+        """The loader of what rows have beside their tokens, and with `draws` what draws sample
+        pictures; None for rows of tokens.
         """
 
     def write_result(

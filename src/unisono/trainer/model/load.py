@@ -74,7 +74,7 @@ class LoadedModel:
     Attributes:
         model: the model to call and save: a peft model, or the transformers model itself.
         base: the transformers model.
-        tokenizer: of transformers.
+        tokenizer: of transformers; None if rows are not text.
         trainable: the trained parameters by name, in the model's order; all float32.
         parameters: number of parameters, tied ones counted once.
         base_changes: how frozen weights in memory differ from their files.

@@ -4,6 +4,7 @@ Importing this loads no torch and no pydantic: `objectives.rewards` has processe
 often.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,26 +40,19 @@ def _grpo(config: "RunConfig") -> "Objective":
     return Grpo(config.rollout, config.grpo)
 
 
-def _diffusion(config: "RunConfig") -> "Objective":
-    from unisono.trainer.families.pictures.pipeline import trains_text
-    from unisono.trainer.objectives.diffusion import Diffusion
-
-    return Diffusion(config.diffusion, trains_text=trains_text(config))
-
-
 def _tokens(config: "RunConfig") -> "Objective":
     from unisono.trainer.objectives.preference import TokenObjective
 
     return TokenObjective(config.optim.label_smoothing, dft=config.optim.loss_weight == "dft")
 
 
+# Those of other families than text are in `plan.families`.
 _MADE: dict[str, "Callable[[RunConfig], Objective]"] = {
     "sft": _tokens,
     "pretrain": _tokens,
     "reward": _reward,
     **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), _preference),
     "grpo": _grpo,
-    "diffusion": _diffusion,
 }
 
 
@@ -72,10 +66,16 @@ def objective_of(config: "RunConfig", *, digest: str = "") -> "Objective":
         ConfigError: if an own objective is refused.
     """
     from unisono.trainer.config.own_code import own_code_of
+    from unisono.trainer.plan.families import family_for
 
     for code in own_code_of(config):
         if code.key == "objective":
             from unisono.trainer.objectives.user_objective import load_objective
 
             return load_objective(code, config, digest)
+    of_family = family_for(config.objective).objectives
+    if config.objective in of_family:
+        module, _, name = of_family[config.objective].partition(":")
+        made: Objective = getattr(import_module(module), name).of(config)
+        return made
     return _MADE[config.objective](config)

@@ -4,14 +4,16 @@ of it (arXiv:2006.11239).
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from unisono.trainer.batches.pictures import PictureMicro
+from unisono.trainer.batches.contents import ContentsMicro
 from unisono.trainer.batches.source import Counts, Micro
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import DiffusionSection
 from unisono.trainer.families.pictures.latents import PictureBatch, PictureUse
-from unisono.trainer.families.pictures.pipeline import PictureForward, TextStates
+from unisono.trainer.families.pictures.pipeline import PictureForward, TextStates, trains_text
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.objective import Objective, Part
 
@@ -28,15 +30,21 @@ class Diffusion(Objective):
     settings: DiffusionSection
     trains_text: bool = False
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """The objective with the settings of a run."""
+        return cls(config.diffusion, trains_text=trains_text(config))
+
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss; in evaluation mode without the weights of min-SNR."""
         del known
         assert isinstance(forward, PictureForward)
-        assert isinstance(micro, PictureMicro)
+        assert isinstance(micro, ContentsMicro)
+        pictures: PictureBatch = micro.contents
         groups: dict[torch.Size, list[PictureUse]] = defaultdict(list)
-        for use in micro.pictures.uses:
+        for use in pictures.uses:
             groups[use.latents.shape].append(use)
-        total = sum(self._errors(forward, micro.pictures, uses).sum() for uses in groups.values())
+        total = sum(self._errors(forward, pictures, uses).sum() for uses in groups.values())
         assert isinstance(total, torch.Tensor)
         return Part(total / counts.units, total.new_zeros(0))
 

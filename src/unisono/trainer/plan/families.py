@@ -4,9 +4,11 @@ What a family does in a rank or a task, which needs torch, is in `trainer.famili
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from unisono.base.errors import UsageError
 from unisono.base.files import read_object
 from unisono.base.text import show_count
 from unisono.guard.rundir import RunDir
@@ -21,9 +23,15 @@ class FamilyFacts(ABC):
     """What differs between families before a model is loaded.
 
     Attributes:
+        folder: of its modules in `trainer.families`.
+        objectives: those that only it has: for each name the class, as `MODULE:NAME`.
+        model_types: what the `model_type` of its models begins with.
         packages: needed beside unisono's own dependencies.
         decodes_tokens: whether the model is a decoder of tokens, with layers of attention and MLP
             and logits over a vocabulary.
+        draws: whether `generate` draws pictures with its models, and `export` writes their LoRA in
+            the formats of image tools.
+        described: what its models are.
         can_shard: whether fsdp can shard its weights.
         limits_rows: whether a rehearsal reads the first rows only.
         sequences: what a global batch is counted in.
@@ -32,8 +40,13 @@ class FamilyFacts(ABC):
         rows_advice: what to look at when rows are suspected.
     """
 
+    folder: ClassVar[str]
+    objectives: ClassVar[Mapping[str, str]] = {}
+    model_types: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
     decodes_tokens: ClassVar[bool]
+    draws: ClassVar[bool] = False
+    described: ClassVar[str]
     can_shard: ClassVar[bool]
     limits_rows: ClassVar[bool]
     sequences: ClassVar[str]
@@ -41,10 +54,19 @@ class FamilyFacts(ABC):
     unit: ClassVar[str]
     rows_advice: ClassVar[str]
 
+    def is_at(self, path: Path) -> bool:
+        """Whether a path that is not a run is a model or an adapter of it."""
+        del path
+        return False
+
     def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
         """Values kept for the backward by what is not a decoder's layer."""
         del model, positions, gradient_checkpointing
         return 0
+
+    @abstractmethod
+    def following(self, run: str, *, reward: bool) -> str:
+        """The command to use a finished run with."""
 
     @abstractmethod
     def fit(self, micro: int, longest: int) -> str:
@@ -88,11 +110,15 @@ class FamilyFacts(ABC):
 
 
 class _Text(FamilyFacts):
-    """Language models."""
+    """Language models: what no other family is."""
 
+    folder, model_types, described = "text", "", "a language model"
     decodes_tokens = can_shard = limits_rows = True
     sequences, positions, unit = "sequences", "tokens", "tokens"
     rows_advice = "check the rows in the warnings (unisono data preview)"
+
+    def following(self, run: str, *, reward: bool) -> str:
+        return f"unisono eval {run} --data PAIRS" if reward else f"unisono chat {run}"
 
     def made(self, rows: int, sequences: int, *, packing: bool) -> str:
         if packing and sequences < rows:
@@ -139,10 +165,18 @@ class _Pictures(FamilyFacts):
     levels. A token is a position of the latents.
     """
 
+    folder, model_types, described = "pictures", "stable-diffusion", "an image model"
+    objectives: ClassVar = {DIFFUSION: "unisono.trainer.objectives.diffusion:Diffusion"}
     packages = ("diffusers", "pillow")
     decodes_tokens = can_shard = limits_rows = False
+    draws = True
     sequences, positions, unit = "pictures", "positions of latents", "positions"
     rows_advice = "check the pictures in the warnings"
+
+    def is_at(self, path: Path) -> bool:
+        """A pipeline of diffusers, or a LoRA file."""
+        names = ("model_index.json", "pytorch_lora_weights.safetensors")
+        return path.suffix == ".safetensors" or any((path / name).is_file() for name in names)
 
     def activations(self, model: ModelFacts, positions: int, *, gradient_checkpointing: bool) -> int:
         """Values that a UNet keeps for its backward: 500 for each channel of the first level and
@@ -155,6 +189,10 @@ class _Pictures(FamilyFacts):
         """
         values = _VALUES_OF_A_LEVEL * model.hidden_size * sum(0.5**level for level in range(model.layers))
         return int(positions * values * (_SHARE_KEPT if gradient_checkpointing else 1))
+
+    def following(self, run: str, *, reward: bool) -> str:
+        del reward
+        return f'unisono generate {run} "a prompt" --out pictures'
 
     def fit(self, micro: int, longest: int) -> str:
         return f"auto: {micro} × {longest} positions of latents fit"
@@ -195,24 +233,40 @@ class _Pictures(FamilyFacts):
 
 
 TEXT, PICTURES = _Text(), _Pictures()
+_OTHERS: tuple[FamilyFacts, ...] = (PICTURES,)
+"""All families but TEXT."""
 
 
 def family_for(objective: str) -> FamilyFacts:
     """The family that an objective trains."""
-    return PICTURES if objective == DIFFUSION else TEXT
+    return next((family for family in _OTHERS if objective in family.objectives), TEXT)
 
 
 def family_of(model: ModelFacts) -> FamilyFacts:
     """The family of a model."""
-    return PICTURES if model.model_type.startswith("stable-diffusion") else TEXT
+    return next((family for family in _OTHERS if model.model_type.startswith(family.model_types)), TEXT)
 
 
 def family_at(path: Path) -> FamilyFacts:
-    """The family of RUN|MODEL: PICTURES of a run on pictures, a pipeline of diffusers, or a LoRA
-    file of an image model.
-    """
-    names = ("model_index.json", "pytorch_lora_weights.safetensors")
-    if path.suffix == ".safetensors" or any((path / name).is_file() for name in names):
-        return PICTURES
+    """The family of RUN|MODEL."""
+    for family in _OTHERS:
+        if family.is_at(path):
+            return family
     config = read_object(RunDir(path).plan).get("config")
     return family_for(str(config.get("objective"))) if isinstance(config, dict) else TEXT
+
+
+def need_decoder(target: str, *, where: str) -> None:
+    """Refuses RUN|MODEL of a family that decodes no tokens.
+
+    Raises:
+        UsageError: with what it is instead.
+    """
+    family = family_at(Path(target).expanduser())
+    if not family.decodes_tokens:
+        raise UsageError.of(
+            f"{target} is {family.described}",
+            where=where,
+            why="this needs a language model",
+            fix=f"use `{family.following(target, reward=False)}`",
+        )

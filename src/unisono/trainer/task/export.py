@@ -32,7 +32,7 @@ from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
 from unisono.trainer.model.result_logits import ResultLogits, fixed_rows
-from unisono.trainer.plan.families import family_at
+from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import Exported, ExportRequest, MergeFigures
 from unisono.trainer.task.inference import (
     adapter_tokenizer,
@@ -76,8 +76,9 @@ def run(request: ExportRequest, report: Reporter) -> Exported:
         UnfitError: if the storage fails.
     """
     out = free_place(request.out)
-    if not family_at(Path(request.model.target).expanduser()).decodes_tokens:
+    if family_at(Path(request.model.target).expanduser()).draws:
         return _export_lora(request, report, out)
+    need_decoder(request.model.target, where="RUN|MODEL")
     if request.format:
         raise UsageError.of(
             f"--format {request.format} is for image models",

@@ -57,7 +57,7 @@ from unisono.trainer.model.load import (
     set_pad_token,
 )
 from unisono.trainer.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
-from unisono.trainer.plan.families import family_at
+from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.target import Target, requested_target, verify_target
 
@@ -159,13 +159,14 @@ def open_requested(request: RequestedModel, report: Reporter, *, answers: bool =
         UnisonoError: as `open_for_inference`.
     """
     report.phase("locate", f"looking for {request.target}")
-    if not family_at(Path(request.target).expanduser()).decodes_tokens:
+    if family_at(Path(request.target).expanduser()).draws:
         raise UsageError.of(
             f"{request.target} draws pictures",
             where="RUN|MODEL",
             why="it is an image model, and answers nothing",
             fix=f'use `unisono generate {request.target} "a prompt" --out pictures`',
         )
+    need_decoder(request.target, where="RUN|MODEL")
     target = requested_target(request)
     if answers and target.is_reward:
         raise UsageError.of(

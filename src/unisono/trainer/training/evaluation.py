@@ -408,8 +408,8 @@ def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:
     config, and of captions of evaluation pictures.
     """
     config = run.plan.config
-    pictures = run.evaluation.rows.pictures if run.evaluation is not None else None
-    prompts = sampler.prompts(pictures.samples(config.eval.samples) if pictures is not None else [])
+    contents = run.evaluation.rows.contents if run.evaluation is not None else None
+    prompts = sampler.prompts(contents.first(config.eval.samples) if contents is not None else [])
     if not prompts:
         return
     run.beats.enter("sample")

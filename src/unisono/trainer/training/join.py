@@ -326,6 +326,10 @@ def rows_digest(table: TokenTable) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """The digest of the vocabulary, the chat template, and the tokens of a fixed text."""
+    """The digest of the vocabulary, the chat template, and the tokens of a fixed text; of None
+    that of nothing.
+    """
+    if tokenizer is None:
+        return digest_of([])
     ids = tokenizer(PROBE)["input_ids"]
     return digest_of([ids, sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])

@@ -149,9 +149,9 @@ def set_up(
         sharded.reshard()
     loaded.model.train()
     is_main = group.is_main
-    pictures, sampler = family.open_pictures(plan, forward, device, draws=is_main)
+    contents, sampler = family.open_contents(plan, forward, device, draws=is_main)
     for rows in tables.values():
-        rows.add_pictures(pictures, seed=plan.config.seed, global_batch=plan.global_batch)
+        rows.add_contents(contents, seed=plan.config.seed, global_batch=plan.global_batch)
     metrics = 2 * len(objective.metrics) + sums_of_routers(forward.routers)
     agreed = plan
     for hook in hooks:

@@ -3,7 +3,7 @@ steps of a run.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,9 @@ class PictureSampler:
             )
         return self._opened
 
-    def prompts(self, captions: list[Prompt]) -> list[Prompt]:
-        """What to draw, with its size: the prompts of the config, and captions."""
+    def prompts(self, numbers: Sequence[int]) -> list[Prompt]:
+        """What to draw, with its size: the prompts of the config, and captions of pictures."""
+        captions = [self._pictures.sample(number) for number in numbers]
         return [*((prompt, self._pictures.usual_size) for prompt in self._section.prompts), *captions]
 
     def draw_all(
@@ -266,7 +267,7 @@ class PictureSampler:
         return False
 
 
-def open_pictures(
+def open_contents(
     plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
 ) -> tuple[PictureLoader, PictureSampler | None]:
     """Loads the pictures of the run's table, and with `draws` draws samples."""

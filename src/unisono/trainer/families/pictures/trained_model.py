@@ -8,7 +8,7 @@ import torch
 
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.config.schema import RunConfig
-from unisono.trainer.families.pictures.drawing import open_pictures
+from unisono.trainer.families.pictures.drawing import open_contents
 from unisono.trainer.families.pictures.lora_file import write_lora
 from unisono.trainer.families.pictures.pipeline import (
     PictureForward,
@@ -22,7 +22,7 @@ from unisono.trainer.families.pictures.written import WrittenLora
 from unisono.trainer.model.load import LoadedModel
 from unisono.trainer.plan import RunPlan
 
-__all__ = ["choose_forward", "load", "open_pictures", "outputs", "read_outputs", "write_result", "written"]
+__all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
 
 
 def load(plan: RunPlan, device: torch.device) -> LoadedModel:

@@ -45,7 +45,7 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
     return forward
 
 
-def open_pictures(plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool) -> tuple[None, None]:
+def open_contents(plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool) -> tuple[None, None]:
     """None: rows are tokens."""
     del plan, forward, device, draws
     return None, None
