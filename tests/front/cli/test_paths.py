@@ -55,6 +55,8 @@ SEVERAL = ["--nodes", "2", "--node-rank", "0", "--head", "127.0.0.1:29911"]
 DIRECTORIES = {"out", "--output-dir", "folders", "runs", "output_dir", "checkpoint.storage"}
 """Where a directory is what is asked for."""
 
+FUNCTIONS = {"--reward"}
+"""Options that take FILE.py:FUNCTION."""
 SOURCES = [f"data.{part}[]." for part in ("train", "eval")]
 CAPTION_TEXTS = (
     "caption_prefix",
@@ -184,10 +186,13 @@ def test_every_path_on_a_command_line(place: Path) -> None:
         seen.add(param.opts[0])
         if param.opts[0] in NO_PATHS or words[:2] == ("checkpoint", "export"):  # which is `export`
             continue
+        is_function = param.opts[0] in FUNCTIONS
         for kind in KINDS:
             if kind != "directory" or param.opts[0] not in DIRECTORIES:
-                path = make(kind, place / f"{kind}-{'-'.join(words)}-{param.opts[0].strip('-')}")
-                commands.append((command_line(words, command, param, path), path))
+                name = f"{kind}-{'-'.join(words)}-{param.opts[0].strip('-')}"
+                path = make(kind, place / (f"{name}.py" if is_function else name))
+                line = command_line(words, command, param, f"{path}:score" if is_function else path)
+                commands.append(([*line, "--trust-code"] if is_function else line, path))
     assert seen >= NO_PATHS
     assert len(commands) > 60
     refused(commands)
