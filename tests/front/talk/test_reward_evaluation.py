@@ -98,6 +98,7 @@ def test_answers_and_their_rewards_give_the_figures(
     assert "4 to each prompt, temperature 1" in answers
 
 
+@pytest.mark.processes
 def test_a_model_is_evaluated_by_rewards_that_are_named(
     model_dir: Path, sections: dict[str, Any], tmp_path: Path
 ) -> None:
