@@ -538,14 +538,16 @@ def read_arrow(file: RowFile) -> Iterator[Row]:
     """An Arrow IPC file, or the stream form that `datasets` writes."""
     import pyarrow as pa
 
+    # One of its threads that gets no memory ends the process.
+    options = pa.ipc.IpcReadOptions(use_threads=False)
     try:
         source = pa.memory_map(str(file.path))
         try:
-            opened = pa.ipc.open_file(source)
+            opened = pa.ipc.open_file(source, options=options)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
         except pa.ArrowInvalid:
             source.seek(0)
-            opened = pa.ipc.open_stream(source)
+            opened = pa.ipc.open_stream(source, options=options)
             batches = iter(opened)
         parts = (b.slice(at, _ARROW_ROWS) for b in batches for at in range(0, b.num_rows, _ARROW_ROWS))
         yield from _arrow_rows(file, opened.schema.names, parts)
