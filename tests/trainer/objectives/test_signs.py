@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from unisono.base.causes import find_cause
 from unisono.trainer.config.rollout_sections import RolloutSection
-from unisono.trainer.objectives.objective import Sign
-from unisono.trainer.objectives.signs import policy_signs
-from unisono.trainer.training.sign_counts import SignCounts
+from unisono.trainer.objectives.signs import Sign, SignCounts, policy_signs
 
 HEALTHY = {
     "reward": 0.4, "equal_groups": 0.3, "same_answers": 0.1, "entropy": 0.01, "truncated": 0.2, "sampler_kl": 0.03,

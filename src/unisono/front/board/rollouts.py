@@ -194,10 +194,10 @@ def _with_texts(
     """A group whose answers have their texts."""
     place = int(group["key"].partition(".")[0])
     read = _read_step(run, _files_of(files, group["step"]), group["step"], only=place).in_order()
-    found: Group = next((one for one in read if one["key"] == group["key"]), group)
-    for answer in found["answers"]:
+    whole: Group = next((one for one in read if one["key"] == group["key"]), group)
+    for answer in whole["answers"]:
         answer["text"] = _cut(answer.get("text", ""), characters)
-    return found
+    return whole
 
 
 def _read_step(run: FollowedRun, paths: Sequence[Path], step: int, *, only: int | None = None) -> _Answers:

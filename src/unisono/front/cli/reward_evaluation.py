@@ -55,8 +55,8 @@ def read_rewards(texts: Sequence[str]) -> tuple[RewardSection, ...]:
     try:
         rewards = TypeAdapter(dict[str, list[RewardSection]]).validate_python(raw)["rewards"]
     except ValidationError as error:
-        found = problems_of(error, raw, KeyPlaces({}, "--reward"))
-        raise UsageError(*(problem for of_key in found.values() for problem in of_key)) from None
+        by_key = problems_of(error, raw, KeyPlaces({}, "--reward"))
+        raise UsageError(*(problem for of_key in by_key.values() for problem in of_key)) from None
     problems = [text for one in rewards for text in reward_contradictions(one, "--reward")]
     if problems:
         raise UsageError(*map(_problem, problems))

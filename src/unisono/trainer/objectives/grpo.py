@@ -11,7 +11,8 @@ from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRan
 from unisono.trainer.batches.table import TableSource
 from unisono.trainer.config.rollout_sections import GrpoSection, RolloutSection
 from unisono.trainer.model.forward import Forward
-from unisono.trainer.objectives.objective import Objective, Part, Sign, sums_of
+from unisono.trainer.model.load import uses_dropout
+from unisono.trainer.objectives.objective import Objective, Part, sums_of
 from unisono.trainer.objectives.policy import (
     POLICY_METRICS,
     PolicyBatch,
@@ -26,7 +27,7 @@ from unisono.trainer.objectives.samplers.own_engine import OwnEngine
 from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
 from unisono.trainer.objectives.samplers.vllm_checks import check_server
 from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler
-from unisono.trainer.objectives.signs import policy_signs
+from unisono.trainer.objectives.signs import Sign, policy_signs
 from unisono.trainer.plan import RunPlan
 
 _SAMPLER = ("sampler_difference", "sampler_kl", "correction", "effective_samples")
@@ -39,7 +40,8 @@ class Grpo(Objective):
     Metrics besides those of `policy`, means over the tokens of answers that have a part in the
     gradient: how far the log-probabilities of the sampler are from those of the training forward,
     their divergence (k3), the weights of the correction, and the share of effective samples, (Σ
-    w)² / (n Σ w²), which is 1 for equal weights.
+    w)² / (n Σ w²), which is 1 for equal weights. Those that compare the sampler with the training
+    are absent with a model that has dropout, which is off while it samples.
     """
 
     rollout: RolloutSection
@@ -55,14 +57,15 @@ class Grpo(Objective):
         """Sampled answers to the prompts of the data."""
         assert isinstance(rows, TableSource)
         config = group.plan.config
-        waited = 0
+        waited, is_loaded = 0, False
 
         def show_wait(text: str) -> None:
             nonlocal waited
             waited += 1  # each call has a deadline, so waiting is progress
             group.enter("reward", done=waited)
             group.show("reward", f"waiting for {text}")
-            group.end_if_stopped()
+            if is_loaded:  # before, the ranks do not yet agree on an end: the first step does
+                group.end_if_stopped()
 
         pool = RewardPool(config.rewards, group.plan.code_digests, on_wait=show_wait)
         ends = EndTokens.of(rows, forward)
@@ -71,7 +74,9 @@ class Grpo(Objective):
             if self.rollout.engine == "vllm"
             else OwnEngine(forward, group, ends)
         )
-        return RolloutSource(rows, forward, group, pool.start(), sampler)
+        pool.start()
+        is_loaded = True
+        return RolloutSource(rows, forward, group, pool, sampler)
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
@@ -107,7 +112,8 @@ class Grpo(Objective):
         )
         none = log_ratios[:0]
         weights = none if weights is None else weights
-        of_sampler = sums_of(log_ratios.abs(), k3(limited(log_ratios)), weights, weights.square())
+        compared = none if uses_dropout(forward.loaded) else log_ratios
+        of_sampler = sums_of(compared.abs(), k3(limited(compared)), weights, weights.square())
         return Part(part.loss, torch.cat([of_sampler, part.sums]))
 
     def figures(self, sums: list[float], *, known: float = 0.0) -> dict[str, float]:

@@ -30,6 +30,7 @@ import torch
 from unisono.trainer.batches.source import BatchSource, Counts, Micro, SourceRank
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.model.forward import Forward
+from unisono.trainer.objectives.signs import Sign
 from unisono.trainer.plan import RunPlan
 
 BOTH = (0, 1)
@@ -60,23 +61,6 @@ class Part:
 
     loss: torch.Tensor
     sums: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Sign:
-    """Something in the figures of a step that means trouble if it lasts.
-
-    Attributes:
-        cause: id of the cause that it is a sign of.
-        text: what the figures show, e.g. `no answer ended within 128 tokens`.
-        steps: consecutive steps that must show it before it is reported.
-        ends_run: whether the run ends then, since further steps do harm; else it is a warning.
-    """
-
-    cause: str
-    text: str
-    steps: int
-    ends_run: bool = False
 
 
 class Objective(ABC):

@@ -1,9 +1,11 @@
-"""What the figures of sampled answers say about a run that goes wrong without an error. Pure."""
+"""Signs of trouble in the figures of a run that goes wrong without an error, and for how long they
+last. Pure.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from unisono.trainer.config.rollout_sections import RolloutSection
-from unisono.trainer.objectives.objective import Sign
 
 _LASTS = 10
 """Steps in a row that show a sign of nothing being learned."""
@@ -16,6 +18,38 @@ measured with the built-in model.
 _LARGEST_SAMPLER_KL = 1.0
 _LARGEST_KL = 10.0
 """Nats per token. Runs that learn stay below 0.1 in a rollout, and below 1 from the reference."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """Something in the figures of a step that means trouble if it lasts.
+
+    Attributes:
+        cause: id of the cause that it is a sign of.
+        text: what the figures show, e.g. `no answer ended within 128 tokens`.
+        steps: consecutive steps that must show it before it is reported.
+        ends_run: whether the run ends then, since further steps do harm; else it is a warning.
+    """
+
+    cause: str
+    text: str
+    steps: int
+    ends_run: bool = False
+
+
+class SignCounts:
+    """For how many steps in a row each cause has shown."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+
+    def lasting(self, signs: Sequence[Sign]) -> list[Sign]:
+        """The signs of a step that have lasted just as long as they may; each is given once until
+        it has disappeared.
+        """
+        by_cause = {sign.cause: sign for sign in signs}
+        self._steps = {cause: self._steps.get(cause, 0) + 1 for cause in by_cause}
+        return [sign for cause, sign in by_cause.items() if self._steps[cause] == sign.steps]
 
 
 def policy_signs(figures: Mapping[str, float], rollout: RolloutSection) -> list[Sign]:

@@ -24,6 +24,7 @@ from unisono.trainer.families.family import Sampler
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.layers import has_kernels
 from unisono.trainer.objectives.objective import Objective
+from unisono.trainer.objectives.signs import SignCounts
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.track import Trackers
 from unisono.trainer.training.directory_check import DirectoryCheck
@@ -34,7 +35,6 @@ from unisono.trainer.training.optim import Optimizers
 from unisono.trainer.training.process_group import Group
 from unisono.trainer.training.saver import RankTensor, Saver
 from unisono.trainer.training.sharding import ShardedRoot
-from unisono.trainer.training.sign_counts import SignCounts
 
 # ---- Random streams
 

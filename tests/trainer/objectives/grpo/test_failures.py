@@ -177,6 +177,33 @@ def test_a_stop_request_ends_the_wait_for_a_reward_and_nothing_is_lost(tmp_path:
     assert len(metrics(run, "loss")) == 4
 
 
+def test_a_stop_request_while_a_reward_is_loaded_changes_nothing(tmp_path: Path) -> None:
+    file, wait = tmp_path / "own.py", tmp_path / "wait"
+    wait.touch()
+    file.write_text(
+        "import pathlib, time\n\n"
+        f"while pathlib.Path({str(wait)!r}).exists():\n"
+        "    time.sleep(0.1)\n\n"
+        "def score(completions, **_):\n"
+        "    return [float(len(answer)) for answer in completions]\n"
+    )
+    words, run = command(tmp_path, {"use": f"{file}:score"}, ranks=2)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert any("waiting for loading own.py:score" in line for line in process.stderr)
+            process.send_signal(signal.SIGTERM)
+            text = process.stderr.read()
+            assert process.wait() == 75, text
+        finally:
+            process.kill()
+    assert "SIGTERM before the first step of this start: ending; nothing has changed" in text
+    assert "Traceback" not in text
+    wait.unlink()
+    assert subprocess.run(words, check=False).returncode == 0
+    assert len(metrics(run, "loss")) == 4
+
+
 def metrics(run: Path, name: str) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line[name] for line in lines if name in line]

@@ -74,6 +74,19 @@ def test_log_probabilities_of_the_sampler_are_those_of_training(
     assert max(differences) < 1e-5
 
 
+def test_the_dropout_of_a_model_is_not_taken_for_a_sampler_that_differs(
+    train_here: Train, sections: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    """It is off while answers are sampled, and a config cannot remove it as that of an adapter."""
+    model = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.9}))
+    run = train_here(**sections | {"model": {"path": str(model), "dtype": "float32"}})
+    assert run.result["exit_code"] == 0
+    assert len(figures(run, "loss")) == 6
+    assert figures(run, "sampler_difference") == []
+
+
 def test_answers_on_disk_are_those_of_the_metrics(train_here: Train, sections: dict[str, Any]) -> None:
     run = train_here(**sections | {"grpo": {"truncated": "mask"}})
     rows = answers(run.directory)

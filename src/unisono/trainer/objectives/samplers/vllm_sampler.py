@@ -123,7 +123,7 @@ class VllmSampler:
         self._prompts = _probe_prompts(prompts, most_tokens=plan.config.data.max_length)
         try:
             self._check_model()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: its threads would keep the process
             self._client.close()
             raise
 
