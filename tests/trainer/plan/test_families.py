@@ -48,7 +48,7 @@ def test_no_line_outside_of_the_families_names_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", {family_for(name) for name in OBJECTIVES}, ids=lambda family: family.folder
+    "family", dict.fromkeys(family_for(name) for name in OBJECTIVES), ids=lambda family: family.folder
 )
 def test_the_modules_and_classes_that_a_family_names_are_there(family: FamilyFacts) -> None:
     for module in ("input_files", "rows", "trained_model"):
