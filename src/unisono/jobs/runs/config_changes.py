@@ -110,6 +110,8 @@ RULES: dict[str, KeyRule] = {
     "rollout": KeyRule("meaning", "answers are sampled differently from here on"),
     "rollout.url": KeyRule("line", "another server samples; it must serve the same model"),
     "rollout.patience": KeyRule("line", "how long a server is waited for"),
+    "rollout.environment.deadline": KeyRule("line", "how long a call of the environment may take"),
+    "rollout.environment.on_error": KeyRule("line", "what follows if the environment fails"),
     "rollout.steps": KeyRule("fixed", "the rollout that the next step belongs to would be another"),
     "grpo": KeyRule("meaning", "answers count differently in the loss from here on"),
     "adapter.init": KeyRule("fixed", "the frozen weights differ"),

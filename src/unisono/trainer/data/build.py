@@ -88,6 +88,7 @@ def build_table(
                 objective=config.objective,
                 limit_rows=limit_rows,
                 answer_tokens=config.rollout.max_new_tokens if config.objective == GRPO else 0,
+                has_environment=config.rollout.environment is not None,
             )
             for source in sources:
                 intake.read(source)
@@ -204,6 +205,8 @@ def _write_splits(
             writer.digest.update(stored[rows].data)
         longest = max(int(lengths[side].max()) for side in of_side)
         room = config.rollout.max_new_tokens if config.objective == GRPO else 0
+        if config.rollout.environment is not None:  # it decides how long prompts are
+            room = config.data.max_length - longest
         figures[split] = _figures(columns, count[row], sequences, longest_row=longest, answer_tokens=room)
         _count(ledger, usable["source"], columns, count, row, split=split)
     _refuse_nothing(config, ledger, figures)

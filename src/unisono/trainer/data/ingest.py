@@ -356,8 +356,12 @@ class Ingest:
         objective: str = "sft",
         limit_rows: int | None = None,
         answer_tokens: int = 0,
+        has_environment: bool = False,
     ) -> None:
-        """Nothing is read yet; `answer_tokens` are left free behind each row, for its answer."""
+        """Nothing is read yet; `answer_tokens` are left free behind each row, for its answer, and
+        an environment has the tools of all rows.
+        """
+        self._has_environment = has_environment
         self._objective = objective
         self._answer_tokens = answer_tokens
         self.files: dict[str, bool] = {}
@@ -515,11 +519,14 @@ class Ingest:
         return example
 
     def _refuse_other_units(self, example: Example) -> None:
-        """Refuses rated answers where pairs are needed, and pairs where rated answers are.
+        """Refuses rated answers where pairs are needed, and pairs where rated answers are; and
+        tools beside those of an environment.
 
         Raises:
             RowError: for such a row.
         """
+        if self._has_environment and isinstance(example, OpenPrompt) and example.tools:
+            raise RowError("the row has tools, and rollout.environment has others", "remove its tools")
         if self._objective not in PREFERENCE or not isinstance(example, Exchange | Preference):
             return
         if self._objective in PAIRS and len(example.answers) != 2:

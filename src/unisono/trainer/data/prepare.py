@@ -135,7 +135,10 @@ def gather_ingredients(
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
     """Of prompts: the room for an answer."""
-    return {"rollout.max_new_tokens": config.rollout.max_new_tokens} if config.objective == GRPO else {}
+    if config.objective != GRPO:
+        return {}
+    room = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> CacheLookup:

@@ -1,6 +1,5 @@
 """The processes that score answers, and the calls that wait for them."""
 
-import json
 import select
 import signal
 import time
@@ -34,7 +33,7 @@ from unisono.trainer.objectives.rewards.calls import (
     cut,
     reward_names,
 )
-from unisono.trainer.objectives.rewards.process import RewardProcess
+from unisono.trainer.objectives.rewards.process import RewardProcess, encoded
 
 PROCESSES = 2
 MEMORY_BYTES = 4 << 30
@@ -135,7 +134,7 @@ class RewardPool:
             memory_bytes: address space of a process beside what its functions have loaded.
         """
         self._entries, self._digests, self._on_wait = list(entries), digests, on_wait
-        self._processes, self._memory_bytes = processes, memory_bytes
+        self._processes, self._memory_bytes = processes if entries else 0, memory_bytes
         self.names = reward_names(entries)
         self._deadlines = [parse_seconds(entry.deadline) for entry in entries]
         self._wheres = [""] * len(self._entries)
@@ -159,7 +158,7 @@ class RewardPool:
         functions = [self._function(index, entry) for index, entry in enumerate(self._entries)]
         setup: Setup = {"functions": functions, "memory_bytes": self._memory_bytes}
         # The files are read once: they may be edited while the run uses them.
-        self._setup = json.dumps(setup).encode() + b"\n"
+        self._setup = encoded(setup)
         try:
             self._told = time.monotonic()
             self._fill_up()
