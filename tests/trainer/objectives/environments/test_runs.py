@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from tests.trainer.objectives.environments import shop
 from tests.trainer.objectives.environments.test_turns import PLAIN, WITHOUT_TOOLS
+from tests.trainer.objectives.grpo.test_vllm import Server
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 6
@@ -199,6 +200,18 @@ def test_a_run_that_was_killed_within_a_rollout_repeats_no_episode(started: Path
     )
     assert mine == expected
     assert answers(run) == answers(straight)
+
+
+def test_a_server_samples_the_turns(started: Path) -> None:
+    server = Server(started / "sft" / "model")
+    try:
+        rollout = {"engine": "vllm", "url": server.url, "patience": "1 minute"}
+        ended, run = train(started, "served", rollout=rollout, duration="2 steps")
+    finally:
+        server.end()
+    assert ended.returncode == 0, ended.stderr
+    assert any(row["turns"] > 1 for row in answers(run))
+    assert max(line["sampler_difference"] for line in metrics(run) if "loss" in line) < 1e-4
 
 
 def test_rewards_of_the_config_are_added_and_get_all_messages(started: Path, tmp_path: Path) -> None:
