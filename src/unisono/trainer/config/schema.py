@@ -51,6 +51,7 @@ from unisono.trainer.config.sections import (
     Pattern,
     Patterns,
     PicturesSection,
+    PixelsSection,
     Positive,
     PreferenceSection,
     Resolution,
@@ -324,6 +325,9 @@ class SourceSection(Section):
             "keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words"
         ),
     )
+    media_dir: Annotated[str | None, NamesFile()] = Field(
+        default=None, description="like data.media_dir, for this source; null: that"
+    )
     pictures: PicturesSection | None = Field(
         default=None,
         description=(
@@ -333,8 +337,9 @@ class SourceSection(Section):
 
     @model_serializer(mode="wrap")
     def _without_pictures(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without `pictures` where it is not set: rows have none."""
-        return {key: value for key, value in dump(self).items() if key != "pictures" or value is not None}
+        """Without the keys of pictures where they are not set: most rows have none."""
+        unset = [key for key in ("pictures", "media_dir") if getattr(self, key) is None]
+        return {key: value for key, value in dump(self).items() if key not in unset}
 
 
 class MixSection(Section):
@@ -432,6 +437,17 @@ class DataSection(Section):
         description=(
             "with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of"
             " the model"
+        ),
+    )
+    pixels: PixelsSection = Field(
+        default=PixelsSection(),
+        description="bounds of the pictures in rows; the model's processor may resize them further",
+    )
+    media_dir: Annotated[str | None, NamesFile()] = Field(
+        default=None,
+        description=(
+            "the directory where relative paths of pictures in rows begin; null: that of the file with the"
+            " rows, else the working directory"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")

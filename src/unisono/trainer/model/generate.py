@@ -19,7 +19,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of
+from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of, set_attention
 from unisono.trainer.plan.task_requests import SamplingParams
 
 _ROWS = 64  # in a batch: more gain little on CPU, and all wait for the longest answer
@@ -359,12 +359,12 @@ def undisturbed(model: Any) -> Iterator[None]:
     model.eval()
     base.generation_config = GenerationConfig()
     if attention == FLAT_ATTENTION:
-        base.set_attn_implementation("sdpa")
+        set_attention(base, "sdpa")
     try:
         yield
     finally:
         if attention == FLAT_ATTENTION:
-            base.set_attn_implementation(attention)
+            set_attention(base, attention)
         base.generation_config = settings
         for module in training:
             module.training = True

@@ -50,6 +50,22 @@ def body_of(base: Any) -> Any:
     return [model for model in models if embedding in set(model.modules())][-1]
 
 
+def freeze_parts(base: Any) -> None:
+    """Freezes what is neither the decoder nor the head of a multimodal model."""
+    base.requires_grad_(False)
+    for part in (body_of(base), base.get_output_embeddings()):
+        for parameter in part.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())  # others are quantized
+
+
+def with_vision(base: Any) -> Any:
+    """The module of a multimodal model that gives the hidden states of tokens and pictures: the one
+    around its decoder and its vision part.
+    """
+    body = body_of(base)
+    return next(child for child in base.children() if body in set(child.modules()))
+
+
 def release_parts(base: Any) -> None:
     """Removes what rows of text do not need from a multimodal model; what is neither its decoder
     nor its head is frozen.

@@ -360,7 +360,7 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    has_full = not family_for(given.config.objective).can_shard or needs_full or quantized_dora
+    has_full = not family_of(given.model).can_shard or needs_full or quantized_dora
     return unsharded if has_full and unsharded else meshes
 
 

@@ -143,7 +143,7 @@ def set_up(
         for hook in hooks:
             group = hook.ranks_joined(group, beats)
     sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
-    family = training_of(plan.config)
+    family = training_of(plan)
     forward = family.choose_forward(plan, loaded, sharded.module if sharded else None)
     if sharded is not None:
         sharded.reshard()
@@ -218,7 +218,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
 
 def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
-    loaded = training_of(plan.config).load(plan, device)
+    loaded = training_of(plan).load(plan, device)
     for hook in hooks:
         hook.model_loaded(loaded)
     loaded.quantized_digest = quantized_digest(loaded.model)

@@ -248,7 +248,7 @@ def write_weights(
     if writes:
         directory.mkdir()
     target = directory if writes else None
-    entries = training_of(plan.config).write_result(loaded, plan, target, step=step or plan.total_steps)
+    entries = training_of(plan).write_result(loaded, plan, target, step=step or plan.total_steps)
     if entries is not None:
         return entries
     if plan.config.adapter is not None:

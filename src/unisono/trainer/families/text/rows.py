@@ -10,7 +10,13 @@ from unisono.trainer.checkpoint.verify import check_model, read_digest
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.families.family import make_ledger
-from unisono.trainer.model.directory import SCORE, inspect_model, locate_model, locate_tokenizer
+from unisono.trainer.model.directory import (
+    SCORE,
+    inspect_model,
+    locate_model,
+    locate_tokenizer,
+    picture_processor,
+)
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.parts import (
     Weight,
@@ -47,8 +53,9 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
         report=report,
         ledger=ledger,
         limit_rows=request.limit_rows,
+        processor=picture_processor(Path(facts.directory)),
     )
-    return data, facts
+    return data, facts.model_copy(update={"reads_pictures": data.pictures is not None})
 
 
 def check_preview() -> None:

@@ -1,0 +1,90 @@
+"""Training of language models that read pictures."""
+
+from pathlib import Path
+
+import torch
+
+from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.families.text.trained_model import outputs, read_outputs, write_result, written
+from unisono.trainer.families.vision.pixels import PixelLoader
+from unisono.trainer.model.directory import locate_tokenizer
+from unisono.trainer.model.forward import Forward, PictureProbe, Rows
+from unisono.trainer.model.forward import choose_forward as choose_text_forward
+from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.plan import RunPlan
+
+__all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
+
+_PROBED_ROWS = 2
+
+
+def load(plan: RunPlan, device: torch.device) -> LoadedModel:
+    """The model with its vision part, which is frozen."""
+    return load_for_training(
+        plan.config,
+        directory=Path(plan.model.directory),
+        tokenizer_directory=locate_tokenizer(plan.config),
+        dtype=plan.dtype,
+        device=device,
+        keeps_parts=True,
+    )
+
+
+def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | None) -> Forward:
+    """The forward of flat or padded rows, tested with rows of the run that have pictures."""
+    adapter = plan.config.adapter
+    return choose_text_forward(
+        loaded,
+        dtype=plan.dtype,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        quick_adapter=adapter is not None and adapter.is_plain,
+        root=root,
+        router_loss=plan.config.optim.router_loss,
+        pictures=_probe(plan, loaded.base.device),
+    )
+
+
+def open_contents(
+    plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
+) -> tuple[PixelLoader, None]:
+    """The loader of pictures."""
+    del forward, draws
+    return _loader(plan, device), None
+
+
+def _loader(plan: RunPlan, device: torch.device) -> PixelLoader:
+    processor = PictureProcessor(
+        Path(plan.model.directory), trust_remote_code=plan.config.model.trust_remote_code
+    )
+    return PixelLoader(Path(plan.data.cache_dir), processor, device)
+
+
+def _probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
+    """The shortest rows with pictures, of which the second one may be the first again; None if the
+    training has no picture.
+    """
+    loader = _loader(plan, device)
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    stored, lengths = table.columns["stored"].tolist(), table.row_lengths().tolist()
+    seeing = [i for i, number in enumerate(stored) if loader.pictures_of(number)]
+    if not seeing:
+        return None
+    chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
+    chosen += chosen[: _PROBED_ROWS - len(chosen)]
+    ids = [torch.from_numpy(table.row(i)[0].astype("int64")).to(device) for i in chosen]
+    ends = torch.tensor([len(row) for row in ids]).cumsum(0)
+    flat = torch.cat(ids)
+    last = {int(end) - 1 for end in ends}
+    index = torch.tensor([i for i in range(len(flat)) if i not in last], device=device)
+    pictures = loader.load([stored[i] for i in chosen], [], [])
+    alone = [loader.load([stored[i]], [], []) for i in chosen]
+    rows = Rows(
+        flat,
+        torch.cat([torch.arange(len(row), device=device) for row in ids]),
+        [len(row) for row in ids],
+        index,
+        flat[index + 1],
+        pictures=pictures,
+    )
+    return PictureProbe(rows, [one for one in alone if one is not None])
