@@ -107,7 +107,7 @@ def _by_hand(plan: RunPlan, file: Path) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "alone"])
 def test_losses_are_those_of_transformers_with_a_collator_by_hand(
-    gallery: Gallery, picture_rows: Path, family: str, packing: bool
+    gallery: Gallery, picture_rows: Path, family: str, *, packing: bool
 ) -> None:
     plan = gallery.plan(family, data={"packing": packing})
 

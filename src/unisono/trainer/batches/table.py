@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from unisono.trainer.batches.source import BatchSource, Counts, Micro, MicroBatc
 from unisono.trainer.data.token_table import Split, TokenTable, collate_units
 from unisono.trainer.families.family import ContentsLoader
 from unisono.trainer.model.attention import to_device
-from unisono.trainer.model.forward import Rows
+from unisono.trainer.model.forward import PictureInputs, Rows
 from unisono.trainer.plan import RunPlan, SequenceStream, deal
 
 
@@ -273,16 +273,34 @@ class EvaluationRows:
         for row in range(table.rows):
             if desirable is None or desirable[row]:
                 question = question_of(table, row)
+                if question is not None and self.rows.contents is not None:
+                    question = self._with_pictures(question, row)
                 if question is not None:
                     yield question
+
+    def _with_pictures(self, question: "PromptAnswer", row: int) -> "PromptAnswer | None":
+        """The question with the pictures of its row; None if one of them is behind it."""
+        contents, table = self.rows.contents, self.rows.table
+        assert contents is not None
+        pictures = contents.loader.load_evaluation([int(table.columns["stored"][row])], [0])
+        if not isinstance(pictures, PictureInputs):
+            return question
+        features = np.isin(table.row(row)[0], pictures.image_ids)
+        is_whole = not features[len(question.prompt) :].any()
+        return replace(question, pictures=pictures) if is_whole else None
 
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """The last answer of a row, and the prompt before it, as tokens."""
+    """The last answer of a row, and the prompt before it, as tokens.
+
+    Attributes:
+        pictures: of the prompt; None: it has none.
+    """
 
     prompt: list[int]
     answer: list[int]
+    pictures: PictureInputs | None = None
 
 
 def question_of(table: TokenTable, row: int) -> PromptAnswer | None:

@@ -83,6 +83,20 @@ class PictureInputs:
     tensors: Mapping[str, torch.Tensor]
     image_ids: Sequence[int]
 
+    @classmethod
+    def of(
+        cls, parts: Sequence[Mapping[str, torch.Tensor]], image_ids: Sequence[int], device: torch.device
+    ) -> "PictureInputs | None":
+        """Those of several pictures in order; None without any.
+
+        Where pictures differ along another axis than the first, e.g. in the number of tiles, zeros
+        are behind the smaller ones, which models of tiles ignore.
+        """
+        if not parts:
+            return None
+        tensors = {name: _behind_each_other([part[name] for part in parts]).to(device) for name in parts[0]}
+        return cls(tensors, image_ids)
+
     def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The arguments for rows of tokens (…, T).
 
@@ -704,6 +718,19 @@ def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
     unpad_rows(states)
     forward.layout, forward.why = "padded", why
     set_attention(base, forward.own_attention)
+
+
+def _behind_each_other(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors joined along the first axis, with zeros where one is smaller along another."""
+    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    padded = []
+    for value in values:
+        larger = value
+        if list(value.shape[1:]) != shape:
+            larger = value.new_zeros(value.shape[0], *shape)
+            larger[tuple(map(slice, value.shape))] = value
+        padded.append(larger)
+    return torch.cat(padded)
 
 
 def _seeing(module: Any, pictures: PictureInputs) -> Callable[..., Any]:

@@ -36,6 +36,7 @@ from unisono.trainer.model.multimodal import (
     name_exactly,
     other_names,
     text_names,
+    text_prefixes,
 )
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.sharding import full_on_one_rank
@@ -123,7 +124,11 @@ def model_layout(
     kept = (
         [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, _tied(base, shown)))
     )
-    parameters = base.num_parameters() + sum(prod(tensor.shape) for tensor in kept)
+    in_memory = base.num_parameters()
+    if original is not None:  # its other parts are among the kept ones, also if they are in memory
+        inside = text_prefixes(base)
+        in_memory = sum(p.numel() for name, p in base.named_parameters() if name.startswith(inside))
+    parameters = in_memory + sum(prod(tensor.shape) for tensor in kept)
     files, index = _split([*stored, *kept], max_file_bytes, parameters=parameters)
     return FileLayout(files, index, convert)
 

@@ -5,7 +5,6 @@ memory by picture.
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,7 +51,7 @@ class PixelLoader:
         """
         del seeds, steps
         made = [self._tensors(picture) for row in numbers for picture in self._of_rows[row]]
-        return joined(made, self._processor.image_ids, self._device)
+        return PictureInputs.of(made, self._processor.image_ids, self._device)
 
     def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> PictureInputs | None:
         """Those of rows in an evaluation."""
@@ -87,35 +86,5 @@ def tensors_of(picture: Picture, processor: PictureProcessor) -> Tensors:
         ) from error
 
 
-def joined(parts: Sequence[Tensors], image_ids: Sequence[int], device: torch.device) -> PictureInputs | None:
-    """The tensors of several pictures in order, as one batch; None without pictures.
-
-    Pictures follow each other along the first axis. Where they differ along another one, e.g. in
-    the number of tiles, zeros are behind the smaller ones, which models of tiles ignore.
-    """
-    if not parts:
-        return None
-    tensors = {name: _joined([part[name] for part in parts]) for name in parts[0]}
-    return PictureInputs({name: value.to(device) for name, value in tensors.items()}, image_ids)
-
-
-def _joined(values: list[torch.Tensor]) -> torch.Tensor:
-    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    padded = []
-    for value in values:
-        if list(value.shape[1:]) == shape:
-            padded.append(value)
-            continue
-        larger = value.new_zeros(value.shape[0], *shape)
-        larger[tuple(map(slice, value.shape))] = value
-        padded.append(larger)
-    return torch.cat(padded)
-
-
 def _bytes_of(tensors: Tensors) -> int:
     return sum(value.nbytes for value in tensors.values())
-
-
-def one_picture(data: Any, processor: PictureProcessor, device: torch.device) -> PictureInputs | None:
-    """What the model gets of one picture of Pillow."""
-    return joined([processor.inputs(data)], processor.image_ids, device)

@@ -1,17 +1,22 @@
 """Training of language models that read pictures."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
-from unisono.trainer.families.text.trained_model import outputs, read_outputs, write_result, written
+from unisono.trainer.families.text.trained_model import read_outputs, write_result
 from unisono.trainer.families.vision.pixels import PixelLoader
-from unisono.trainer.model.directory import locate_tokenizer
+from unisono.trainer.families.vision.sight import WrittenVisionModel, row_with_picture
+from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.forward import Forward, PictureProbe, Rows
 from unisono.trainer.model.forward import choose_forward as choose_text_forward
 from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.model.result_logits import ResultLogits
 from unisono.trainer.plan import RunPlan
 
 __all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
@@ -53,11 +58,24 @@ def open_contents(
     return _loader(plan, device), None
 
 
+def outputs(model: Any, plan: RunPlan, examples: Callable[[], list[list[int]]]) -> ResultLogits:
+    """The logits of two rows, and of one with a picture."""
+    ids, picture = row_with_picture(_processor(plan))
+    return ResultLogits.of(model, [*examples()[:2], ids], dtype=plan.dtype, pictures={2: picture})
+
+
+def written(directory: Path, base: Path, config: RunConfig) -> WrittenVisionModel:
+    """A model, or an adapter of `base`."""
+    original = locate_model(config.model.path, config.model.revision)
+    return WrittenVisionModel(directory, base, config, reward=False, original=original)
+
+
+def _processor(plan: RunPlan) -> PictureProcessor:
+    return PictureProcessor(Path(plan.model.directory), trust_remote_code=plan.config.model.trust_remote_code)
+
+
 def _loader(plan: RunPlan, device: torch.device) -> PixelLoader:
-    processor = PictureProcessor(
-        Path(plan.model.directory), trust_remote_code=plan.config.model.trust_remote_code
-    )
-    return PixelLoader(Path(plan.data.cache_dir), processor, device)
+    return PixelLoader(Path(plan.data.cache_dir), _processor(plan), device)
 
 
 def _probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
