@@ -92,6 +92,19 @@ class TableRows:
         """The units of some sequences, each a row of the table."""
         return [int(unit) for sequence in sequences for unit in self.table.rows_of(sequence)]
 
+    def question(self, row: int) -> "PromptAnswer | None":
+        """The question of a row, with its pictures; None if nothing precedes its answer, or a
+        picture follows it.
+        """
+        question = question_of(self.table, row)
+        if question is None or self.contents is None:
+            return question
+        pictures = self.contents.loader.load_evaluation([int(self.table.columns["stored"][row])], [0])
+        if not isinstance(pictures, PictureInputs):
+            return question
+        behind = self.table.row(row)[0][len(question.prompt) :]
+        return None if np.isin(behind, pictures.image_ids).any() else replace(question, pictures=pictures)
+
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""
         table, chosen = self.table, np.asarray(sequences, dtype=np.int64)
@@ -272,22 +285,9 @@ class EvaluationRows:
         desirable = table.columns.get("label")
         for row in range(table.rows):
             if desirable is None or desirable[row]:
-                question = question_of(table, row)
-                if question is not None and self.rows.contents is not None:
-                    question = self._with_pictures(question, row)
+                question = self.rows.question(row)
                 if question is not None:
                     yield question
-
-    def _with_pictures(self, question: "PromptAnswer", row: int) -> "PromptAnswer | None":
-        """The question with the pictures of its row; None if one of them is behind it."""
-        contents, table = self.rows.contents, self.rows.table
-        assert contents is not None
-        pictures = contents.loader.load_evaluation([int(table.columns["stored"][row])], [0])
-        if not isinstance(pictures, PictureInputs):
-            return question
-        features = np.isin(table.row(row)[0], pictures.image_ids)
-        is_whole = not features[len(question.prompt) :].any()
-        return replace(question, pictures=pictures) if is_whole else None
 
 
 @dataclass(frozen=True)

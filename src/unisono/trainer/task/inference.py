@@ -35,6 +35,7 @@ from unisono.trainer.data.template import (
 )
 from unisono.trainer.data.text_encoder import TextEncoder, probe_tokenizer
 from unisono.trainer.data.trained_template import known_stops, stop_ids_of, trained_template
+from unisono.trainer.families.vision.sight import probe_of
 from unisono.trainer.model.adapter import fit_base_to_adapter
 from unisono.trainer.model.directory import SCORE, picture_processor
 from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
@@ -204,6 +205,7 @@ def open_requested(
         gradient_checkpointing=False,
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
         trains=False,
+        pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
     return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor)

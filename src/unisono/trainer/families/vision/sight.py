@@ -2,6 +2,7 @@
 that they are of, together with their processor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from unisono.base.errors import ModelError
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.families.text.written import WrittenModel
-from unisono.trainer.model.forward import PictureInputs
+from unisono.trainer.model.forward import PictureInputs, PictureProbe, Rows
 
 _SIZE = (120, 90)
 
@@ -34,6 +35,30 @@ def row_with_picture(processor: PictureProcessor) -> tuple[list[int], PictureInp
     seen = PictureInputs.of([processor.inputs(image)], processor.image_ids, torch.device("cpu"))
     assert seen is not None
     return ids, seen
+
+
+def probe_of(processor: PictureProcessor, device: torch.device) -> PictureProbe:
+    """Two rows with the picture, of different lengths."""
+    ids, picture = row_with_picture(processor)
+    text = processor.processor.tokenizer.encode(" what is in this picture", add_special_tokens=False)
+    rows = [[*ids, *text[:4]], [*text[:2], *ids, *text]]
+    return probe_of_rows(rows, [picture, picture], device)
+
+
+def probe_of_rows(
+    rows: Sequence[Sequence[int]], pictures: Sequence[PictureInputs], device: torch.device
+) -> PictureProbe:
+    """Rows of tokens with the pictures of each, as one micro batch and alone."""
+    ids = [torch.tensor(list(row), device=device) for row in rows]
+    alone = [PictureInputs.of([one.tensors], one.image_ids, device) for one in pictures]
+    ends = np.cumsum([len(row) for row in ids])
+    flat = torch.cat(ids)
+    last = {int(end) - 1 for end in ends}
+    index = torch.tensor([i for i in range(len(flat)) if i not in last], device=device)
+    joined = PictureInputs.of([one.tensors for one in pictures], pictures[0].image_ids, device)
+    positions = torch.cat([torch.arange(len(row), device=device) for row in ids])
+    together = Rows(flat, positions, [len(row) for row in ids], index, flat[index + 1], pictures=joined)
+    return PictureProbe(together, [one for one in alone if one is not None])
 
 
 @dataclass(frozen=True)

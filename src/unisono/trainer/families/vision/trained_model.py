@@ -11,9 +11,9 @@ from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families.text.trained_model import read_outputs, write_result
 from unisono.trainer.families.vision.pixels import PixelLoader
-from unisono.trainer.families.vision.sight import WrittenVisionModel, row_with_picture
+from unisono.trainer.families.vision.sight import WrittenVisionModel, probe_of_rows, row_with_picture
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
-from unisono.trainer.model.forward import Forward, PictureProbe, Rows
+from unisono.trainer.model.forward import Forward, PictureProbe
 from unisono.trainer.model.forward import choose_forward as choose_text_forward
 from unisono.trainer.model.load import LoadedModel, load_for_training
 from unisono.trainer.model.result_logits import ResultLogits
@@ -90,19 +90,6 @@ def _probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
         return None
     chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
     chosen += chosen[: _PROBED_ROWS - len(chosen)]
-    ids = [torch.from_numpy(table.row(i)[0].astype("int64")).to(device) for i in chosen]
-    ends = torch.tensor([len(row) for row in ids]).cumsum(0)
-    flat = torch.cat(ids)
-    last = {int(end) - 1 for end in ends}
-    index = torch.tensor([i for i in range(len(flat)) if i not in last], device=device)
-    pictures = loader.load([stored[i] for i in chosen], [], [])
-    alone = [loader.load([stored[i]], [], []) for i in chosen]
-    rows = Rows(
-        flat,
-        torch.cat([torch.arange(len(row), device=device) for row in ids]),
-        [len(row) for row in ids],
-        index,
-        flat[index + 1],
-        pictures=pictures,
-    )
-    return PictureProbe(rows, [one for one in alone if one is not None])
+    rows = [table.row(i)[0].tolist() for i in chosen]
+    seen = [loader.load([stored[i]], [], []) for i in chosen]
+    return probe_of_rows(rows, [one for one in seen if one is not None], device)
