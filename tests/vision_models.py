@@ -1,5 +1,6 @@
 """Tiny random vision-language models with their processors, made without a hub."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,17 +125,89 @@ def gemma3(directory: Path) -> None:
     _save(directory, T.Gemma3ForConditionalGeneration, config, processor)
 
 
-FAMILIES: dict[str, Callable[[Path], None]] = {"llava": llava, "idefics3": idefics3, "gemma3": gemma3}
+def _qwen(directory: Path, kind: Any, config: Any, processor: str, **eye: Any) -> None:
+    own = tokenizer()
+    ids = {name: own.convert_tokens_to_ids(f"<|{token}|>") for name, token in _QWEN_TOKENS.items()}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    text = {"vocab_size": len(own), "rope_parameters": rope, **TEXT}
+    settings = config(text_config=text, vision_config={**QWEN_EYE, **eye}, **ids)
+    torch.manual_seed(0)
+    model = kind(settings)
+    _enlarge(model)
+    model.save_pretrained(directory)
+    pictures = T.Qwen2VLImageProcessorPil(
+        min_pixels=28 * 28, max_pixels=84 * 84, patch_size=eye.get("patch_size", 14)
+    )
+    pictures.save_pretrained(directory)
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "processor_class": processor}))
+    own.chat_template = chatml("<|vision_start|><|image_pad|><|vision_end|>")
+    own.save_pretrained(directory)
+
+
+_QWEN_TOKENS = {
+    "image_token_id": "image_pad", "video_token_id": "video_pad", "vision_start_token_id": "vision_start",
+    "vision_end_token_id": "vision_end",
+}  # fmt: skip
+QWEN_EYE: dict[str, Any] = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32, "patch_size": 14,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+
+
+def qwen2_5_vl(directory: Path) -> None:
+    """Qwen2.5-VL: as many tokens as a picture has patches, and positions in three dimensions."""
+    more = {"fullatt_block_indexes": [1], "window_size": 112}
+    _qwen(directory, T.Qwen2_5_VLForConditionalGeneration, T.Qwen2_5_VLConfig, "Qwen2_5_VLProcessor", **more)
+
+
+def qwen3_vl(directory: Path) -> None:
+    """Qwen3-VL: features also enter later layers."""
+    more = {"patch_size": 16, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    _qwen(directory, T.Qwen3VLForConditionalGeneration, T.Qwen3VLConfig, "Qwen3VLProcessor", **more)
+
+
+def processor_of(directory: Path) -> Any:
+    """The processor of a family; of Qwen's without that of videos, which needs torchvision."""
+    if (directory / "processor_config.json").is_file():
+        return T.AutoProcessor.from_pretrained(directory)
+    kind: Any = getattr(
+        T, json.loads((directory / "preprocessor_config.json").read_text())["processor_class"]
+    )
+    own = T.AutoTokenizer.from_pretrained(directory)
+    pictures = T.Qwen2VLImageProcessorPil.from_pretrained(directory)
+
+    class WithoutVideo(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return (
+                None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+            )
+
+    return WithoutVideo(pictures, own, None, chat_template=own.chat_template)
+
+
+FAMILIES: dict[str, Callable[[Path], None]] = {
+    "llava": llava,
+    "idefics3": idefics3,
+    "gemma3": gemma3,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+}
 
 
 def _save(directory: Path, kind: Any, config: Any, processor: Any) -> None:
     torch.manual_seed(0)
     model = kind(config)
-    for parameter in model.parameters():  # the usual 0.02 makes pictures nearly invisible
-        if parameter.ndim > 1:
-            parameter.data.mul_(5)
+    _enlarge(model)
     model.save_pretrained(directory)
     processor.save_pretrained(directory)
+
+
+def _enlarge(model: Any) -> None:
+    """Makes weights larger: with the usual 0.02 pictures are nearly invisible."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(5)
 
 
 def draw(color: str, shape: str, *, size: tuple[int, int] = (96, 64)) -> Any:

@@ -12,10 +12,10 @@ import peft
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from tests.trainer.vision.conftest import Gallery
-from tests.vision_models import FAMILIES
+from tests.vision_models import FAMILIES, processor_of
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import training_of
@@ -70,7 +70,7 @@ class _Collator:
 def _by_hand(plan: RunPlan, file: Path) -> list[float]:
     directory = Path(plan.model.directory)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    collate = _Collator(AutoProcessor.from_pretrained(directory), file.parent)
+    collate = _Collator(processor_of(directory), file.parent)
     base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
     targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)).train()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from tests.trainer.ranks.conftest import Done
 from tests.trainer.vision.conftest import Gallery
-from tests.vision_models import FAMILIES, draw
+from tests.vision_models import FAMILIES, draw, processor_of
 from unisono.base.errors import UnisonoError
 from unisono.base.events import Reporter
 from unisono.trainer.families import training_of
@@ -52,7 +52,7 @@ def merged(runs: _Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def _inputs(directory: Path, picture: Any) -> Any:
-    processor = AutoProcessor.from_pretrained(directory)
+    processor = processor_of(directory)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPT}]}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return processor(text=[text], images=[picture], return_tensors="pt")
@@ -118,7 +118,7 @@ def test_an_answer_about_a_picture_is_that_of_transformers(
     inputs = _inputs(merged[family], picture)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    wanted = AutoProcessor.from_pretrained(merged[family]).decode(ids, skip_special_tokens=True)
+    wanted = processor_of(merged[family]).decode(ids, skip_special_tokens=True)
 
     for target in (merged[family], runs[family].directory):
         result = generation.run_generate(

@@ -143,6 +143,9 @@ def _load(directory: Path, *, trust_remote_code: bool) -> Any:
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except ImportError as error:
+        without_video = _without_video(directory)
+        if without_video is not None:
+            return without_video
         missing = "torchvision" if "torchvision" in str(error).lower() else one_line(str(error), limit=80)
         raise UsageError.of(
             f"the model's processor needs {missing}",
@@ -167,6 +170,32 @@ def _load(directory: Path, *, trust_remote_code: bool) -> Any:
             fix=f"copy {' and '.join(PROCESSOR_FILES[:2])} of the model again",
         )
     return processor
+
+
+def _without_video(directory: Path) -> Any | None:
+    """A processor of pictures alone, of a class that reads videos, too, for which transformers
+    needs torchvision; None if its class is not known.
+
+    Only the check of its arguments wants a processor of videos.
+    """
+    import transformers
+
+    kind = getattr(transformers, _class_named(directory), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)):
+        return None
+
+    class PicturesOnly(kind):  # type: ignore[misc, valid-type]  # whichever it is
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == "video_processor" and argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    try:
+        pictures = transformers.AutoImageProcessor.from_pretrained(str(directory), local_files_only=True)
+        return PicturesOnly(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
+    except (ImportError, OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _class_named(directory: Path) -> str:
