@@ -204,10 +204,12 @@ def _save(directory: Path, kind: Any, config: Any, processor: Any) -> None:
 
 
 def _enlarge(model: Any) -> None:
-    """Makes weights larger: with the usual 0.02 pictures are nearly invisible."""
+    """Makes weights larger: with the usual 0.02 pictures are nearly invisible, and Gemma 3's
+    projector begins with zeros.
+    """
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.data.mul_(5)
+            parameter.data.mul_(5) if parameter.any() else parameter.data.normal_(std=0.2)
 
 
 def draw(color: str, shape: str, *, size: tuple[int, int] = (96, 64)) -> Any:

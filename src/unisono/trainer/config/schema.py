@@ -562,8 +562,16 @@ class RouterLossSection(Section):
     )
 
 
+ModelPart = Literal["language", "projector", "vision"]
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
+
+    part_lr: dict[ModelPart, Positive] = Field(
+        default={},
+        description="learning rates of parts of a vision-language model, e.g. `vision`; others have `lr`",
+    )
 
     kind: OptimizerName = Field(
         default="adamw",
@@ -818,6 +826,14 @@ class RunConfig(Section):
     train_only: TrainOnlySection | None = Field(
         default=None, description="with `adapter: null`: the parts that are trained; null: all"
     )
+    train_parts: Annotated[list[ModelPart], Field(min_length=1)] = Field(
+        default=["language"],
+        description=(
+            "the parts of a vision-language model that are trained, with rows that have pictures. With an"
+            " adapter, language and vision get it on their linear layers, and the projector between them is"
+            " trained in full; with `adapter: null` all are, and `freeze` and `train_only` apply inside"
+        ),
+    )
     data: DataSection
     objective: Objective | OwnObjective = Field(
         default="sft",
@@ -952,6 +968,26 @@ def contradictions(config: RunConfig) -> list[str]:
                 f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
                 f"set batch.micro to {_divisors(global_batch)}"
             ),
+        ),
+        (
+            has_adapter and set(config.train_parts) == {"projector"},
+            "train_parts: the projector is trained in full, and nothing is left for the adapter; set `adapter: null`",
+        ),
+        (
+            len(set(config.train_parts)) < len(config.train_parts),
+            "train_parts: a part is named twice; name it once",
+        ),
+        (
+            not config.optim.part_lr.keys() <= set(config.train_parts),
+            (
+                "optim.part_lr: it has a part that is not trained; remove"
+                f" {', '.join(sorted(config.optim.part_lr.keys() - set(config.train_parts)))}, or add it to"
+                " `train_parts`"
+            ),
+        ),
+        (
+            bool(config.optim.part_lr) and config.optim.kind == "muon",
+            "optim.part_lr: Muon has one learning rate for all matrices; set `optim.kind: adamw`, or remove it",
         ),
         (
             has_adapter and bool(config.freeze),

@@ -36,7 +36,7 @@ from unisono.trainer.model.files import (
     weight_files,
 )
 from unisono.trainer.model.layers import scale_rope
-from unisono.trainer.model.multimodal import auto_class, freeze_parts, release_parts
+from unisono.trainer.model.multimodal import auto_class, freeze_parts, release_parts, select_parts
 from unisono.trainer.model.quantization import (
     QuantizedLoad,
     count_parameters,
@@ -150,12 +150,15 @@ def load_for_training(
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
+    parts = tuple(config.train_parts) if keeps_parts else ("language",)
     if config.adapter is not None:
         refuse_adapted_experts(base, config.adapter.targets)
         model, changes = add_adapter(
-            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None
+            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts
         )
     else:
+        if keeps_parts:
+            select_parts(base, parts)
         _freeze(base, config.freeze)
         if config.train_only is not None:
             _train_only(base, config.train_only)

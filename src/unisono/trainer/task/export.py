@@ -53,6 +53,7 @@ from unisono.trainer.training.weights import (
     entries_of,
     multimodal_original,
     round_as_stored,
+    trained_parts,
     write_generation_config,
     write_model,
     write_weights,
@@ -287,6 +288,7 @@ def write_merged(
         dtype=dtype,
         max_file_bytes=max_file_bytes,
         original=multimodal_original(target.base),
+        parts=trained_parts(target.plan) if target.plan is not None else ("language",),
     )
     return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, logits
 

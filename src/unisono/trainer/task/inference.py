@@ -470,7 +470,9 @@ def load_target(
     Raises:
         ModelError: if files are missing or do not match each other, or a weight is NaN or infinite.
     """
-    loaded = _load(target, dtype=dtype, device=device, keeps_parts=keeps_parts)
+    plan = target.plan
+    has_changed = plan is not None and plan.model.reads_pictures and plan.config.train_parts != ["language"]
+    loaded = _load(target, dtype=dtype, device=device, keeps_parts=keeps_parts or has_changed)
     odd = odd_parameters(loaded.model)
     if odd:
         raise _odd_weights(target, odd, dtype)

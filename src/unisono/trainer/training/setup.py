@@ -25,7 +25,7 @@ from unisono.trainer.training.front_io import StopRequest, flags_of, front_messa
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
-from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
+from unisono.trainer.training.optim import build_optimizers, load_own_optimizer, rates_of
 from unisono.trainer.training.process_group import Alone, Group, device_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.router_step import sums_of_routers
@@ -169,7 +169,7 @@ def set_up(
             plan.config.optim,
             loaded.trainable,
             not_matrices=_tables(loaded),
-            text_lr=plan.config.diffusion.text_lr,
+            rates=rates_of(plan.config, loaded),
             own=optimizer,
         ),
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
