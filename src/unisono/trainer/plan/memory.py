@@ -178,7 +178,7 @@ class _EstimatedRank:
     def trained(self) -> int:
         """Trained values: an adapter's r × (in + out) over the matrices, or all."""
         return (
-            self.model.parameters
+            self.model.parameters + (self.model.other_parameters if self.model.reads_pictures else 0)
             if self.adapter_rank is None
             else self.adapter_rank * (sum(self.model.adapted_in_out.values()) or self.model.linear_in_out)
         )
@@ -239,7 +239,8 @@ class _EstimatedRank:
         if self.model.quantized:
             in_matrices = self.model.linear_parameters * (self.size - self.matrix_bytes)
             saved = int(in_matrices + self.outside * (self.size - self.outside_bytes))
-        return self.model.parameters * self.size - saved
+        vision = self.model.other_parameters if self.model.reads_pictures else 0
+        return (self.model.parameters + vision) * self.size - saved
 
     @property
     def scales(self) -> int:

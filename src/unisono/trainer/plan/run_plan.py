@@ -79,6 +79,8 @@ class ModelFacts(PlanPart):
     """
     omitted: dict[str, str] = {}
     """Names of layers that words of `adapter.targets` omit, with the reason of peft."""
+    reads_pictures: bool = False
+    """Whether the rows have pictures, which its vision part reads."""
 
 
 class SplitSummary(PlanPart):
@@ -94,6 +96,16 @@ class SplitSummary(PlanPart):
     """Tokens."""
 
 
+class PictureSummary(PlanPart):
+    """The pictures of rows, each counted once."""
+
+    number: int
+    median_tokens: int
+    """Tokens that stand for a picture in a row."""
+    p99_tokens: int
+    most_tokens: int
+
+
 class DataSummary(PlanPart):
     """The result of preparing the data; the rows themselves are in the cache."""
 
@@ -107,6 +119,8 @@ class DataSummary(PlanPart):
     """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens,
     tokens_cut, loss_tokens.
     """
+    pictures: PictureSummary | None = None
+    """None if rows are text."""
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str

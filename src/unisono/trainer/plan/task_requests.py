@@ -293,6 +293,7 @@ class GenerateRequest(TaskRequest[Generated]):
         raw: whether to continue texts without a chat template.
         max_tokens: None: 256, or what the model has room for.
         stop: texts before which an answer ends.
+        images: files of pictures of the prompt.
     """
 
     task: ClassVar = "generate"
@@ -304,6 +305,7 @@ class GenerateRequest(TaskRequest[Generated]):
     max_tokens: int | None = None
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
 from unisono.base.text import one_line
 from unisono.guard.supervise.task_requests import RowOrigins, RowsRequest
@@ -27,7 +27,12 @@ from unisono.trainer.data.survey import survey
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import load_tokenizer
 from unisono.trainer.families import rows_of
-from unisono.trainer.model.directory import locate_model, locate_tokenizer, read_model_config
+from unisono.trainer.model.directory import (
+    locate_model,
+    locate_tokenizer,
+    picture_processor,
+    read_model_config,
+)
 from unisono.trainer.plan.task_requests import (
     LengthClass,
     PreparedRun,
@@ -78,6 +83,7 @@ def preview(request: PreviewRequest, report: Reporter) -> Preview:
         cache_dir=request.cache_dir,
         report=report,
         is_preview=True,
+        processor=_processor(config),
     )
     report.phase("preview", "decoding tokens")
     tokenizer = load_tokenizer(directory, trust_remote_code=config.model.trust_remote_code)
@@ -137,6 +143,14 @@ def shown_unit(table: TokenTable, i: int, show: Callable[..., ShownRow]) -> Show
     if "label" in table.columns:
         return {"row": row, **sides[0], "kl": sides[1], "desirable": bool(table.columns["label"][i])}
     return {"row": row, "chosen": sides[0], "rejected": sides[1]}
+
+
+def _processor(config: RunConfig) -> Path | None:
+    """The directory of the model's processor of pictures; None without one, or without a model."""
+    try:
+        return picture_processor(locate_model(config.model.path, config.model.revision))
+    except ModelError:  # a preview needs the tokenizer only
+        return None
 
 
 def _vocab_size(config: RunConfig, tokenizer: Path) -> int | None:

@@ -128,6 +128,8 @@ class LfEncoder:
         warnings: warnings for the user, each once.
     """
 
+    pictures = None
+
     def __init__(
         self,
         tokenizer: Any,
