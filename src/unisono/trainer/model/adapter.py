@@ -24,7 +24,7 @@ from unisono.base.text import library_words, nearest
 from unisono.trainer.config.schema import AdapterSection
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
 from unisono.trainer.model.parts import adaptable_weights, refuse_unfit_settings, targeted_weights
-from unisono.trainer.model.quantization import QuantizedEmbedding
+from unisono.trainer.model.quantization import QuantizedEmbedding, parameters_of_experts
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import LoraLayer
@@ -70,8 +70,9 @@ def add_adapter(
     stored = find_adapters(section, reward=head is not None)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
-    model = _new_adapter(base, section, grown=grown, head=head)
-    _refuse_lost_tensors(model)
+    with parameters_of_experts(base):
+        model = _new_adapter(base, section, grown=grown, head=head)
+        _refuse_lost_tensors(model)
     layers = _lora_layers(model)
     if merged or section.init == "pissa":
         _refuse_experts(layers, where="adapter.merge" if merged else "adapter.init: pissa")
