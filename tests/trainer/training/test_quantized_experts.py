@@ -75,7 +75,8 @@ def mixture(model_dir: Path, tmp_path: Path) -> Mixture:
         model.save_pretrained(plain)
         shutil.copytree(plain, dense)
         if isinstance(how, str):
-            _round(model, how)
+            with torch.no_grad():
+                _round(model, how)
             model.save_pretrained(dense)
             return {"path": str(plain), "dtype": "float32", "quantize": how}, dense
         values = how(plain, stored)
@@ -86,7 +87,6 @@ def mixture(model_dir: Path, tmp_path: Path) -> Mixture:
     return made
 
 
-@torch.no_grad()
 def _round(model: Any, kind: str) -> None:
     """Gives the matrices of linear layers and experts the values that bitsandbytes has for them; in
     8 bits, for experts, the nearest multiples of 1/127 of the largest value of a row.

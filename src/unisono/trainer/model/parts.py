@@ -281,6 +281,15 @@ def count_parts(model: Any, *, head: str | None = None) -> dict[str, int]:
     return dict(counts)
 
 
+def experts_of_layer(weights: list[Weight]) -> int:
+    """Parameters of the largest module of experts that are tensors of many matrices."""
+    counts: Counter[str] = Counter()
+    for weight in weights:
+        if len(weight.shape) == 3:
+            counts[weight.name.rpartition(".")[0]] += prod(weight.shape)
+    return max(counts.values(), default=0)
+
+
 def weights_in_files(headers: Sequence[TensorHeader]) -> tuple[list[Weight], dict[str, int]]:
     """The weights that an adapter can change, and the parameters of each part, in the files of a
     decoder whose layers are `self_attn` and `mlp`, of linear layers.
