@@ -25,7 +25,7 @@ from unisono.trainer.config.schema import AdapterSection, ModelPart
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
 from unisono.trainer.model.multimodal import projector_modules, vision_layers
 from unisono.trainer.model.parts import adaptable_weights, refuse_unfit_settings, targeted_weights
-from unisono.trainer.model.quantization import QuantizedEmbedding
+from unisono.trainer.model.quantization import QuantizedEmbedding, parameters_of_experts
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import LoraLayer
@@ -78,8 +78,9 @@ def add_adapter(
     stored = find_adapters(section, reward=head is not None)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
-    model = _new_adapter(base, section, grown=grown, head=head, parts=parts)
-    _refuse_lost_tensors(model)
+    with parameters_of_experts(base):
+        model = _new_adapter(base, section, grown=grown, head=head, parts=parts)
+        _refuse_lost_tensors(model)
     layers = _lora_layers(model)
     if merged or section.init == "pissa":
         _refuse_experts(layers, where="adapter.merge" if merged else "adapter.init: pissa")

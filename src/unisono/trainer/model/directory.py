@@ -719,7 +719,10 @@ def is_embedding(name: str) -> bool:
 
 def is_matrix(header: TensorHeader) -> bool:
     """Whether an adapter may change a tensor: the matrix of a linear layer, or those of experts."""
-    return len(header.shape) in (2, 3) and min(header.shape) > 1 and not is_embedding(header.name)
+    is_large = len(header.shape) in (2, 3) and min(header.shape) > 1
+    return (
+        is_large and not is_embedding(header.name) and not header.name.endswith("bias")
+    )  # experts have many
 
 
 def in_out(shape: tuple[int, ...]) -> int:

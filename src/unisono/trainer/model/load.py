@@ -42,7 +42,6 @@ from unisono.trainer.model.quantization import (
     count_parameters,
     packed_weights,
     quantized_load,
-    refuse_adapted_experts,
     scales_of,
     set_products,
     without_heap,
@@ -152,7 +151,6 @@ def load_for_training(
     model, changes = base, BaseChanges()
     parts = tuple(config.train_parts) if keeps_parts else ("language",)
     if config.adapter is not None:
-        refuse_adapted_experts(base, config.adapter.targets)
         model, changes = add_adapter(
             base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts
         )

@@ -77,6 +77,10 @@ class ModelFacts(PlanPart):
     """Parameters that peft adds the adapter to before their product, e.g. of experts; the sums are
     kept for the backward pass.
     """
+    experts_of_layer: int = 0
+    """Parameters of the experts of a layer, if they are tensors of many matrices: quantized ones
+    are dequantized together.
+    """
     omitted: dict[str, str] = {}
     """Names of layers that words of `adapter.targets` omit, with the reason of peft."""
     reads_pictures: bool = False

@@ -59,7 +59,13 @@ from unisono.trainer.model.load import (
     odd_parameters,
     set_pad_token,
 )
-from unisono.trainer.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
+from unisono.trainer.model.quantization import (
+    count_parameters,
+    is_quantized,
+    make_dense,
+    parameters_of_experts,
+    quantized_load,
+)
 from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.target import Target, requested_target, verify_target
@@ -548,7 +554,7 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     _refuse_settings(directory / ADAPTER_SETTINGS, header, [name for name, _ in base.named_modules()])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), parameters_of_experts(base):
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
             return PeftModel.from_pretrained(
                 base, str(directory), is_trainable=True, torch_device=str(device)

@@ -23,6 +23,7 @@ from unisono.trainer.model.parts import (
     adaptable_weights,
     adapter_figures,
     count_parts,
+    experts_of_layer,
     weights_in_files,
 )
 from unisono.trainer.plan import DataSummary, ModelFacts
@@ -115,8 +116,9 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
         trust = config.model.trust_remote_code
         model = outline_base(Path(facts.directory), trust_remote_code=trust, reward=head is not None)
         weights, parts = adaptable_weights(model, head=head), count_parts(model, head=head)
+        figures = {"experts_of_layer": experts_of_layer(weights)}
         if random:
-            figures = _sizes(weights, parts)
+            figures |= _sizes(weights, parts)
     elif head is None:  # the module is there even if it shares the embedding's matrix
         shape = (facts.vocab_size, facts.hidden_size)
         weights.append(Weight("lm_head", "lm_head.weight", "head", shape, False, ""))
