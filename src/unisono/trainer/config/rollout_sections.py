@@ -138,7 +138,7 @@ class EnvironmentSection(Section):
         description=(
             "what follows if `reset` or `reward` raises, a call misses the deadline, or a process ends. error:"
             " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number: the"
-            " reward of that answer. What a tool raises is told to the model instead"
+            " reward of that answer. An exception of a tool is given to the model as text"
         ),
     )
 
