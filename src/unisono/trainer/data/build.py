@@ -48,7 +48,7 @@ def make_encoder(
     data, pretrain = config.data, config.objective == "pretrain"
     name, named = lf_name(data.template), named_template(data.template, system=data.system)
     if named is not None:
-        encoder: RowEncoder = named.encoder(config, tokenizer)
+        encoder: RowEncoder = named.encoder(config, tokenizer, pictures=pictures)
         return encoder
     unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
     return Encoder(

@@ -387,8 +387,8 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
         return "this model reads text only"
     if config.objective != "sft":
         return f"objective {config.objective} trains on text only"
-    if lf_name(config.data.template) is not None:
-        return f"data.template: {config.data.template} writes no places for pictures (the model's own does)"
+    if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
+        return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
     return ""
 
 
