@@ -1,11 +1,12 @@
 """Fine-tunes the built-in model and shows the results before and after: the program behind `make
-demo`, `make demo-dpo` and `make demo-grpo`.
+demo`, `make demo-dpo`, `make demo-grpo` and `make demo-vision`.
 
-    python examples/demo.py [sft | dpo | grpo] [--seed 0] [key=value ...]
+    python examples/demo.py [sft | dpo | grpo | vision] [--seed 0] [key=value ...]
 
 `sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers
 is preferred (`examples/demo-dpo.yaml`), `grpo` which of the model's own answers is right, by a
-reward (`examples/demo-grpo.yaml`). The run measures all figures; this program reads them from its
+reward (`examples/demo-grpo.yaml`), `vision` what is in a picture (`examples/demo-vision.yaml`). The
+run measures all figures; this program reads them from its
 directory.
 """
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Fine-tune the built-in model and show the results before and after."
     )
-    parser.add_argument("objective", choices=["sft", "dpo", "grpo"], nargs="?", default="sft")
+    parser.add_argument("objective", choices=["sft", "dpo", "grpo", "vision"], nargs="?", default="sft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
     args = parser.parse_args()
@@ -43,6 +44,7 @@ def main() -> int:
         "sft": ("demo", show_sft),
         "dpo": ("demo-dpo", show_dpo),
         "grpo": ("demo-grpo", show_grpo),
+        "vision": ("demo-vision", show_vision),
     }[args.objective]
     options = [f"seed={args.seed}", *args.overrides]
     if args.objective == "grpo":
@@ -51,6 +53,8 @@ def main() -> int:
         code = train("demo-grpo-start", ["--nproc", "2", f"seed={args.seed}"])
         if code:
             return code
+    if args.objective == "vision":
+        make_shapes(ROOT / "runs" / "demo-vision-data")
     code = train(name, options)
     if code:
         return code
@@ -58,7 +62,10 @@ def main() -> int:
     events = _read_lines(run / "events" / "rank-00000.jsonl")
     show(run, [event for event in events if event["kind"] == "sample"])
     print(f"\nResults: {run.relative_to(ROOT)}, with the curve of the loss in loss.svg")
-    print(f"Chat with it: unisono chat {run.relative_to(ROOT)}")
+    if args.objective == "vision":
+        show_correct(run)
+    else:
+        print(f"Chat with it: unisono chat {run.relative_to(ROOT)}")
     return 0
 
 
@@ -66,6 +73,13 @@ def train(name: str, options: list[str]) -> int:
     """Trains by a config of the examples; gives the exit code."""
     command = [sys.executable, "-m", "unisono", "train", f"examples/{name}.yaml", "--fresh", *options]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def make_shapes(folder: Path) -> None:
+    """Makes the model and the pictures, unless they are there."""
+    if not (folder / "model" / "config.json").is_file():
+        program = ROOT / "examples" / "vision" / "make_shapes.py"
+        subprocess.run([sys.executable, str(program), str(folder)], check=True)
 
 
 def write_start(path: Path) -> None:
@@ -91,6 +105,26 @@ def show_grpo(run: Path, samples: Lines) -> None:
     show_curve("reward", _metric(run, "reward"))
     print()
     show_share(run, "reward")
+
+
+def show_vision(run: Path, samples: Lines) -> None:
+    """Answers about held-out pictures before and after, and the curve of the loss."""
+    print("\nThree held-out pictures:\n")
+    for sample, after in itertools.islice(_before_and_after(samples), _SHOWN):
+        show_answers(sample, after, {"correct": sample["reference"]})
+    show_curve("loss", _metric(run, "loss"), math.log)
+
+
+def show_correct(run: Path) -> None:
+    """The share of held-out pictures that were named, before the first step and after the last, and
+    how to ask about one.
+    """
+    data = run.relative_to(ROOT).with_name("demo-vision-data")
+    picture = data / "pictures" / "heldout-0000.png"
+    print(f'Ask it: unisono generate {run.relative_to(ROOT)} "what is in the picture?" --image {picture}')
+    found = json.loads((run / "result.json").read_text("utf-8"))["eval"]
+    before, after = (100 * found[key] for key in ("exact_match_before", "exact_match"))
+    print(f"correct: {before:.1f} % before, {after:.1f} % after")
 
 
 def show_sft(run: Path, samples: Lines) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import RunConfig, TrainOnlySection
+from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
@@ -150,7 +150,7 @@ def load_for_training(
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
-    parts = tuple(config.train_parts) if keeps_parts else ("language",)
+    parts = tuple(config.train_parts) if keeps_parts else LANGUAGE
     if config.adapter is not None:
         refuse_adapted_experts(base, config.adapter.targets)
         model, changes = add_adapter(
