@@ -563,6 +563,7 @@ class RouterLossSection(Section):
 
 
 ModelPart = Literal["language", "projector", "vision"]
+LANGUAGE: tuple[ModelPart, ...] = ("language",)
 
 
 class OptimSection(Section):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import RunConfig, TrainOnlySection
+from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
@@ -149,7 +149,7 @@ def load_for_training(
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
-    parts = tuple(config.train_parts) if keeps_parts else ("language",)
+    parts = tuple(config.train_parts) if keeps_parts else LANGUAGE
     if config.adapter is not None:
         model, changes = add_adapter(
             base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts

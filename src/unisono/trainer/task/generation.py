@@ -308,6 +308,10 @@ def _prompts(request: GenerateRequest) -> list[Prompt]:
             where="PROMPT",
             fix="pass it on the command line, pipe it in, or use --file",
         )
+    for name in request.images:
+        fault = fault_of(expand(name), name)
+        if fault is not None:
+            raise DataError.of(fault.what, where="--image", why=fault.why, fix=fault.fix)
     pictures = tuple(PictureSource(str(expand(name).absolute()), None, name) for name in request.images)
     if not pictures:
         return [Prompt("", request.prompt)]

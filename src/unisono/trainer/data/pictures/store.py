@@ -18,6 +18,7 @@ import xxhash
 
 from unisono.base.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.base.files import read_json, whole_file, write_json
+from unisono.base.text import one_line
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
@@ -54,6 +55,12 @@ class Picture:
     features: int
     bytes: int
     changed_ns: int
+
+    @property
+    def words(self) -> str:
+        """Its name, size and tokens, for people."""
+        how = ", resized" if self.resized else ""
+        return f"{one_line(self.name, limit=80)}: {self.width} × {self.height}{how}, {self.tokens} tokens"
 
     def pixels(self) -> Any:
         """The picture of Pillow, upright, in RGB, within the bounds.
@@ -147,7 +154,9 @@ class PictureStore:
 
     def write(self, directory: Path) -> None:
         """Writes pictures.json of a table."""
-        write_json(directory / PICTURES, {"schema": 1, "pictures": [asdict(one) for one in self.pictures]})
+        pictures = [asdict(one) for one in self.pictures]
+        body = {"schema": 1, "image_ids": list(self.processor.image_ids), "pictures": pictures}
+        write_json(directory / PICTURES, body)
 
     def _keep(self, data: bytes, digest: str) -> str:
         """Copies bytes into the cache; gives the file.
@@ -212,6 +221,12 @@ def read_pictures(table: Path) -> list[Picture]:
             why=str(error),
             fix="remove its directory: it is made again",
         ) from error
+
+
+def read_image_ids(table: Path) -> list[int]:
+    """The tokens of which each stands for a feature of a picture, of a table with pictures."""
+    ids: list[int] = read_json(table / PICTURES)["image_ids"]
+    return ids
 
 
 def changed_picture(pictures: Sequence[Picture]) -> str | None:
