@@ -65,7 +65,7 @@ def make_rows(folder: Path, dice: random.Random) -> None:
     pictures.mkdir()
     seen: set[bytes] = set()
     for name, count in (("heldout", HELD_OUT), ("train", TRAINED)):
-        rows = []
+        rows: list[dict[str, object]] = []
         while len(rows) < count:
             color, shape = dice.choice(COLORS), dice.choice(SHAPES)
             picture = draw(color, shape, dice)
