@@ -110,7 +110,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    reader = _Reader(listed, columns)
+    reader = _RowReader(listed, columns)
     value = {name: part for name, part in row.items() if name not in columns.pictures}
     for name in columns.turns:
         if name in value:
@@ -169,7 +169,7 @@ def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
     return [*messages[:first], marked, *messages[first + 1 :]]
 
 
-class _Reader:
+class _RowReader:
     """Puts marks into the text of one row, and pictures in their order.
 
     Attributes:
