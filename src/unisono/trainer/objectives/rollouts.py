@@ -63,6 +63,7 @@ class RolloutSource(BatchSource):
         rank: SourceRank,
         rewards: RewardPool,
         sampler: AnswerSampler,
+        reference: Forward | None = None,
     ) -> None:
         """Nothing is sampled yet.
 
@@ -72,8 +73,11 @@ class RolloutSource(BatchSource):
             rank: this rank.
             rewards: a pool that was started; `close` closes it.
             sampler: of the answers; `close` closes it.
+            reference: a model of its own; None: there is none, or it is the one without its
+                adapter.
         """
         config = rank.plan.config
+        self._reference = reference
         self._prompts, self._rank, self._rewards, self._sampler = prompts, rank, rewards, sampler
         self._tokenizer = forward.loaded.tokenizer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
@@ -298,6 +302,10 @@ class RolloutSource(BatchSource):
             "sampled": torch.tensor([p for answer in answers for p in answer.log_probs], device=device),
         }
         rows = rows_of([(answer.prompt, answer.tokens) for answer in answers], device)
+        if self._reference is not None:
+            with torch.no_grad():
+                temperature = self._section.temperature
+                columns["reference"] = self._reference.log_probs(rows, temperature=temperature)
         return Micro(rows, len(units), [group.row for group, _ in units], columns)
 
     def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:

@@ -7,6 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from unisono.base.errors import EndedByVerdict, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.batches.seeds import stream_seed
@@ -59,7 +61,8 @@ def run(request: EvaluateRewardsRequest, report: Reporter) -> RewardsEvaluated:
     table = TokenTable.open(Path(data.cache_dir), source.split)
     groups = [_group(table, row) for row in range(min(request.limit or table.rows, table.rows))]
     sampler = _AnswerSampler(opened, config, table, request)
-    with RewardPool(config.rewards, digests, on_wait=partial(_wait, report)) as pool:
+    waiting, threads = partial(_wait, report), torch.get_num_threads()
+    with RewardPool(config.rewards, digests, on_wait=waiting, threads=threads) as pool:
         failures = _sample_and_score(sampler, pool, groups, report)
         scores = answer_scores(groups, pool.names, samples=request.samples, threshold=request.threshold)
     _report_failures(failures, report)
@@ -287,7 +290,8 @@ def _report_changes(opened: InferenceModel, digests: Mapping[str, str], report: 
     planned = opened.target.plan.code_digests if opened.target.plan is not None else {}
     for key, digest in digests.items():
         if planned.get(key, digest) != digest:
-            report.warning("reward", f"the file of {key} has changed since the training")
+            what = "reward model" if key.endswith(".path") else "file"
+            report.warning("reward", f"the {what} of {key} has changed since the training")
 
 
 def _report_failures(failures: Sequence[RewardFailure], report: Reporter) -> None:

@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from unisono.guard.supervise.base_environment import early_environment
 from unisono.trainer.objectives.rewards.calls import CallRequest, Reply
 from unisono.trainer.objectives.rewards.child import MOST_BYTES
 
-_MODULE = "unisono.trainer.objectives.rewards.child"
+OF_FUNCTIONS = "unisono.trainer.objectives.rewards.child"
+OF_MODEL = "unisono.trainer.task.reward_model"
+"""Programs of processes; that of a model imports torch."""
 _CHUNK = 1 << 16
 _STACK_S = 0.3  # in which a process writes its stack
 _KILLED_S = 5.0  # in which a killed process has ended, if the kernel can end it
@@ -26,22 +29,26 @@ class RewardProcess:
     What its code prints goes to this process's stderr, and its stdin is empty.
     """
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(
+        self, setup: bytes, *, program: str = OF_FUNCTIONS, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it.
 
         Args:
             setup: the first line for it.
+            program: the module that it runs.
+            environment: changes of its environment.
         """
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", program, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=_environment(),
+                env=_environment() | dict(environment or {}),
             )
         self._unsent = bytearray(setup)
         self._received = bytearray()
