@@ -1,6 +1,7 @@
 # make demo   fine-tune the built-in model and show the results before and after (about 70 s after installation)
 # make demo-dpo   train the built-in model on preferences (DPO), likewise (under a minute)
 # make demo-grpo  let the built-in model learn from a reward (GRPO), likewise
+# make demo-vision  let it learn what drawn pictures show, with a new vision tower, likewise
 # make test   all checks that a change must pass; WORKERS=1 runs one test at a time
 # make system installs, as root, the programs that some tests need (apt-get: iptables, iproute2, openssh-server, Slurm …; npm: llama.cpp); without them these are skipped
 # make test-fast  the tests that start no process, in two to three minutes
@@ -23,7 +24,7 @@ TEST_OPTIONS ?=
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-dpo demo-grpo demo-images system test check lint types tests test-fast test-board test-long test-gpu format wheel docs docs-serve clean
+.PHONY: demo demo-dpo demo-grpo demo-vision demo-images system test check lint types tests test-fast test-board test-long test-gpu format wheel docs docs-serve clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "unisono needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -43,6 +44,9 @@ demo-dpo: $(STAMP)
 
 demo-grpo: $(STAMP)
 	$(PY) examples/demo.py grpo
+
+demo-vision: $(STAMP)
+	$(PY) examples/demo.py vision
 
 demo-images: $(STAMP)
 	$(PY) examples/images/make_shapes.py demo-images

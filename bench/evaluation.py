@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from workload import make  # type: ignore[import-not-found]  # beside this script
 
 from unisono.base.events import Reporter
+from unisono.trainer.batches.table import TableRows
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.generate import generate
@@ -128,7 +129,7 @@ def measure_loss(opened: InferenceModel, model: Path, rows: Path, work: Path, ro
 
 def losses(opened: InferenceModel, table: TokenTable, sequences: list[int]) -> dict[str, Any]:
     """What `unisono eval` measures before it generates."""
-    return evaluate.losses(opened, table, sequences, Reporter(None))
+    return evaluate.losses(opened, TableRows(table, opened.device), sequences, Reporter(None))
 
 
 def trl_trainer(model: Path, rows: Path, work: Path, dtype: str) -> Any:

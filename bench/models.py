@@ -1,11 +1,11 @@
 """Tries every architecture that transformers can load as a causal language model, with tiny random
 weights, and keeps what came of it: docs/reference/models.md is made from the results.
 
-python bench/models.py [--types llama,gpt2] [--again] [--workers 2]
+python bench/models.py [--types llama,gpt2] [--cells merge,quantized] [--again] [--workers 2]
 
 Each worker tries one after the other; if it dies, another continues with the next. Results are kept
 after each architecture; one that has been tried with the same versions is left out unless --again,
-so that an interrupted run continues.
+so that an interrupted run continues. --cells tries these again, and leaves the others as they are.
 """
 
 import argparse
@@ -33,6 +33,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--types", help="model types, with commas between; all without")
+    parser.add_argument("--cells", default="", help="names of cells, with commas between; all without")
     parser.add_argument("--again", action="store_true", help="try those with a result, too")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -48,8 +49,8 @@ def main() -> int:
     chosen = arguments.types.split(",") if arguments.types else model_types()
     left: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in chosen:
-        if arguments.again or name not in results["types"]:
-            left.put(name)
+        if arguments.again or arguments.cells or name not in results["types"]:
+            left.put(f"{name} {arguments.cells}")
     server = SessionServer()  # forks ranks without their imports
     server.start()
     try:
@@ -64,12 +65,15 @@ def _serve(left: "queue.SimpleQueue[str]", results: dict[str, Any]) -> None:
     """Has workers try what is left, one after the other."""
     worker: Worker | None = None
     while not left.empty():
-        name = left.get()
+        line = left.get()
+        name, only = line.split(" ")
         worker = worker or Worker()
-        tried = worker.attempt(name)
+        tried = worker.attempt(line)
         if worker.process.poll() is not None:
             worker = None
         with _WRITING:
+            if only:
+                tried["cells"] = results["types"][name]["cells"] | tried["cells"]
             results["types"] = dict(sorted({**results["types"], name: tried}.items()))
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             print(f"{left.qsize()} left; {name}: {_summary(tried)}", flush=True)
@@ -87,11 +91,11 @@ class Worker:
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
-    def attempt(self, name: str) -> dict[str, Any]:
-        """The outcome of one type."""
+    def attempt(self, line: str) -> dict[str, Any]:
+        """The outcome of one type, or of the cells that follow its name."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{name}\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         limit = threading.Timer(_LIMIT_S, self.process.kill)
         limit.start()
@@ -113,7 +117,7 @@ class Worker:
 
 def _work() -> None:
     for line in sys.stdin:
-        print(_MARK + json.dumps(_attempt(line.strip())), flush=True)
+        print(_MARK + json.dumps(_attempt(*line.removesuffix("\n").split(" "))), flush=True)
 
 
 def _kept() -> dict[str, Any]:
@@ -128,14 +132,17 @@ def _kept() -> dict[str, Any]:
     return kept if kept["versions"] == versions else empty
 
 
-def _attempt(name: str) -> dict[str, Any]:
+def _attempt(name: str, only: str) -> dict[str, Any]:
     from tests.trainer.architectures.cells import Architecture, cells, to_json
 
     with tempfile.TemporaryDirectory() as folder:
         architecture = Architecture(name, Path(folder))
         return {
             "class": architecture.class_name,
-            "cells": {cell: to_json(outcome) for cell, outcome in cells(architecture)},
+            "cells": {
+                cell: to_json(outcome)
+                for cell, outcome in cells(architecture, [n for n in only.split(",") if n])
+            },
         }
 
 

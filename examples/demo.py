@@ -1,11 +1,11 @@
 """Fine-tunes the built-in model and shows the results before and after: the program behind `make
-demo`, `make demo-dpo` and `make demo-grpo`.
+demo`, `make demo-dpo`, `make demo-grpo` and `make demo-vision`.
 
-    python examples/demo.py [sft | dpo | grpo] [--seed 0] [key=value ...]
+    python examples/demo.py [sft | dpo | grpo | vision] [--seed 0] [key=value ...]
 
 `sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers
 is preferred (`examples/demo-dpo.yaml`), `grpo` which of the model's own answers is right, by a
-reward (`examples/demo-grpo.yaml`). The run measures all figures; this program reads them from its
+reward (`examples/demo-grpo.yaml`), `vision` what pictures show (`examples/demo-vision.yaml`). The run measures all figures; this program reads them from its
 directory.
 """
 
@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Fine-tune the built-in model and show the results before and after."
     )
-    parser.add_argument("objective", choices=["sft", "dpo", "grpo"], nargs="?", default="sft")
+    parser.add_argument("objective", choices=["sft", "dpo", "grpo", "vision"], nargs="?", default="sft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config")
     args = parser.parse_args()
@@ -43,6 +43,7 @@ def main() -> int:
         "sft": ("demo", show_sft),
         "dpo": ("demo-dpo", show_dpo),
         "grpo": ("demo-grpo", show_grpo),
+        "vision": ("demo-vision", show_vision),
     }[args.objective]
     options = [f"seed={args.seed}", *args.overrides]
     if args.objective == "grpo":
@@ -51,12 +52,21 @@ def main() -> int:
         code = train("demo-grpo-start", ["--nproc", "2", f"seed={args.seed}"])
         if code:
             return code
+    if args.objective == "vision":
+        subprocess.run(
+            [sys.executable, "examples/vision/make_shapes.py", f"runs/{name}-start"], cwd=ROOT, check=True
+        )
     code = train(name, options)
     if code:
         return code
     run = ROOT / "runs" / name
     events = _read_lines(run / "events" / "rank-00000.jsonl")
-    show(run, [event for event in events if event["kind"] == "sample"])
+    samples = [event for event in events if event["kind"] == "sample"]
+    if args.objective == "vision":
+        print(f"\nResults: {run.relative_to(ROOT)}, with the curve of the loss in loss.svg")
+        show(run, samples)
+        return 0
+    show(run, samples)
     print(f"\nResults: {run.relative_to(ROOT)}, with the curve of the loss in loss.svg")
     print(f"Chat with it: unisono chat {run.relative_to(ROOT)}")
     return 0
@@ -91,6 +101,28 @@ def show_grpo(run: Path, samples: Lines) -> None:
     show_curve("reward", _metric(run, "reward"))
     print()
     show_share(run, "reward")
+
+
+def show_vision(run: Path, samples: Lines) -> None:
+    """Answers about held-out pictures before and after, the curve of the loss, and the share of
+    right answers.
+    """
+    rows = _read_lines(run.with_name(f"{run.name}-start") / "heldout.jsonl")
+    last = max(sample["step"] for sample in samples)
+    before, after = ([one for one in samples if one["step"] == step] for step in (0, last))
+    print("\nThree held-out pictures:\n")
+    for row, first, final in zip(rows, before, after, strict=False):
+        print(f"{run.relative_to(ROOT)}-start/{row['images'][0]}  {first['prompt'].strip()}")
+        for name, text in (
+            ("before", first["text"]),
+            ("after", final["text"]),
+            ("correct", first["reference"]),
+        ):
+            print(f"  {name:8} {shorten(text, 60, placeholder='…')}")
+    show_curve("\nloss", _metric(run, "loss"), math.log)
+    figures = json.loads((run / "result.json").read_text("utf-8"))["eval"]
+    shares = [f"{100 * figures[key]:.1f} %" for key in ("exact_match_before", "exact_match")]
+    print(f"\ncorrect: {shares[0]} before, {shares[1]} after")
 
 
 def show_sft(run: Path, samples: Lines) -> None:

@@ -27,13 +27,21 @@ def loaded_again(run: Any) -> LoadedModel:
     )
 
 
-def losses_by_hand(run: Any, model: Any, *, targets: str | list[str]) -> list[float]:
+def losses_by_hand(
+    run: Any, model: Any, *, targets: str | list[str], parameters: list[str] | None = None
+) -> list[float]:
     """The losses of peft on a model: its own layers, each row alone, torch's cross entropy and
     AdamW.
+
+    Args:
+        run: with the rows and the adapter's settings.
+        model: of transformers.
+        targets: names of linear layers.
+        parameters: names of experts.
     """
     adapter = run.plan.config.adapter
     wanted = peft.LoraConfig(
-        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets, task_type="CAUSAL_LM",
+        r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets, target_parameters=parameters, task_type="CAUSAL_LM",
         use_dora=adapter.kind == "dora", use_rslora=adapter.kind == "rslora",
     )  # fmt: skip
     model = peft.get_peft_model(model, wanted).train()

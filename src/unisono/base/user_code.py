@@ -22,7 +22,7 @@ class OwnCode:
 
     Attributes:
         key: of the config; that of a reward is `rewards.` and its index.
-        what: objective, optimizer or reward.
+        what: objective, optimizer, reward or environment.
         path: of the file.
         name: of the class or function.
     """
@@ -33,10 +33,13 @@ class OwnCode:
     name: str
 
 
-def own_code(*, objective: str, optimizer: str, rewards: Sequence[str] = ()) -> list[OwnCode]:
+def own_code(
+    *, objective: str, optimizer: str, rewards: Sequence[str] = (), environment: str = ""
+) -> list[OwnCode]:
     """The user's own classes and functions among values of a config."""
     values = [("objective", "objective", objective), ("optim.kind", "optimizer", optimizer)]
     values += [(f"rewards.{number}", "reward", reward) for number, reward in enumerate(rewards)]
+    values.append(("rollout.environment.use", "environment", environment))
     return [
         OwnCode(key, what, *class_parts) for key, what, value in values if (class_parts := own_class(value))
     ]

@@ -84,8 +84,10 @@ REWARD_KEYS: dict[str, tuple[str, str]] = {
     "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""), "rewards[].path": ("{0}", ""),
 }  # fmt: skip
 """Keys of a reward with the form of a path, and its suffix."""
-FOLDER_KEYS = {"diffusion.prior"}
-"""Keys of folders of pictures, which need a pipeline before they are read."""
+FOLDER_KEYS = {"diffusion.prior", "data.media_dir", *(f"{source}media_dir" for source in SOURCES)}
+"""Keys of folders of pictures: the first needs a pipeline before it is read, and the others may be
+any directory.
+"""
 FORMS = ("{0}", ["{0}"], "{0}.py:A", "file://{0}", [{"path": "{0}"}])
 
 

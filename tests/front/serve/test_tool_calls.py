@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests import front_server
 from tests.front.serve.conftest import LIMIT_S, Serve
-from unisono.front.serve.protocol import ToolCallReader
+from unisono.trainer.plan.tool_calls import ToolCallReader
 
 NAMES = {"find_day", "add"}
 ONE = ("find_day", {"of": "Ann"})

@@ -8,7 +8,7 @@ import json
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -107,11 +107,12 @@ class Architecture:
         return self.run(adapter=None, data=_COMMON["data"] | {"packing": False})
 
 
-def cells(architecture: Architecture) -> Iterator[tuple[str, Cell]]:
-    """Each cell's name and outcome."""
+def cells(architecture: Architecture, names: Collection[str] = ()) -> Iterator[tuple[str, Cell]]:
+    """Name and outcome of each cell, or of those named."""
     for name, attempt in _ATTEMPTS.items():
-        yield name, _tried(attempt, architecture)
-        gc.collect()
+        if not names or name in names:
+            yield name, _tried(attempt, architecture)
+            gc.collect()
 
 
 def _tried(attempt: Callable[[Architecture], dict[str, float]], architecture: Architecture) -> Cell:

@@ -29,7 +29,7 @@ def make(**keys: Any) -> RunConfig:
 def test_the_keys_that_name_files_are_declared_in_the_schema() -> None:
     marks = path_keys(RunConfig)
     optional = {"adapter.from", "adapter.merge", "preference.reference", "diffusion.prior"}
-    inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template"}
+    inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template", "data.media_dir"}
     assert set(marks) == optional | inputs | {"output_dir", "rewards.schema", "rewards.path"}
     assert {key for key, mark in marks.items() if mark.shows_absence} == optional
     assert {key for key, mark in marks.items() if mark.is_output} == {"output_dir"}

@@ -384,7 +384,7 @@ def test_text_beside_an_old_call_is_kept(own: Sources) -> None:
 def test_a_row_with_a_picture_is_bad(both: Sources, row: dict[str, Any]) -> None:
     (problem,) = both.refused([row])
     column = next(name for name in MEDIA if name in row)
-    assert re.search(f"it has .* in the column {column}, and only text can be trained on yet", problem.why)
+    assert re.search(f"it has .* in the column {column}, and this model reads text only", problem.why)
     text = {name: value for name, value in row.items() if name != column}
     assert both.prepare([row, text], data={"on_bad_row": "skip"}).ledger["bad"] == 1
     assert both.prepare([row], columns={column: None}).ledger["used"] == 1

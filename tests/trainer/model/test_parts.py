@@ -268,3 +268,25 @@ def test_memory_has_the_sums_of_experts_and_their_adapters(tmp_path: Path) -> No
     assert kept[0].activations - kept[1].activations == experts.parts["experts"] * 2 * 3 // 2
     added = 16 * 2 * experts.adapted_in_out["experts"]
     assert kept[0].trainable - kept[1].trainable == added
+
+
+def test_memory_has_the_experts_of_one_layer_if_they_are_quantized(tmp_path: Path) -> None:
+    _made("qwen3_moe", tmp_path)
+    layer = _facts(tmp_path, targets="attention").parts["experts"] // 2 * 2  # of two; bytes in bfloat16
+    estimates = {
+        (word, again): estimate_memory(
+            _facts(tmp_path, targets=word).model_copy(update={"quantized": "nf4"}),
+            dtype="bfloat16",
+            adapter_rank=2,
+            micro_tokens=8,
+            longest_row=8,
+            gradient_checkpointing=again,
+        )
+        for word in ("experts", "attention")
+        for again in (True, False)
+    }
+    experts, attention = (estimates[word, False] for word in ("experts", "attention"))
+    assert attention.dequantized - experts.dequantized == layer
+    assert experts.activations - attention.activations == 2 * layer, "the sums, and their gradient"
+    again = estimates["experts", True].activations - estimates["attention", True].activations
+    assert again == 2 * layer

@@ -40,12 +40,13 @@ _NF4 = {"quantize": "nf4", "dtype": "float32"}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "experts_in_full": ("gpt_oss", {"adapter": None, **_RECOMPUTED}),
-    "mxfp4": ("mxfp4", {"adapter": _SOME}),
+    "mxfp4": ("mxfp4", {}),
+    "experts_nf4": ("qwen3_moe", {"model": _NF4}),
     "multimodal": ("gemma3", {"adapter": {"kind": "dora", "modules_to_save": ["norm"]}}),
     "multimodal_in_full": ("qwen3_5", {"adapter": None}),
     "multimodal_nf4": ("gemma3", {"model": _NF4}),
     "experts_recomputed": ("gpt_oss", _RECOMPUTED),
-    "fp8": ("fp8", {"adapter": _SOME, **_RECOMPUTED}),
+    "fp8": ("fp8", _RECOMPUTED),
     "int4": ("int4", {"adapter": _SOME}),
 }
 _LONG = ("experts_recomputed", "fp8", "int4")

@@ -386,21 +386,28 @@ def test_files_of_other_methods_are_refused_by_name(tmp_path: Path) -> None:
     assert "use the model's original files" in problem.fix
 
 
-def test_a_model_without_linear_layers_in_its_blocks_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_quantized_files_with_dense_experts_are_refused(tmp_path: Path, model_dir: Path) -> None:
+    """As transformers writes them: it quantizes linear layers only."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, head_dim=16,
     )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(plain)
+    transformers.AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=_four_bits("nf4", torch.float32), device_map={"": "cpu"}
+    ).save_pretrained(stored)
     given = RunConfig.model_validate(
-        {"model": {"path": str(tmp_path), "quantize": "nf4"}, "data": {"train": "x"}, "output_dir": "y"}
+        {"model": {"path": str(stored)}, "data": {"train": "x"}, "output_dir": "y"}
     )
     with pytest.raises(ModelError, match="the weights of this model cannot be quantized as nf4") as error:
         load_for_training(
-            given, directory=tmp_path, tokenizer_directory=model_dir, dtype="float32", device=torch.device("cpu")
+            given, directory=stored, tokenizer_directory=model_dir, dtype="float32", device=torch.device("cpu")
         )  # fmt: skip
-    assert "experts" in error.value.problems[0].why
+    (problem,) = error.value.problems
+    assert "experts" in problem.why
+    assert "use the model's original files" in problem.fix
 
 
 def test_bitsandbytes_without_the_device_is_refused(

@@ -96,6 +96,18 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--image",
+            metavar="FILE",
+            help=(
+                "A picture for a vision-language model, where the prompt has <image>, else before it; may be"
+                " repeated."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -188,6 +200,8 @@ def generate(
         raise UsageError.of(
             "a prompt and a file of prompts are given", where="--file", fix="pass only one of them"
         )
+    if image and file is not None:
+        raise UsageError.of("pictures belong to one prompt", where="--image", fix="omit --file, or --image")
     if stop and not all(stop):
         raise UsageError.of(
             "a stop text is empty", where="--stop", fix="write the text before which an answer ends"
@@ -207,6 +221,7 @@ def generate(
         max_tokens=limit,
         sampling=sampling,
         stop=tuple(stop or ()),
+        images=tuple(image or ()),
     )
     result = _run(request, streams=file is None and out is None and not output().json)
     _hand_over(result["answers"], out=out, single=file is None)

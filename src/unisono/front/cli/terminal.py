@@ -279,7 +279,8 @@ def _model(plan: RunPlan) -> str:
     if model.other_parameters:
         others = show_count(model.other_parameters)
         parts.append(
-            f"{others} more of vision or audio, frozen, kept in results, in memory only if text needs them"
+            f"{others} more of vision or audio"
+            + ("" if model.reads_pictures else ", frozen, kept in results, in memory only if text needs them")
         )
     return " · ".join(parts)
 
@@ -304,6 +305,9 @@ def _trained(plan: RunPlan, facts: Mapping[str, Any]) -> str:
         how += " · " + ("weight and adapter in one product" if facts["quick"] else "products of peft, slower")
     if facts.get("kernels") is False:
         how += f" · without compiled functions, slower: {facts.get('no_kernels')}"
+    for part, (trains, of_part) in facts.get("parts", {}).items():
+        what = f"{show_count(trains)} of {show_count(of_part)}" if trains else f"{show_count(of_part)} frozen"
+        how += f" · {part}: {what}"
     return how + _rows(facts) if family_of(plan.model).decodes_tokens else how
 
 

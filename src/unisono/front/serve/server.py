@@ -30,13 +30,13 @@ from unisono.front.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     Objects,
-    ToolCallReader,
     Usage,
     read_request,
     unknown_model,
 )
 from unisono.guard.facts.network import bind_listener
 from unisono.trainer.plan.talk_messages import Answered
+from unisono.trainer.plan.tool_calls import ToolCallReader
 
 LOCAL = ("127.0.0.1", "localhost")
 _BODY_BYTES = 16 << 20

@@ -431,8 +431,15 @@ def _own_code(config: Any) -> dict[str, str]:
     rewards = (
         [str(one.get("use")) for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
     )
-    both = own_code(objective=str(values.get("objective")), optimizer=str(optimizer), rewards=rewards)
-    return {str(code.path): f"the {code.what}" for code in both}
+    rollout = values.get("rollout")
+    environment = rollout.get("environment") if isinstance(rollout, dict) else None
+    codes = own_code(
+        objective=str(values.get("objective")),
+        optimizer=str(optimizer),
+        rewards=rewards,
+        environment=str(environment.get("use")) if isinstance(environment, dict) else "",
+    )
+    return {str(code.path): f"the {code.what}" for code in codes}
 
 
 def _logs(

@@ -165,9 +165,10 @@ def _code_findings(
             what = "file" if own_class(name) else "package"
             text = f"the {what} of {key} {name} has changed: {decides} may be different from here on"
             findings.append(ChangeFinding(key, text, old, new, "refused"))
-    # What a failed reward asks for is a repaired file and the same command.
+    # What a failed reward or environment asks for is a repaired file and the same command.
     digests = [_at(plan, "code_digests") or {} for plan in (before, after)]
-    for key in sorted({key for of_plan in digests for key in of_plan if key.startswith("rewards.")}):
+    repaired = ("rewards.", "rollout.environment.")
+    for key in sorted({key for of_plan in digests for key in of_plan if key.startswith(repaired)}):
         old, new = (of_plan.get(key, "") for of_plan in digests)
         if old and new and old != new:
             what = "reward model" if key.endswith(".path") else "file"

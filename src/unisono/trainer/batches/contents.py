@@ -1,13 +1,14 @@
 """What rows have beside their tokens, e.g. pictures, as part of a micro batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.trainer.batches.seeds import stream_seed
 from unisono.trainer.batches.source import Micro
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families.family import ContentsLoader
+from unisono.trainer.model.forward import PictureInputs
 
 _STREAMS = {"train": "pictures", "eval": "evaluation pictures"}
 """Of random numbers; with other names the runs of earlier versions would draw other noise."""
@@ -47,8 +48,9 @@ class TableContents:
     seed: int
     global_batch: int
 
-    def add(self, micro: Micro, units: Sequence[int], places: Sequence[int]) -> ContentsMicro:
-        """The micro batch with its contents.
+    def add(self, micro: Micro, units: Sequence[int], places: Sequence[int]) -> Micro:
+        """The micro batch with its contents: a ContentsMicro; or, with pictures in its rows, one
+        whose rows have them.
 
         Args:
             micro: of these units.
@@ -63,6 +65,8 @@ class TableContents:
             if self.table.split == "train"
             else self.loader.load_evaluation(numbers, seeds)
         )
+        if contents is None or isinstance(contents, PictureInputs):
+            return replace(micro, rows=replace(micro.rows, pictures=contents))
         positions = int(self.table.row_lengths()[list(units)].sum())
         return ContentsMicro(**vars(micro), contents=contents, positions=positions)
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from unisono.trainer.batches.source import BatchSource, Counts, Micro, MicroBatc
 from unisono.trainer.data.token_table import Split, TokenTable, collate_units
 from unisono.trainer.families.family import ContentsLoader
 from unisono.trainer.model.attention import to_device
-from unisono.trainer.model.forward import Rows
+from unisono.trainer.model.forward import PictureInputs, Rows
 from unisono.trainer.plan import RunPlan, SequenceStream, deal
 
 
@@ -91,6 +91,19 @@ class TableRows:
     def units_of(self, sequences: Sequence[int]) -> list[int]:
         """The units of some sequences, each a row of the table."""
         return [int(unit) for sequence in sequences for unit in self.table.rows_of(sequence)]
+
+    def question(self, row: int) -> "PromptAnswer | None":
+        """The question of a row, with its pictures; None if nothing precedes its answer, or a
+        picture follows it.
+        """
+        question = question_of(self.table, row)
+        if question is None or self.contents is None:
+            return question
+        pictures = self.contents.loader.load_evaluation([int(self.table.columns["stored"][row])], [0])
+        if not isinstance(pictures, PictureInputs):
+            return question
+        behind = self.table.row(row)[0][len(question.prompt) :]
+        return None if np.isin(behind, pictures.image_ids).any() else replace(question, pictures=pictures)
 
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""
@@ -272,17 +285,22 @@ class EvaluationRows:
         desirable = table.columns.get("label")
         for row in range(table.rows):
             if desirable is None or desirable[row]:
-                question = question_of(table, row)
+                question = self.rows.question(row)
                 if question is not None:
                     yield question
 
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """The last answer of a row, and the prompt before it, as tokens."""
+    """The last answer of a row, and the prompt before it, as tokens.
+
+    Attributes:
+        pictures: of the prompt; None: it has none.
+    """
 
     prompt: list[int]
     answer: list[int]
+    pictures: PictureInputs | None = None
 
 
 def question_of(table: TokenTable, row: int) -> PromptAnswer | None:

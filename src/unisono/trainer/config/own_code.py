@@ -9,6 +9,7 @@ import hashlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,28 @@ _REWARDS = "rewards"
 
 def own_code_of(config: RunConfig) -> list[OwnCode]:
     """The user's own classes and functions that a config names."""
-    rewards = [reward.use for reward in config.rewards]
-    return own_code(objective=config.objective, optimizer=config.optim.kind, rewards=rewards)
+    environment = config.rollout.environment
+    return own_code(
+        objective=config.objective,
+        optimizer=config.optim.kind,
+        rewards=[reward.use for reward in config.rewards],
+        environment="" if environment is None else environment.use,
+    )
 
 
 def with_code_path(config: RunConfig, code: OwnCode, path: str) -> RunConfig:
     """A config with a different path of a file."""
-    section, _, last = code.key.rpartition(".")
-    if section == _REWARDS:
+    *sections, last = code.key.split(".")
+    value: object = f"{path}:{code.name}"
+    if sections == [_REWARDS]:
         rewards = list(config.rewards)
-        rewards[int(last)] = rewards[int(last)].model_copy(update={"use": f"{path}:{code.name}"})
+        rewards[int(last)] = rewards[int(last)].model_copy(update={"use": value})
         return config.model_copy(update={"rewards": rewards})
-    update = {last: f"{path}:{code.name}"}
-    if not section:
-        return config.model_copy(update=update)
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})
+    owners = list(accumulate(sections, getattr, initial=config))
+    for owner, key in zip(reversed(owners), reversed([*sections, last]), strict=True):
+        value = owner.model_copy(update={key: value})
+    assert isinstance(value, RunConfig)
+    return value
 
 
 def put_path(body: dict[str, Any], code: OwnCode, path: str) -> None:

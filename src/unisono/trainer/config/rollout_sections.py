@@ -136,6 +136,29 @@ class RewardSection(Section):
         return {key: value for key, value in dump(self).items() if key.rstrip("_") in used}
 
 
+class EnvironmentSection(Section):
+    """What the model acts in during an answer: a class whose methods are tools."""
+
+    use: str = Field(min_length=1, description="FILE.py:CLASS of your own, with `--trust-code`")
+    weight: Number = Field(
+        default=1.0, description="factor of what its method `reward` gives, in the sum of rewards"
+    )
+    deadline: SecondsText = Field(default="60 seconds", description="time of one call of a method")
+    on_error: Literal["error", "skip"] | Number = Field(
+        default="error",
+        description=(
+            "what follows if `reset` or `reward` raises, a call misses the deadline, or a process ends. error:"
+            " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number: the"
+            " reward of that answer. An exception of a tool is given to the model as text"
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+
 class RolloutSection(Section):
     """How answers are sampled."""
 
@@ -143,7 +166,12 @@ class RolloutSection(Section):
         default=8, ge=1, le=4096, description="answers to each prompt; they are compared with each other"
     )
     max_new_tokens: int = Field(
-        default=256, ge=1, description="most tokens of an answer; prompts may have data.max_length less these"
+        default=256,
+        ge=1,
+        description=(
+            "most tokens of an answer, in all its turns and with what tools give; prompts may have"
+            " data.max_length less these"
+        ),
     )
     temperature: Positive = Field(
         default=1.0, description="of sampling; log-probabilities in the loss are those at this temperature"
@@ -160,6 +188,15 @@ class RolloutSection(Section):
         ge=0,
         le=100,
         description="draw another prompt, up to so many times, where all answers get the same reward; 0: never",
+    )
+    environment: EnvironmentSection | None = Field(
+        default=None, description="null: answers have one turn, without tools"
+    )
+    turns: int = Field(
+        default=8,
+        ge=1,
+        le=1000,
+        description="environment: most turns of the model in an answer",
     )
     engine: Literal["own", "vllm"] = Field(
         default="own",
@@ -181,10 +218,11 @@ class RolloutSection(Section):
 
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without the keys of a server if there is none, so that a written config can be read
-        again.
+        """Without the keys of a server or an environment if there is none, so that a written config
+        can be read again.
         """
-        unused = () if self.engine == "vllm" else ("url", "patience")
+        unused = [] if self.engine == "vllm" else ["url", "patience"]
+        unused += [] if self.environment else ["environment", "turns"]
         return {key: value for key, value in dump(self).items() if key not in unused}
 
 
@@ -271,7 +309,7 @@ def grpo_contradictions(
     size, group = answers, rollout.group
     rules = [
         (
-            not rewards,
+            not rewards and rollout.environment is None,
             "rewards: without a reward there is nothing to learn from; name at least one, e.g. exact",
         ),
         (group < 2, "rollout.group: an answer is compared with others of its group; set it to 2 or more"),
@@ -303,10 +341,23 @@ def grpo_contradictions(
             "grpo.dual_clip: cispo limits ratios by `clip` alone; remove it",
         ),
     ]
-    problems = [text for is_wrong, text in rules if is_wrong]
+    problems = [text for is_wrong, text in rules if is_wrong] + _environment_contradictions(rollout)
     for number, reward in enumerate(rewards):
         problems += reward_contradictions(reward, f"rewards.{number}")
     return problems
+
+
+def _environment_contradictions(rollout: RolloutSection) -> list[str]:
+    environment = rollout.environment
+    if environment is None:
+        is_unused = "turns" in rollout.model_fields_set
+        return [
+            "rollout.turns: only an environment has turns; set `rollout.environment`, or remove it"
+        ] * is_unused
+    if own_class(environment.use) is None:
+        use = one_line(environment.use, limit=60)
+        return [f"rollout.environment.use: {use} is not a class in a file; write FILE.py:CLASS"]
+    return []
 
 
 def server_contradictions(

@@ -51,6 +51,7 @@ from unisono.trainer.config.sections import (
     Pattern,
     Patterns,
     PicturesSection,
+    PixelsSection,
     Positive,
     PreferenceSection,
     Resolution,
@@ -331,6 +332,9 @@ class SourceSection(Section):
             "keys and roles of the turns of `sharegpt`, `openai` and `preference` rows; null: the usual words"
         ),
     )
+    media_dir: Annotated[str | None, NamesFile()] = Field(
+        default=None, description="like data.media_dir, for this source; null: that"
+    )
     pictures: PicturesSection | None = Field(
         default=None,
         description=(
@@ -340,8 +344,9 @@ class SourceSection(Section):
 
     @model_serializer(mode="wrap")
     def _without_pictures(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Without `pictures` where it is not set: rows have none."""
-        return {key: value for key, value in dump(self).items() if key != "pictures" or value is not None}
+        """Without the keys of pictures where they are not set: most rows have none."""
+        unset = [key for key in ("pictures", "media_dir") if getattr(self, key) is None]
+        return {key: value for key, value in dump(self).items() if key not in unset}
 
 
 class MixSection(Section):
@@ -439,6 +444,17 @@ class DataSection(Section):
         description=(
             "with `objective: diffusion`: the side of a square of pixels, or [width, height]; null: that of"
             " the model"
+        ),
+    )
+    pixels: PixelsSection = Field(
+        default=PixelsSection(),
+        description="bounds of the pictures in rows; the model's processor may resize them further",
+    )
+    media_dir: Annotated[str | None, NamesFile()] = Field(
+        default=None,
+        description=(
+            "the directory where relative paths of pictures in rows begin; null: that of the file with the"
+            " rows, else the working directory"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
@@ -553,8 +569,17 @@ class RouterLossSection(Section):
     )
 
 
+ModelPart = Literal["language", "projector", "vision"]
+LANGUAGE: tuple[ModelPart, ...] = ("language",)
+
+
 class OptimSection(Section):
     """The optimizer and its learning rate."""
+
+    part_lr: dict[ModelPart, Positive] = Field(
+        default={},
+        description="learning rates of parts of a vision-language model, e.g. `vision`; others have `lr`",
+    )
 
     kind: OptimizerName = Field(
         default="adamw",
@@ -809,6 +834,14 @@ class RunConfig(Section):
     train_only: TrainOnlySection | None = Field(
         default=None, description="with `adapter: null`: the parts that are trained; null: all"
     )
+    train_parts: Annotated[list[ModelPart], Field(min_length=1)] = Field(
+        default=["language"],
+        description=(
+            "the parts of a vision-language model that are trained, with rows that have pictures. With an"
+            " adapter, language and vision get it on their linear layers, and the projector between them is"
+            " trained in full; with `adapter: null` all are, and `freeze` and `train_only` apply inside"
+        ),
+    )
     data: DataSection
     objective: Objective | OwnObjective = Field(
         default="sft",
@@ -943,6 +976,26 @@ def contradictions(config: RunConfig) -> list[str]:
                 f"batch.micro: {micro} does not divide the global batch of {global_batch} sequences; "
                 f"set batch.micro to {_divisors(global_batch)}"
             ),
+        ),
+        (
+            has_adapter and set(config.train_parts) == {"projector"},
+            "train_parts: the projector is trained in full, and nothing is left for the adapter; set `adapter: null`",
+        ),
+        (
+            len(set(config.train_parts)) < len(config.train_parts),
+            "train_parts: a part is named twice; name it once",
+        ),
+        (
+            not config.optim.part_lr.keys() <= set(config.train_parts),
+            (
+                "optim.part_lr: it has a part that is not trained; remove"
+                f" {', '.join(sorted(config.optim.part_lr.keys() - set(config.train_parts)))}, or add it to"
+                " `train_parts`"
+            ),
+        ),
+        (
+            bool(config.optim.part_lr) and config.optim.kind == "muon",
+            "optim.part_lr: Muon has one learning rate for all matrices; set `optim.kind: adamw`, or remove it",
         ),
         (
             has_adapter and bool(config.freeze),

@@ -511,6 +511,17 @@ class DiffusionSection(Section):
     )
 
 
+class PixelsSection(Section):
+    """Bounds of the pictures in rows, in pixels."""
+
+    min: int | None = Field(
+        default=None, ge=1, description="a picture with fewer pixels is enlarged to them; null: none is"
+    )
+    max: int | None = Field(
+        default=None, ge=1, description="a picture with more pixels is reduced to them; null: none is"
+    )
+
+
 class PicturesSection(Section):
     """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and
     some that only a source has.

@@ -157,12 +157,44 @@ class EmptyAnswerError(RowError):
         return EmptyAnswerError(f"{self.why}; the answer may be in {also}, which is not read", fix)
 
 
+PICTURE = "\ue010"
+"""Stands in a message's content where a picture is: of the private use area, so that it is in no
+text.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A picture of a row.
+
+    Attributes:
+        file: its absolute path; None if the row has its bytes.
+        data: its bytes; None if it is a file.
+        name: for messages: the path as written, or what the row has instead.
+        most_pixels: of the row itself: pixels to which a larger picture is reduced; None: no limit.
+        least_pixels: likewise, to which a smaller picture is enlarged.
+    """
+
+    file: str | None
+    data: bytes | None
+    name: str
+    most_pixels: int | None = None
+    least_pixels: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template."""
+    """Messages for a chat template.
+
+    Attributes:
+        messages: in order; PICTURE stands for a picture in their contents.
+        tools: function schemas.
+        pictures: those of all messages, in order.
+    """
 
     messages: list[Message]
     tools: list[Any] | None = None
+    pictures: tuple[PictureSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +240,7 @@ class Exchange:
         tools: function schemas as JSON, or "".
         desirable: whether the answer is a good one; None if the row does not say.
         not_rendered: parts of the row that are in none of these, in words.
+        pictures: of the places PICTURE in its turns, in order.
     """
 
     prompt: list[Turn]
@@ -216,6 +249,7 @@ class Exchange:
     tools: str = ""
     desirable: bool | None = None
     not_rendered: tuple[str, ...] = ()
+    pictures: tuple[PictureSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +294,16 @@ _COUNTS = (
 )  # fmt: skip
 
 
+_OF_PICTURES = ("used", "resized", "missing", "broken", "tokens")
+
+
+def picture_counts(pictures: Mapping[str, int]) -> dict[str, int]:
+    """The counts of pictures: used in an epoch, resized ones of these, missing, broken, and the
+    tokens of those used.
+    """
+    return {name: pictures.get(name, 0) for name in _OF_PICTURES}
+
+
 @dataclass
 class SourceCounts:
     """The counts of one source's rows."""
@@ -276,13 +320,15 @@ class SourceCounts:
     tokens: int = 0
     tokens_cut: int = 0
     loss_tokens: int = 0
+    pictures: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
     def to_json(self) -> dict[str, object]:
         """The source's entry in data.json."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         dropped = dict(sorted(self.dropped.items()))
-        return {"path": self.path, "weight": self.weight, **counts, "dropped": dropped}
+        pictures = {"pictures": picture_counts(self.pictures)} if self.pictures else {}
+        return {"path": self.path, "weight": self.weight, **counts, **pictures, "dropped": dropped}
 
 
 class Ledger:
@@ -321,7 +367,9 @@ class Ledger:
     def total(self) -> dict[str, int | dict[str, int]]:
         """The sums over all sources."""
         sums = {name: sum(getattr(source, name) for source in self.sources) for name in _COUNTS}
-        return {**sums, "dropped": self.dropped}
+        pictures = sum((source.pictures for source in self.sources), Counter[str]())
+        counted = {"pictures": picture_counts(pictures)} if pictures else {}
+        return {**sums, **counted, "dropped": self.dropped}
 
     def write(self, path: Path) -> None:
         """Writes data.json to a new file: one line each for `sources` and `total`, then one for
@@ -373,8 +421,10 @@ def unrendered_parts(path: Path, rows: Iterable[str]) -> dict[str, list[str]]:
 
 
 def flat_total(total: Mapping[str, int | dict[str, int]]) -> dict[str, int]:
-    """The total with `dropped` as a single number, for the plan."""
-    return {name: sum(value.values()) if isinstance(value, dict) else value for name, value in total.items()}
+    """The total with `dropped` as a single number, and of pictures those used, for the plan."""
+    flat = {name: sum(value.values()) if isinstance(value, dict) else value for name, value in total.items()}
+    pictures = total.get("pictures")
+    return flat | ({"pictures": pictures["used"]} if isinstance(pictures, dict) else {})
 
 
 def grouped(items: Iterable[tuple[Item, int]], *, most: int) -> Iterator[list[Item]]:

@@ -23,6 +23,7 @@ from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, 
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
 from unisono.trainer.data.ingest import Ingest, IngestProgress, UsableRows, expected_rows, explain_fit
+from unisono.trainer.data.pictures.store import Picture, PictureStore
 from unisono.trainer.data.sources import RowSource
 from unisono.trainer.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.trainer.plan.run_plan import permutation
@@ -30,13 +31,16 @@ from unisono.trainer.plan.run_plan import permutation
 Ints = npt.NDArray[np.int64]
 
 
-def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncoder:
+def make_encoder(
+    config: RunConfig, tokenizer: Any, directory: Path, *, pictures: PictureStore | None = None
+) -> RowEncoder:
     """The encoder of a config's rows.
 
     Args:
         config: of the run.
         tokenizer: of transformers; a template of LLaMA-Factory changes it.
         directory: of the tokenizer.
+        pictures: of the rows; None if only text is read.
 
     Raises:
         DataError: if the template is missing, is not valid, or does not match the other settings.
@@ -44,7 +48,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncod
     data, pretrain = config.data, config.objective == "pretrain"
     name, named = lf_name(data.template), named_template(data.template, system=data.system)
     if named is not None:
-        encoder: RowEncoder = named.encoder(config, tokenizer)
+        encoder: RowEncoder = named.encoder(config, tokenizer, pictures=pictures)
         return encoder
     unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
     return Encoder(
@@ -57,6 +61,7 @@ def make_encoder(config: RunConfig, tokenizer: Any, directory: Path) -> RowEncod
         show_first=None if name is None else unknown,
         thoughts=data.thoughts,
         control_tokens=data.control_tokens,
+        pictures=pictures,
     )
 
 
@@ -68,11 +73,15 @@ def build_table(
     directory: Path,
     report: Reporter,
     limit_rows: int | None = None,
+    refuses_pictures: str = "this model reads text only",
 ) -> None:
     """Writes the token table of some sources, or of the first rows of each, into an empty
     directory.
 
+    `refuses_pictures` is why rows with pictures are refused; "": they are not.
+
     Raises:
+        PicturesFound: if they are not, and the encoder has no processor for them.
         DataError: if a file or a row is refused, or nothing is left to train on.
     """
     notes = directory / "notes.jsonl"
@@ -88,6 +97,8 @@ def build_table(
                 objective=config.objective,
                 limit_rows=limit_rows,
                 answer_tokens=config.rollout.max_new_tokens if config.objective == GRPO else 0,
+                has_environment=config.rollout.environment is not None,
+                refuses_pictures=refuses_pictures,
             )
             for source in sources:
                 intake.read(source)
@@ -99,6 +110,10 @@ def build_table(
     template = encoder.template
     if template is not None:
         (directory / "template.jinja").write_text(template.source(), encoding="utf-8")
+    pictures = encoder.pictures
+    if pictures is not None and pictures.pictures:
+        pictures.write(directory)
+        writer.digest.update(pictures.digest().encode())
     meta = {
         "splits": splits,
         "sides": sides_of(config.objective),
@@ -204,8 +219,11 @@ def _write_splits(
             writer.digest.update(stored[rows].data)
         longest = max(int(lengths[side].max()) for side in of_side)
         room = config.rollout.max_new_tokens if config.objective == GRPO else 0
+        if config.rollout.environment is not None:  # it decides how long prompts are
+            room = config.data.max_length - longest
         figures[split] = _figures(columns, count[row], sequences, longest_row=longest, answer_tokens=room)
         _count(ledger, usable["source"], columns, count, row, split=split)
+        _count_pictures(ledger, usable["source"], columns, count, row, writer, intake.pictures)
     _refuse_nothing(config, ledger, figures)
     return figures, warnings
 
@@ -321,6 +339,26 @@ def _count(
         counts.eval += used if split == "eval" else 0
         counts.tokens += int((columns["length"] * count[row])[is_own].sum())
         counts.loss_tokens += int((columns["loss"] * count[row])[is_own].sum())
+
+
+def _count_pictures(
+    ledger: Ledger,
+    source_of: Ints,
+    columns: dict[str, Ints],
+    count: Ints,
+    row: Ints,
+    writer: TokenWriter,
+    pictures: Sequence[Picture],
+) -> None:
+    """Adds the pictures of a split to the ledger, as often as they occur in an epoch."""
+    if not pictures:
+        return
+    for stored, of_row in zip(columns["stored"].tolist(), row.tolist(), strict=True):
+        counts, often = ledger.sources[source_of[of_row]].pictures, int(count[of_row])
+        for picture in (pictures[number] for number in writer.pictures[stored]):
+            counts["used"] += often
+            counts["resized"] += often * picture.resized
+            counts["tokens"] += often * picture.tokens
 
 
 def _refuse_nothing(config: RunConfig, ledger: Ledger, figures: dict[str, dict[str, int]]) -> None:

@@ -1,5 +1,6 @@
 """From examples to tokens, with the tokens that count in the loss."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -20,6 +21,7 @@ from unisono.trainer.data import (
     Exchange,
     Message,
     OpenPrompt,
+    PictureSource,
     Preference,
     RowError,
     Text,
@@ -33,6 +35,8 @@ from unisono.trainer.data.control_tokens import (
     refuse_slow,
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
+from unisono.trainer.data.pictures.store import PictureStore
+from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
 from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
@@ -76,6 +80,7 @@ class _EncodeJob:
         escaped: characters of control tokens that are text.
         has_control_tokens: whether control tokens of the row's own text are read as such.
         weights: of each answer in the loss, above 0 and up to 1; empty: all 1.
+        pictures: the numbers of its pictures, in order.
     """
 
     text: str
@@ -85,6 +90,7 @@ class _EncodeJob:
     escaped: tuple[Span, ...] = ()
     has_control_tokens: bool = False
     weights: Sequence[float] = ()
+    pictures: tuple[int, ...] = ()
 
     @property
     def is_prompt(self) -> bool:
@@ -98,6 +104,11 @@ class RowEncoder(Protocol):
     tokenizer: Any
     stop_ids: set[int]
     warnings: list[str]
+
+    @property
+    def pictures(self) -> PictureStore | None:
+        """The pictures of rows; None if they have none."""
+        ...
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -155,6 +166,7 @@ class Encoder:
         template: the chat template; None as long as there is none and no row needed the fallback.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
+        pictures: of the rows; None if only text is read.
     """
 
     def __init__(
@@ -169,8 +181,10 @@ class Encoder:
         show_first: str | None = None,
         thoughts: Thoughts = "loss",
         control_tokens: ControlTokensMode = "keep",
+        pictures: PictureStore | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = pictures
         self._thoughts = thoughts
         self._control = ControlTokens(tokenizer)
         self._control_mode = control_tokens
@@ -249,8 +263,25 @@ class Encoder:
             self._probe(examples)
         with timers_armed():
             jobs = [_bounded(self._job(example)) for example in examples]
+        if self.pictures is not None:
+            jobs = self._expanded(jobs, examples, self.pictures)
         self._show([job for job in jobs if isinstance(job, _EncodeJob)])
         return jobs
+
+    @staticmethod
+    def _expanded(
+        jobs: Sequence[_EncodeJob | RowError], examples: Sequence[Example], store: PictureStore
+    ) -> list[_EncodeJob | RowError]:
+        """The jobs with the tokens of pictures in their places."""
+        of_jobs = [one.pictures if isinstance(one, Conversation) else () for one in examples]
+        store.decode(source for sources in of_jobs for source in sources)
+        expanded: list[_EncodeJob | RowError] = []
+        for job, sources in zip(jobs, of_jobs, strict=True):
+            try:
+                expanded.append(job if isinstance(job, RowError) else _with_pictures(job, sources, store))
+            except RowError as error:
+                expanded.append(error)
+        return expanded
 
     def _encoded(self, jobs: Sequence[_EncodeJob | RowError]) -> list[Encoded | RowError]:
         encoded: dict[int, Encoded | RowError] = {}
@@ -320,6 +351,16 @@ class Encoder:
             self._show_first = None
 
     def _use(self, template: ChatTemplate | None) -> None:
+        if self.pictures is not None:
+            processor = self.pictures.processor
+            stops = tuple(str(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids))
+            template = with_placeholders(
+                template,
+                own=processor.template,
+                placeholder=processor.placeholder,
+                tokenizer=self.tokenizer,
+                stops=stops,
+            )
         self.template = template
         if template is not None:
             self._parts = RenderedParts(template.try_render)
@@ -554,13 +595,21 @@ class Encoder:
                 shares[begin:last] = share_of(job.weights[number - 1])
         targets[len(ids) :] = True  # the appended end of sequence
         targets[:1] = False
-        return Encoded(
+        row = Encoded(
             array,
             targets,
             shares=shares,
             not_rendered=job.not_rendered,
             has_control_tokens=job.has_control_tokens,
         )
+        return self._checked_features(row, job)
+
+    def _checked_features(self, row: Encoded, job: _EncodeJob) -> Encoded | RowError:
+        """The row with its pictures, if any are read; or its error."""
+        try:
+            return row if self.pictures is None else with_features(row, job.pictures, self.pictures)
+        except RowError as error:
+            return error
 
     def _ends_otherwise(self, job: _EncodeJob, end: int) -> bool:
         """Whether an answer is one without a stop token; says so once."""
@@ -582,6 +631,70 @@ class Encoder:
             if ids[position] in self.stop_ids:
                 return position + 1
         return None if self._check else end
+
+
+def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: PictureStore) -> _EncodeJob:
+    """The job with the tokens of its pictures instead of their placeholders.
+
+    Raises:
+        RowError: if a picture cannot be used, or the template did not write one placeholder for
+            each.
+    """
+    mark = store.processor.placeholder
+    places = [match.start() for match in re.finditer(re.escape(mark), job.text)]
+    places = [at for at in places if not any(first <= at < end for first, end in job.escaped)]
+    if len(places) != len(sources):
+        if not sources:
+            raise RowError(
+                f"its text has {mark}, which stands for a picture, and the row has no picture",
+                "add the picture to the column images, or set data.control_tokens: escape",
+            )
+        raise RowError(
+            f"the chat template writes {len(places)} × {mark} for {len(sources)} pictures",
+            "set data.template to one that writes one for each picture",
+        )
+    if not sources:
+        return job
+    numbers = tuple(map(store.number, sources))
+    pieces: list[str] = []
+    moved, first = [(0, 0)], 0  # from a place on, so many characters more
+    for at, number in zip(places, numbers, strict=True):
+        text = store.expansion(number)
+        pieces += (job.text[first:at], text)
+        first = at + len(mark)
+        moved.append((first, moved[-1][1] + len(text) - len(mark)))
+    pieces.append(job.text[first:])
+
+    def span(one: Span) -> Span:
+        begin, end = (at + max(move for move in moved if move[0] <= at)[1] for at in one)
+        return begin, end
+
+    answers = None if job.answers is None else [span(one) for one in job.answers]
+    escaped = tuple(span(one) for one in job.escaped)
+    return replace(job, text="".join(pieces), answers=answers, escaped=escaped, pictures=numbers)
+
+
+def with_features(row: Encoded, numbers: Sequence[int], store: PictureStore) -> Encoded:
+    """The row with its pictures; a token of one is never predicted.
+
+    Args:
+        row: with the tokens of pictures.
+        numbers: of its pictures, in order.
+        store: that has them.
+
+    Raises:
+        RowError: if it has not one token for each feature of them.
+    """
+    is_feature = np.isin(row.ids, store.processor.image_ids)
+    wanted = sum(store.pictures[number].features for number in numbers)
+    if np.count_nonzero(is_feature) != wanted:
+        raise RowError(
+            f"it has {np.count_nonzero(is_feature)} tokens for pictures, and the processor gives {wanted} features",
+            f"write {store.processor.placeholder} only where a picture is",
+        )
+    row.targets[is_feature] = False
+    end = int(np.flatnonzero(is_feature)[-1]) + 1 if wanted else 0
+    return replace(row, pictures=tuple(numbers), pictures_end=end)
 
 
 def _is_conversation(example: Example) -> bool:

@@ -54,6 +54,8 @@ COLUMNS: dict[FormatName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
 }
 
+_PICTURE_COLUMNS = ("images", "image")
+
 FLAGS = ("weight", "train", "loss", "trainable", "training")
 """Keys of a message that say whether, or with which weight, it counts in the loss; other programs
 write each of them.
@@ -86,7 +88,8 @@ def detect(row: Mapping[str, object], renamed: Renamed) -> tuple[FormatName, str
         if len(file_column) < len(needed):
             continue
         taken, because = _by_its_turns(name, row[file_column[0]])
-        others = [shown(c) for c in columns if c not in _file_columns(taken, renamed)]
+        others = [c for c in columns if c not in _file_columns(taken, renamed)]
+        others = [shown(c) for c in others if c not in _PICTURE_COLUMNS]  # they are read, or refused
         why = f"the first row has {' and '.join(file_column)}{because}"
         return taken, why + (f"; not read: {', '.join(others[:6])}" if others else "")
     return None

@@ -4,15 +4,17 @@ the writer.
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from unisono.base.errors import DataError, Problem
 from unisono.base.events import Reporter
+from unisono.base.files import expand
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
@@ -32,6 +34,8 @@ from unisono.trainer.data import (
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
+from unisono.trainer.data.pictures.rows import PictureColumns, has_picture, take_pictures, with_pictures
+from unisono.trainer.data.pictures.store import Picture, PictureError
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
 from unisono.trainer.data.source_format import (
@@ -333,6 +337,10 @@ class IngestProgress:
             self._report.phase("tokenize", f"tokenizing {name}", done=self._done, total=total)
 
 
+class PicturesFound(Exception):  # noqa: N818 - ends a reading, and is no error
+    """A row has a picture, and the encoder has no processor yet, which takes seconds to load."""
+
+
 class Ingest:
     """Reads sources one after the other.
 
@@ -356,15 +364,32 @@ class Ingest:
         objective: str = "sft",
         limit_rows: int | None = None,
         answer_tokens: int = 0,
+        has_environment: bool = False,
+        refuses_pictures: str = "this model reads text only",
     ) -> None:
-        """Nothing is read yet; `answer_tokens` are left free behind each row, for its answer."""
+        """Nothing is read yet.
+
+        Args:
+            data: of the config.
+            encoder: of rows.
+            ledger: of all rows.
+            writer: of tokens.
+            progress: for people.
+            objective: of the config.
+            limit_rows: of each source; None: all.
+            answer_tokens: left free behind each row, for its answer.
+            has_environment: whether an environment has the tools of all rows.
+            refuses_pictures: why rows with pictures are refused; "": they are not.
+        """
+        self._has_environment, self._refuses_pictures = has_environment, refuses_pictures
         self._objective = objective
         self._answer_tokens = answer_tokens
         self.files: dict[str, bool] = {}
         self.usable = UsableRows()
         self.formats: list[str] = []
         self.not_rendered: dict[int, list[str]] = {}
-        self._with_control_tokens = 0
+        self._with_control_tokens = self._with_inserted = 0
+        self._picture_columns: PictureColumns | None = None
         self._data = data
         self._encoder = encoder
         self._ledger = ledger
@@ -382,6 +407,7 @@ class Ingest:
         """Ingests all rows of a source.
 
         Raises:
+            PicturesFound: if a row has a picture, and the encoder reads none.
             DataError: if a file cannot be read, the format is unknown, or there are no rows.
         """
         path = source.section.path
@@ -397,6 +423,7 @@ class Ingest:
         source, name = replace(source, section=settled.section), settled.name
         self.formats += [settled.line] if settled.line else []
         names = self._names(source, name)
+        self._picture_columns = self._columns_of_pictures(source, name)
         readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
             self._read_batch(path, batch, settled)
@@ -412,7 +439,28 @@ class Ingest:
             return template.source() if template is not None else ""
 
         return RowNames(
-            source.section, name, key=source.key, ignore=self._data.ignore, template=text_of_template
+            source.section,
+            name,
+            key=source.key,
+            ignore=self._data.ignore,
+            template=text_of_template,
+            refuses_pictures="" if self._reads_pictures else self._refuses_pictures,
+        )
+
+    def _columns_of_pictures(self, source: RowSource, name: FormatName) -> PictureColumns | None:
+        """Where the rows of a source have pictures; None if they are refused."""
+        if not self._reads_pictures:
+            return None
+        section = source.section
+        named = section.media_dir or self._data.media_dir
+        folders = [expand(named)] if named else [*dict.fromkeys(f.path.parent for f in source.files), Path()]
+        tag = None if section.tags is None else section.tags.content_tag
+        inserts = section.tags is None and name in ("messages", "prompt-completion")
+        return PictureColumns.of(
+            section.columns,
+            content_tag=tag,
+            inserts=inserts,
+            folders=[folder.absolute() for folder in folders],
         )
 
     def _limit_of(self, source: RowSource) -> int | None:
@@ -450,12 +498,22 @@ class Ingest:
         raise DataError(*self._misnamed, *problems)
 
     @property
+    def pictures(self) -> Sequence[Picture]:
+        """The pictures of the rows so far."""
+        return () if self._encoder.pictures is None else self._encoder.pictures.pictures
+
+    @property
     def warnings(self) -> list[str]:
         """What the rows are not as somebody may expect, one line each."""
         messages = []
         if self.not_rendered:
             rows, first = len(self.not_rendered), next(iter(self.not_rendered.values()))[0]
             messages.append(f"not rendered: parts of {rows} rows, e.g. {first}; data.json lists them")
+        if self._with_inserted:
+            messages.append(
+                f"{self._with_inserted} rows have no place for their pictures (e.g. <image>), which are at the"
+                " beginning of the first message of the user, as in TRL"
+            )
         if self._with_control_tokens:
             rows = self._with_control_tokens
             messages.append(
@@ -491,6 +549,8 @@ class Ingest:
                 error = encoded.with_unread(settled.unread_answers, settled.answer)
                 self._take_bad(error.at(location), counts)
             elif isinstance(encoded, RowError):
+                if isinstance(encoded, PictureError):
+                    counts.pictures["missing" if encoded.missing else "broken"] += 1
                 self._take_bad(encoded.at(location), counts)
             else:
                 self._take(location, encoded, counts)
@@ -508,18 +568,48 @@ class Ingest:
 
     def _example(self, name: FormatName, row: RawRow, source: RowSource, names: RowNames) -> Example | BadRow:
         try:
-            example = self._encoder.read_row(name, names.checked(row), source.section)
+            value = names.checked(row)
+            example = self._read_example(name, value, source)
             self._refuse_other_units(example)
         except RowError as error:
             return error.at(row.place)
         return example
 
+    @property
+    def _reads_pictures(self) -> bool:
+        return self._encoder.pictures is not None or not self._refuses_pictures
+
+    def _read_example(self, name: FormatName, value: Mapping[str, object], source: RowSource) -> Example:
+        """The example of a row, with its pictures.
+
+        Raises:
+            PicturesFound: if it has some, and the encoder reads none.
+            RowError: if it cannot be read.
+        """
+        if self._picture_columns is not None and self._encoder.pictures is None:
+            if has_picture(value, self._picture_columns):
+                raise PicturesFound
+        elif self._picture_columns is not None:
+            return self._with_pictures(name, value, source, self._picture_columns)
+        return self._encoder.read_row(name, value, source.section)
+
+    def _with_pictures(
+        self, name: FormatName, value: Mapping[str, object], source: RowSource, columns: PictureColumns
+    ) -> Example:
+        row = take_pictures(value, columns)
+        example = self._encoder.read_row(name, row.value, source.section)
+        self._with_inserted += row.inserted
+        return with_pictures(example, row) if row.pictures else example
+
     def _refuse_other_units(self, example: Example) -> None:
-        """Refuses rated answers where pairs are needed, and pairs where rated answers are.
+        """Refuses rated answers where pairs are needed, and pairs where rated answers are; and
+        tools beside those of an environment.
 
         Raises:
             RowError: for such a row.
         """
+        if self._has_environment and isinstance(example, OpenPrompt) and example.tools:
+            raise RowError("the row has tools, and rollout.environment has others", "remove its tools")
         if self._objective not in PREFERENCE or not isinstance(example, Exchange | Preference):
             return
         if self._objective in PAIRS and len(example.answers) != 2:
@@ -537,6 +627,7 @@ class Ingest:
         max_length = self._data.max_length - self._answer_tokens
         try:
             too_long = self._data.too_long
+            _refuse_cut_pictures(unit, max_length=max_length, too_long=too_long)
             opening = self._encoder.opening if too_long == "keep-answer" else ()
             fitted = fit_unit(unit, max_length=max_length, too_long=too_long, opening=opening)
             refuse_equal_sides(unit, fitted)
@@ -610,6 +701,23 @@ class Ingest:
         self._reasons.add(problem.why if len(self._reasons) < 2 else "")
         if len(self._problems) < _SHOWN_PROBLEMS:
             self._problems.append(problem)
+
+
+def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLong) -> None:
+    """Refuses a row of which a picture would be cut.
+
+    Raises:
+        RowError: then.
+    """
+    row = unit.sides[0]
+    if not row.pictures or len(row.ids) <= max_length or too_long in ("error", "drop"):
+        return
+    if too_long == "cut" and row.pictures_end <= max_length:
+        return
+    raise RowError(
+        f"it has {len(row.ids)} tokens, max_length is {max_length}, and a picture is never cut",
+        "raise data.max_length, lower data.pixels.max, or set data.too_long: drop",
+    )
 
 
 def _up_to_first(rows: Iterator[Row]) -> Iterator[Row]:

@@ -40,14 +40,16 @@ from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
-from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.config.sections import GRPO, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
+from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
+from unisono.trainer.data.pictures.store import PictureStore, changed_picture, read_pictures
 from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.data.tokenizer import RunTokenizer, digest_file, tokenizer_files
-from unisono.trainer.plan.run_plan import DataSummary, SplitSummary, steps_for_tokens
+from unisono.trainer.plan.run_plan import DataSummary, PictureSummary, SplitSummary, steps_for_tokens
 
 _LOADED = "the loaded tokenizer's "
 _PACKAGES = ("tokenizers", "transformers", "jinja2", "pyarrow")
@@ -77,6 +79,7 @@ def gather_ingredients(
     tokenizer: RunTokenizer,
     limit_rows: int | None = None,
     today: str | None = None,
+    processor: Path | None = None,
 ) -> Ingredients:
     """Everything that determines the table of a config.
 
@@ -87,6 +90,7 @@ def gather_ingredients(
         limit_rows: rows to read of each source.
         today: the date that prompts state if data.date does not say. Without it, a run that is
             resumed on a later day has the rows of its first day, as long as the cache has them.
+        processor: the directory of the model's processor of pictures, if it has one.
 
     Raises:
         DataError: if a file cannot be read.
@@ -128,14 +132,27 @@ def gather_ingredients(
         ingredients["data.thoughts"] = data.thoughts
     if data.template is not None and lf_name(data.template) is None:
         ingredients["data.template"] = digest_file(expand(data.template), data.template)
+    ingredients |= _picture_ingredients(config, processor)
     for file in tokenizer_files(tokenizer.directory):
         ingredients[f"the tokenizer's {file.relative_to(tokenizer.directory)}"] = digest_file(file, str(file))
     return ingredients | {f"{_LOADED}{name}": value for name, value in tokenizer.traits().items()}
 
 
+def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredients:
+    """What decides the tokens of pictures, if the model reads them."""
+    if processor is None:
+        return {}
+    bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
+    digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
+    return {"data.pixels": bounds, "data.media_dir": folder, **digests}
+
+
 def _answer_ingredients(config: RunConfig) -> Ingredients:
     """Of prompts: the room for an answer."""
-    return {"rollout.max_new_tokens": config.rollout.max_new_tokens} if config.objective == GRPO else {}
+    if config.objective != GRPO:
+        return {}
+    room = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
 
 
 def look_up_table(cache_dir: Path, ingredients: Ingredients, sources: list[RowSource]) -> CacheLookup:
@@ -278,6 +295,7 @@ def prepare_data(
     ledger: Path | None = None,
     limit_rows: int | None = None,
     is_preview: bool = False,
+    processor: Path | None = None,
 ) -> DataSummary:
     """The summary of a config's rows; afterwards their token table is in the cache.
 
@@ -291,6 +309,7 @@ def prepare_data(
         limit_rows: rows to read of each source; for a rehearsal.
         is_preview: whether rows are only shown: then tokens that the model does not have are a
             warning, and a date is today's.
+        processor: the directory of the model's processor of pictures; None if it reads text only.
 
     Raises:
         DataError: if sources, rows or the template are refused.
@@ -298,6 +317,7 @@ def prepare_data(
         UnfitError: if the cache cannot be written.
     """
     report.phase("data", "looking up the rows in the cache")
+    _refuse_media_dirs(config)
     sources = find_sources(config.data, cache_dir=cache_dir)
     gather = partial(
         gather_ingredients,
@@ -305,14 +325,15 @@ def prepare_data(
         sources,
         limit_rows=limit_rows,
         today=local_day().isoformat() if is_preview else None,
+        processor=processor,
     )
     of_run = RunTokenizer(tokenizer, config.model.trust_remote_code, cache_dir)
     ingredients = gather(tokenizer=of_run)
-    lookup = look_up_table(cache_dir, ingredients, sources)
+    lookup = _with_same_pictures(look_up_table(cache_dir, ingredients, sources))
     if not lookup.hit:
         report.phase("tokenize", f"tokenizing: {lookup.reason}")
         with writing_table(lookup.directory) as temporary:
-            _build(config, sources, of_run, temporary, report, limit_rows=limit_rows)
+            _build(config, sources, of_run, temporary, report, limit_rows=limit_rows, processor=processor)
             _refuse_if_changed(ingredients, gather(tokenizer=replace(of_run)))
         if limit_rows is None:
             store_ingredients(cache_dir, ingredients, sources)
@@ -332,6 +353,24 @@ def prepare_data(
     return _summary(config, lookup, ingredients, warnings=warnings)
 
 
+def _refuse_media_dirs(config: RunConfig) -> None:
+    """Refuses a `media_dir` that is not a directory.
+
+    Raises:
+        DataError: with its key.
+    """
+    named = [("data", config.data.media_dir)]
+    named += [(key, section.media_dir) for key, section in sources_of(config.data)]
+    for key, folder in named:
+        if folder is not None and not expand(folder).is_dir():
+            raise DataError.of(
+                f"{folder} is not a directory",
+                where=f"{key}.media_dir",
+                why="relative paths of pictures begin there",
+                fix="check the path",
+            )
+
+
 def _build(
     config: RunConfig,
     sources: list[RowSource],
@@ -340,12 +379,45 @@ def _build(
     report: Reporter,
     *,
     limit_rows: int | None,
+    processor: Path | None,
 ) -> None:
     with loading_modules():
         from unisono.trainer.data.build import build_table, make_encoder
+        from unisono.trainer.data.ingest import PicturesFound
 
-    encoder = make_encoder(config, tokenizer.loaded, tokenizer.directory)
-    build_table(config, sources, encoder, directory=directory, report=report, limit_rows=limit_rows)
+    make = partial(make_encoder, config, tokenizer.loaded, tokenizer.directory)
+    refuses = _why_no_pictures(config, processor)
+    build = partial(build_table, config, sources, directory=directory, report=report, limit_rows=limit_rows)
+    try:
+        build(make(), refuses_pictures=refuses)
+    except PicturesFound:
+        assert processor is not None
+        report.phase("tokenize", "loading the model's processor of pictures")
+        loaded = PictureProcessor(processor, trust_remote_code=config.model.trust_remote_code)
+        for file in directory.iterdir():
+            file.unlink()
+        store = PictureStore(loaded, config.data.pixels, cache_dir=directory.parent.parent)
+        build(make(pictures=store))
+
+
+def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
+    """Why rows with pictures are refused; "" if they are not."""
+    if processor is None:
+        return "this model reads text only"
+    if config.objective != "sft":
+        return f"objective {config.objective} trains on text only"
+    if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
+        return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
+    return ""
+
+
+def _with_same_pictures(lookup: CacheLookup) -> CacheLookup:
+    """The lookup; a miss if a picture is not the one that was prepared. Its table is removed."""
+    why = changed_picture(read_pictures(lookup.directory)) if lookup.hit else None
+    if why is None:
+        return lookup
+    shutil.rmtree(lookup.directory, ignore_errors=True)
+    return replace(lookup, hit=False, reason=why)
 
 
 def _refuse_if_changed(before: Ingredients, after: Ingredients) -> None:
@@ -431,6 +503,21 @@ def _summary(
         tokenizer_digest=digest_text(*tokenizer_parts),
         tokenizer_traits=digest_text(*tokenizer_traits),
         warnings=warnings,
+        pictures=_picture_summary(lookup.directory),
+    )
+
+
+def _picture_summary(directory: Path) -> PictureSummary | None:
+    """The figures of a table's pictures; None if its rows are text."""
+    pictures = read_pictures(directory)
+    if not pictures:
+        return None
+    tokens = sorted(picture.tokens for picture in pictures)
+    return PictureSummary(
+        number=len(pictures),
+        median_tokens=tokens[len(tokens) // 2],
+        p99_tokens=tokens[min(len(tokens) - 1, int(0.99 * len(tokens)))],
+        most_tokens=tokens[-1],
     )
 
 

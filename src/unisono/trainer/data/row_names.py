@@ -76,6 +76,7 @@ class RowNames:
         key: str,
         ignore: Sequence[str],
         template: Callable[[], str],
+        refuses_pictures: str = "this model reads text only",
     ) -> None:
         """Starts with no row.
 
@@ -85,6 +86,7 @@ class RowNames:
             key: of its section in the config, for messages.
             ignore: keys of messages that are not read.
             template: gives the text of the chat template: a key that it reads is known.
+            refuses_pictures: why pictures are refused; "": only videos and recordings are.
         """
         self.has_flags = False
         self._section = section
@@ -99,7 +101,9 @@ class RowNames:
         self._rows = 0
         turns = (section.columns.get(turn, turn) for turn in _TURNS if turn in READABLE[name])
         self._turns = [column for column in turns if column is not None]
-        media = {section.columns.get(kind, kind): kind for kind in MEDIA}
+        refused = {kind for kind, what in MEDIA.items() if refuses_pictures or what != "a picture"}
+        media = {section.columns.get(kind, kind): kind for kind in MEDIA if kind in refused}
+        self._refuses = refuses_pictures or "only text and pictures can be trained on"
         self._media = {column: kind for column, kind in media.items() if column is not None}
         self._known = _KNOWN if section.tags is None else dict.fromkeys(_KNOWN, _of_tags(section.tags))
         self._read_by_template: dict[str, bool] = {}
@@ -148,7 +152,7 @@ class RowNames:
             value = row.get(column)
             if value and (not isinstance(value, list) or any(value)):
                 raise RowError(
-                    f"it has {MEDIA[kind]} in the column {shown(column)}, and only text can be trained on yet",
+                    f"it has {MEDIA[kind]} in the column {shown(column)}, and {self._refuses}",
                     f"remove the row; or set the source's columns: {{{kind}: null}} to train on its text alone",
                 )
 

@@ -74,7 +74,7 @@ class ChatTemplate:
             RowError: if the template refuses the conversation.
             DataError: if the template itself is invalid.
         """
-        text = self._rendered(messages, tools, prompt=prompt)
+        text = self._rendered(self.as_read(messages), tools, prompt=prompt)
         self._refuse_enormous(len(text), messages, tools)
         if holds_surrogate(text):
             raise RowError(
@@ -82,6 +82,10 @@ class ChatTemplate:
                 "write the full character in it",
             )
         return text
+
+    def as_read(self, messages: Messages) -> Messages:
+        """The messages as the template reads them: those of text as they are."""
+        return messages
 
     def try_render(self, messages: Messages, tools: list[Any] | None, *, prompt: bool = False) -> str | None:
         """The text like `render`, or None: a template may refuse a part of a conversation although
@@ -188,7 +192,7 @@ class ChatTemplate:
         text = self.render(messages, tools)
         marked, spans = self._bounded(
             lambda: render_jinja_template(
-                [list(messages)],
+                [list(self.as_read(messages))],
                 tools=tools,
                 chat_template=self.source(tools),
                 return_assistant_tokens_mask=True,

@@ -18,6 +18,8 @@ A table is a directory:
     train-sequences.arrow   one entry per sequence: `rows` lists of int64 (entries of train-rows),
                             `tokens`, `loss_tokens`
     eval-rows.arrow, eval-sequences.arrow   the same for the evaluation, if there is one
+    pictures.arrow          with pictures in rows: `pictures` lists of int32 for each row of
+                            tokens.arrow, their numbers in pictures.json (data.pictures.store)
     meta.json               file names, figures, sides (1 if absent), stop tokens, end of sequence,
                             whether any token counts in part
     ledger.json             data.json of a run
@@ -337,6 +339,7 @@ def _common(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
+PICTURE_NUMBERS = "pictures.arrow"
 _RECORDS = "records.arrow"
 _RECORD_SCHEMA = pa.schema([("json", pa.large_utf8())])
 _SCHEMA = pa.schema([("ids", pa.large_list(pa.int32())), ("targets", pa.large_list(pa.uint8()))])
@@ -357,6 +360,8 @@ class Encoded:
         has_control_tokens: whether texts of the row have control tokens of the tokenizer.
         shares: (L,) uint8, where a target counts in part its weight in the loss, times SHARES; else
             0. None: nowhere.
+        pictures: the numbers of its pictures, in order.
+        pictures_end: the place after the last token of a picture.
     """
 
     ids: npt.NDArray[np.int32]
@@ -366,6 +371,8 @@ class Encoded:
     not_rendered: tuple[str, ...] = ()
     has_control_tokens: bool = False
     shares: npt.NDArray[np.uint8] | None = None
+    pictures: tuple[int, ...] = ()
+    pictures_end: int = 0
 
     def part(self, places: slice | list[int]) -> "Encoded":
         """A new row of some of its tokens."""
@@ -411,6 +418,7 @@ class TokenWriter:
         digest: of all rows, in order.
         highest: the highest token id so far, -1 before the first row.
         has_shares: whether a token counts in part.
+        pictures: of each row the numbers of its pictures.
     """
 
     def __init__(self, path: Path) -> None:
@@ -419,6 +427,7 @@ class TokenWriter:
         self.digest = xxhash.xxh3_128()
         self.highest = -1
         self.has_shares = False
+        self.pictures: list[tuple[int, ...]] = []
         self._waiting: list[Encoded] = []
         self._sink = pa.OSFile(str(path), "wb")
         self._file = pa.ipc.new_file(self._sink, _SCHEMA)
@@ -434,12 +443,18 @@ class TokenWriter:
             self._write()
         for file in (self._file, self._sink, *(self._record_file or ())):
             file.close()
+        if kind is None and any(self.pictures):
+            ends = np.cumsum([0, *map(len, self.pictures)], dtype=np.int64)
+            flat = np.fromiter((number for row in self.pictures for number in row), dtype=np.int32)
+            lists = pa.LargeListArray.from_arrays(_column(ends), _column(flat))
+            _write(self._directory / PICTURE_NUMBERS, {"pictures": lists})
 
     def add(self, row: Encoded, record: str | None = None) -> None:
         """Adds the next row, with its record if rows have one."""
         if record is not None:
             self._records.append(record)
         self.lengths.append(len(row.ids))
+        self.pictures.append(row.pictures)
         self.loss.append(int(np.count_nonzero(row.targets)))
         self.has_shares |= row.shares is not None
         self._waiting.append(row)
@@ -467,6 +482,20 @@ class TokenWriter:
         self.digest.update("\0".join(self._records).encode())
         self._record_file[0].write_batch(batch)
         self._records.clear()
+
+
+def read_picture_numbers(directory: Path) -> list[list[int]]:
+    """The numbers of the pictures of each row of tokens.arrow; empty if no row has any.
+
+    Raises:
+        OSError: if the file is damaged.
+    """
+    file = directory / PICTURE_NUMBERS
+    if not file.is_file():
+        return []
+    with _damage_with_path(file):
+        numbers: list[list[int]] = _open(file).get_batch(0).column("pictures").to_pylist()
+    return numbers
 
 
 def _kinds(row: Encoded) -> npt.NDArray[np.uint8]:

@@ -10,27 +10,28 @@ from typing import Any
 
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.families.family import Files, Preparation, Training
-from unisono.trainer.plan.families import family_for
+from unisono.trainer.plan import RunPlan
+from unisono.trainer.plan.families import FamilyFacts, family_for, family_of
 
 
 def files_of(config: RunConfig) -> Files:
     """How the family of a config finds files; without torch."""
-    module: Files = _module(config, "input_files")
+    module: Files = _module(family_for(config.objective), "input_files")
     return module
 
 
 def rows_of(config: RunConfig) -> Preparation:
     """How the family of a config prepares rows; that of text imports torch for some models only."""
-    module: Preparation = _module(config, "rows")
+    module: Preparation = _module(family_for(config.objective), "rows")
     return module
 
 
-def training_of(config: RunConfig) -> Training:
-    """How the family of a config trains, and loads what was trained."""
-    module: Training = _module(config, "trained_model")
+def training_of(plan: RunPlan) -> Training:
+    """How the family of a run trains, and loads what was trained."""
+    module: Training = _module(family_of(plan.model), "trained_model")
     return module
 
 
-def _module(config: RunConfig, name: str) -> Any:
+def _module(family: FamilyFacts, name: str) -> Any:
     """One of the three modules of a family; the `__init__` of its folder has mypy check them."""
-    return import_module(f"{__name__}.{family_for(config.objective).folder}.{name}")
+    return import_module(f"{__name__}.{family.folder}.{name}")

@@ -12,7 +12,7 @@ is, so the result is stored as an adapter of a higher rank that contains the cha
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, nearest
-from unisono.trainer.config.schema import AdapterSection
+from unisono.trainer.config.schema import LANGUAGE, AdapterSection, ModelPart
 from unisono.trainer.model.file_settings import ADAPTER_FILE, StoredAdapter, find_adapters
+from unisono.trainer.model.multimodal import projector_modules, vision_layers
 from unisono.trainer.model.parts import adaptable_weights, refuse_unfit_settings, targeted_weights
-from unisono.trainer.model.quantization import QuantizedEmbedding
+from unisono.trainer.model.quantization import QuantizedEmbedding, parameters_of_experts
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import LoraLayer
@@ -53,7 +54,13 @@ BaseChanges = dict[str, LowRank]
 
 
 def add_adapter(
-    base: Any, section: AdapterSection, *, seed: int, grown: bool = False, head: str | None = None
+    base: Any,
+    section: AdapterSection,
+    *,
+    seed: int,
+    grown: bool = False,
+    head: str | None = None,
+    parts: Collection[ModelPart] = LANGUAGE,
 ) -> tuple[torch.nn.Module, BaseChanges]:
     """The peft model of a transformers model, and what has changed in the base weights.
 
@@ -63,6 +70,7 @@ def add_adapter(
         seed: of the run.
         grown: whether the vocabulary has new rows: embedding and head are trained then.
         head: name of the head of a reward model, which is trained and stored with the adapter.
+        parts: of a vision-language model that are trained.
 
     Raises:
         ModelError: if the section, or an adapter that it names, does not match the model.
@@ -70,8 +78,9 @@ def add_adapter(
     stored = find_adapters(section, reward=head is not None)
     first = stored.pop() if section.from_ is not None else None
     merged = [(adapter, _merge(base, adapter)) for adapter in stored]
-    model = _new_adapter(base, section, grown=grown, head=head)
-    _refuse_lost_tensors(model)
+    with parameters_of_experts(base):
+        model = _new_adapter(base, section, grown=grown, head=head, parts=parts)
+        _refuse_lost_tensors(model)
     layers = _lora_layers(model)
     if merged or section.init == "pissa":
         _refuse_experts(layers, where="adapter.merge" if merged else "adapter.init: pissa")
@@ -86,19 +95,25 @@ def add_adapter(
     return model, changes
 
 
-def _new_adapter(base: Any, section: AdapterSection, *, grown: bool, head: str | None) -> Any:
+def _new_adapter(
+    base: Any, section: AdapterSection, *, grown: bool, head: str | None, parts: Collection[ModelPart]
+) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = targeted_weights(adaptable_weights(base, head=head), section.targets, head=head)
+    targets = []
+    if "language" in parts:
+        targets = targeted_weights(adaptable_weights(base, head=head), section.targets, head=head)
     refuse_unfit_settings(targets, section)
     _check_modules_to_save(base, section.modules_to_save)
     whole = {*section.modules_to_save, *(_vocabulary_modules(base) if grown else ())}
     whole |= {head} if head is not None else set()
+    whole |= set(projector_modules(base)) if "projector" in parts else set()
+    seeing = vision_layers(base) if "vision" in parts else []
     lora = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=[weight.name for weight in targets if not weight.is_parameter],
+        target_modules=[weight.name for weight in targets if not weight.is_parameter] + seeing,
         target_parameters=[weight.parameter for weight in targets if weight.is_parameter] or None,
         modules_to_save=sorted(whole) or None,
         ensure_weight_tying=grown and _is_tied(base),

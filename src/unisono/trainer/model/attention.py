@@ -30,6 +30,12 @@ def attention_of(base: Any) -> str:
     return str(base.config._attn_implementation)  # noqa: SLF001 - transformers 5.23 has only a public setter
 
 
+def set_attention(base: Any, name: str) -> None:
+    """Sets the attention that the decoder of a model computes; that of a vision part stays."""
+    is_text = base.config.get_text_config() is base.config
+    base.set_attn_implementation(name if is_text else {"": name, "text_config": name})
+
+
 class UnsupportedAttentionError(Exception):
     """The model needs an attention feature that the flat form does not support; padded rows are
     used then.

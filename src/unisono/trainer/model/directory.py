@@ -561,6 +561,16 @@ def multimodal_class(settings: ConfigJson) -> str | None:
     return name if "text_config" in settings and name in _architectures(settings) else None
 
 
+def picture_processor(directory: Path) -> Path | None:
+    """The directory of a model if it reads pictures: it has a vision part and a processor; else
+    None.
+    """
+    settings = read_model_config(directory)
+    names = ("processor_config.json", "preprocessor_config.json")
+    has_files = any((directory / name).is_file() for name in names)
+    return directory if has_files and multimodal_class(settings) is not None else None
+
+
 def _refuse_multimodal(config: RunConfig, directory: Path, quantized: Quantization | None) -> None:
     """Refuses what is not done with a multimodal checkpoint.
 
@@ -709,7 +719,10 @@ def is_embedding(name: str) -> bool:
 
 def is_matrix(header: TensorHeader) -> bool:
     """Whether an adapter may change a tensor: the matrix of a linear layer, or those of experts."""
-    return len(header.shape) in (2, 3) and min(header.shape) > 1 and not is_embedding(header.name)
+    is_large = len(header.shape) in (2, 3) and min(header.shape) > 1
+    return (
+        is_large and not is_embedding(header.name) and not header.name.endswith("bias")
+    )  # experts have many
 
 
 def in_out(shape: tuple[int, ...]) -> int:

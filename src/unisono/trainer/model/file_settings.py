@@ -237,7 +237,7 @@ not used: activations keep their dtype.
 """
 _CODES = ("F8_E4M3", "I8")
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1}  # of a scale
-_ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
+ORIGINAL = "use the model's original files, e.g. with model.quantize: nf4"
 _LIBRARIES = {"bitsandbytes": (0, 50), "accelerate": (1, 1)}
 """What transformers needs to quantize weights and to read quantized ones, with the first tested
 version.
@@ -359,7 +359,7 @@ def stored_quantization(directory: Path, settings: ConfigJson) -> Quantization |
         f"the weights in {directory} are quantized with {method!r}",
         where=where,
         why="bitsandbytes, GPTQ, AWQ, fp8, MXFP4 and compressed-tensors are read",
-        fix=_ORIGINAL,
+        fix=ORIGINAL,
     )
 
 
@@ -379,7 +379,7 @@ def _grouped(method: str, stored: Mapping[str, object], directory: Path) -> Quan
             f"the weights in {directory} are quantized with {method.upper()} {what}",
             where=str(directory / "config.json"),
             why=f"{' and '.join(LAYOUTS[method])} with {', '.join(map(str, _WIDTHS[method]))} bits are read",
-            fix=_ORIGINAL,
+            fix=ORIGINAL,
         )
     kind: Kind = "gptq" if method == "gptq" else "awq"
     bits, block = int(str(stored["bits"])), (1, _positive(stored.get("group_size")))
@@ -408,7 +408,7 @@ def _compressed(stored: Mapping[str, object], directory: Path) -> Quantization:
             f"the weights in {directory} are quantized with compressed-tensors {what}",
             where=str(directory / "config.json"),
             why=f"{', '.join(LAYOUTS['compressed-tensors'])} with 2, 4 or 8 bits for all layers are read",
-            fix=_ORIGINAL,
+            fix=ORIGINAL,
         )
     return Quantization(
         "compressed-tensors",
@@ -483,7 +483,7 @@ def stored_shapes(how: Quantization, headers: list[TensorHeader], where: str) ->
             f"{head} is quantized" if head else f"no weight is quantized with {_title(how.kind)}",
             where=where,
             why="the head is computed with dense weights" if head else "it is the method in config.json",
-            fix=_ORIGINAL if head else "copy config.json and the weights again",
+            fix=ORIGINAL if head else "copy config.json and the weights again",
         )
     return shapes
 
@@ -506,7 +506,7 @@ def _stored_shape(how: Quantization, layer: str, parts: dict[str, TensorHeader],
         f" {' or '.join(map(str, _WIDTHS[how.kind]))} bits",
         where=where,
         why=", ".join(f"{name} {part.dtype} {part.shape}" for name, part in parts.items()),
-        fix=f"copy the weights again, or {_ORIGINAL}",
+        fix=f"copy the weights again, or {ORIGINAL}",
     )
 
 

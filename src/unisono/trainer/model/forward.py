@@ -14,8 +14,9 @@ padded rows, by the same test.
 """
 
 import contextlib
+import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -35,6 +36,7 @@ from unisono.trainer.model.attention import (
     attention_of,
     merge,
     register,
+    set_attention,
     shorten_last_layer,
     to_device,
 )
@@ -57,7 +59,7 @@ from unisono.trainer.model.layers import (
     why_no_kernels,
 )
 from unisono.trainer.model.load import DTYPES, LIBRARY_ERRORS, LoadedModel
-from unisono.trainer.model.multimodal import body_of
+from unisono.trainer.model.multimodal import body_of, with_vision
 from unisono.trainer.model.parts import parts_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.routers import Routers, find_routers
@@ -66,6 +68,58 @@ from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_laye
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PictureInputs:
+    """The pictures of rows as their model gets them.
+
+    Attributes:
+        tensors: arguments of its forward, e.g. `pixel_values`; the first axis of each is of
+            pictures, tiles or patches.
+        image_ids: the tokens of which each stands for a feature.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    image_ids: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[Mapping[str, torch.Tensor]], image_ids: Sequence[int], device: torch.device
+    ) -> "PictureInputs | None":
+        """Those of several pictures in order; None without any.
+
+        Where pictures differ along another axis than the first, e.g. in the number of tiles, zeros
+        are behind the smaller ones, which models of tiles ignore.
+        """
+        if not parts:
+            return None
+        tensors = {name: _behind_each_other([part[name] for part in parts]).to(device) for name in parts[0]}
+        return cls(tensors, image_ids)
+
+    def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The arguments for rows of tokens (…, T).
+
+        Args:
+            ids: the tokens.
+            names: of the arguments that the model has; it may need the kind of each token.
+        """
+        kinds = torch.isin(ids, torch.tensor(self.image_ids, device=ids.device)).long()
+        kinds_names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in names]
+        return {**self.tensors, **dict.fromkeys(kinds_names, kinds)}
+
+
+@dataclass(frozen=True)
+class PictureProbe:
+    """Rows with pictures on which implementations of the forward are compared.
+
+    Attributes:
+        rows: with their pictures.
+        alone: the pictures of each row.
+    """
+
+    rows: "Rows"
+    alone: Sequence[PictureInputs]
 
 
 @dataclass(frozen=True)
@@ -85,6 +139,7 @@ class Rows:
         weights: (N,) float32, the weight of each loss token, up to 1; None: all count in full.
         ends: where the rows end, if the device knows it already; None: it follows from their
             lengths.
+        pictures: of all rows; None: there are none.
     """
 
     input_ids: torch.Tensor
@@ -97,6 +152,7 @@ class Rows:
     common: list[int] = field(default_factory=list)
     weights: torch.Tensor | None = None
     ends: Ends | None = None
+    pictures: PictureInputs | None = None
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """(R,): the sums of values (N,) at the loss tokens of each row; 0 for a row without any."""
@@ -176,7 +232,7 @@ class Forward:
             smoothing: the share of the target probability that is spread evenly over the vocabulary
                 (arXiv:1512.00567).
         """
-        if self.graphs is not None and not smoothing and torch.is_grad_enabled():
+        if self.graphs is not None and not smoothing and rows.pictures is None and torch.is_grad_enabled():
             loss = self.graphs.loss(rows, count)
             if loss is not None:
                 return loss
@@ -293,12 +349,19 @@ class Forward:
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
             options = {"wanted_tokens": index} if self.shortens else {}
-            hidden = self._body(
+            hidden = self._reader(rows)(
                 **_flat_inputs(rows, merged, numbered=self.states_reset), **options
             ).last_hidden_state[0]
             return hidden if self.shortens else hidden[index]
         ids, row, column = _padded_inputs(rows)
-        return self._body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+        return self._reader(rows)(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+
+    def _reader(self, rows: Rows) -> Callable[..., Any]:
+        """What gives the hidden states of rows: the decoder; for pictures the module around it and
+        the vision part.
+        """
+        pictures = rows.pictures
+        return self._body if pictures is None else _seeing(with_vision(self.loaded.base), pictures)
 
     @cached_property
     def _body(self) -> Any:
@@ -309,15 +372,20 @@ class Forward:
         if self.layout == "flat":
             merged = self._merged(rows)
             index = rows.label_index if merged is None else merged.place[rows.label_index]
-            return self.loaded.base(
+            return self._whole(rows)(
                 **_flat_inputs(rows, merged, numbered=self.states_reset), logits_to_keep=index
             ).logits[0]
         ids, row, column = _padded_inputs(rows)
-        return self.loaded.base(input_ids=ids, use_cache=False).logits[row, column]
+        return self._whole(rows)(input_ids=ids, use_cache=False).logits[row, column]
+
+    def _whole(self, rows: Rows) -> Callable[..., Any]:
+        """What gives the logits of rows."""
+        base = self.loaded.base
+        return base if rows.pictures is None else _seeing(base, rows.pictures)
 
     def _merged(self, rows: Rows) -> Merged | None:
         """Which tokens are computed; None for all."""
-        if not self.merges or rows.noise is not None or not any(rows.common):
+        if not self.merges or rows.noise is not None or rows.pictures is not None or not any(rows.common):
             return None
         return merge(rows.lengths, rows.common, rows.input_ids.device)
 
@@ -328,14 +396,14 @@ class Forward:
         """
         base = self.loaded.base
         if self.layout == "flat":
-            base.set_attn_implementation(self.own_attention)
+            set_attention(base, self.own_attention)
         scale_rows_together(self.rows_apart)
         try:
             with self._precision():
                 yield self.loaded.model
         finally:
             if self.layout == "flat":
-                base.set_attn_implementation(FLAT_ATTENTION)
+                set_attention(base, FLAT_ATTENTION)
             self.rows_apart = scale_rows_apart(base)
 
 
@@ -348,6 +416,7 @@ def choose_forward(
     root: Callable[[Callable[[], Any]], Any] | None = None,
     trains: bool = True,
     router_loss: RouterLossSection | None = None,
+    pictures: PictureProbe | None = None,
 ) -> Forward:
     """Finds the fastest implementation that is correct for this model, by testing.
 
@@ -359,6 +428,7 @@ def choose_forward(
         root: the root of sharded weights; all ranks must call this function then.
         trains: whether there will be backward passes.
         router_loss: the losses of routers, for which every layer has all tokens of each row.
+        pictures: rows of the run with pictures, if it has any.
 
     Raises:
         ModelError: if rows would influence each other, the model fails on two short rows, or it
@@ -388,6 +458,7 @@ def choose_forward(
             forward.within(lambda: _try_head(forward, reference))
         if not loaded.is_reward or forward.head == "chunked":
             forward.within(lambda: _try_flat(forward, reference))
+        seen = forward.within(lambda: _try_pictures(forward, pictures))
         if not loaded.is_reward and forward.layout == "padded":
             forward.within(lambda: _refuse_influence_of_padding(forward, reference))
         if trains:
@@ -402,7 +473,13 @@ def choose_forward(
         if forward.layout == "flat" and dtype == "bfloat16" and (is_full or quick):
             compiles = base.device.type == "cuda" and root is None
             forward.within(lambda: _try_layers(forward, reference, compiles=compiles, trains=trains))
+        forward.within(lambda: _refuse_other_pictures(forward, pictures, seen))
     loaded.model.train(was_training)
+    _refuse_padded_rope(forward)
+    return forward
+
+
+def _refuse_padded_rope(forward: Forward) -> None:
     if forward.rows_apart and forward.layout == "padded":
         raise ModelError.of(
             "dynamic RoPE would make rows depend on each other in this model",
@@ -410,7 +487,6 @@ def choose_forward(
             why=f"its rows are padded to the longest of a batch: {forward.why}",
             fix="use kind: yarn, linear or llama3",
         )
-    return forward
 
 
 def _probe_rows(base: Any, *, first: int) -> Rows:
@@ -630,7 +706,7 @@ def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
     if not (states or getattr(base, "_supports_attention_backend", False)):
         forward.why = "its attention cannot be replaced"
         return
-    base.set_attn_implementation(FLAT_ATTENTION)
+    set_attention(base, FLAT_ATTENTION)
     forward.layout, forward.states_reset = "flat", bool(states)
     why = _why_not_flat(forward, reference)
     if why and states:
@@ -641,7 +717,95 @@ def _try_flat(forward: Forward, reference: torch.Tensor) -> None:
         return
     unpad_rows(states)
     forward.layout, forward.why = "padded", why
-    base.set_attn_implementation(forward.own_attention)
+    set_attention(base, forward.own_attention)
+
+
+def _behind_each_other(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors joined along the first axis, with zeros where one is smaller along another."""
+    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    padded = []
+    for value in values:
+        larger = value
+        if list(value.shape[1:]) != shape:
+            larger = value.new_zeros(value.shape[0], *shape)
+            larger[tuple(map(slice, value.shape))] = value
+        padded.append(larger)
+    return torch.cat(padded)
+
+
+def _seeing(module: Any, pictures: PictureInputs) -> Callable[..., Any]:
+    """The forward of a module with pictures beside the tokens."""
+    names = inspect.signature(module.forward).parameters
+
+    def forward(*, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        return module(input_ids=input_ids, **inputs, **pictures.arguments(input_ids, names))
+
+    return forward
+
+
+def _alone_with_pictures(forward: Forward, probe: PictureProbe) -> torch.Tensor:
+    """(N, V): the logits at loss tokens, with each row alone through the unmodified model."""
+    base, rows = forward.loaded.base, probe.rows
+    layout = forward.layout
+    if layout == "flat":
+        set_attention(base, forward.own_attention)
+    with forward._precision():  # noqa: SLF001 - same module
+        parts = [
+            _seeing(base, pictures)(input_ids=ids[None], use_cache=False).logits[0].float()
+            for ids, pictures in zip(rows.input_ids.split(rows.lengths), probe.alone, strict=True)
+        ]
+    if layout == "flat":
+        set_attention(base, FLAT_ATTENTION)
+    return torch.cat(parts)[rows.label_index]
+
+
+def _try_pictures(forward: Forward, probe: PictureProbe | None) -> torch.Tensor | None:
+    """Keeps the flat layout only if rows with pictures are the same in it; gives their logits, None
+    without any.
+    """
+    if probe is None:
+        return None
+    seen = _alone_with_pictures(forward, probe)
+    if forward.layout != "flat":
+        return seen
+    try:
+        with forward._precision():  # noqa: SLF001 - same module
+            alike = _alike(forward._logits(probe.rows).float(), seen, forward.dtype)  # noqa: SLF001
+        why = "" if alike else "rows with pictures in one sequence influence each other"
+    except UnsupportedAttentionError as error:
+        why = f"its attention needs {error} for pictures"
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        why = f"flat rows with pictures failed: {type(error).__name__}"
+    if why:
+        unpad_rows(forward.states)
+        forward.layout, forward.why = "padded", why
+        set_attention(forward.loaded.base, forward.own_attention)
+    return seen
+
+
+def _refuse_other_pictures(forward: Forward, probe: PictureProbe | None, seen: torch.Tensor | None) -> None:
+    """Refuses a model whose rows with pictures are not the same in a batch as alone.
+
+    Raises:
+        ModelError: then.
+    """
+    if probe is None or seen is None:
+        return
+    with forward._precision():  # noqa: SLF001 - same module
+        if forward.head == "chunked":
+            weight, scale = _head_matrix(forward.loaded.base)
+            weight = weight.to(forward.dtype) if scale is None else weight
+            hidden = forward._hidden(probe.rows).to(forward.dtype)  # noqa: SLF001
+            logits = times_transposed(hidden, weight, scale).float()
+        else:
+            logits = forward._logits(probe.rows).float()  # noqa: SLF001
+    if _changed(logits, seen, forward.dtype):
+        raise ModelError.of(
+            "rows with pictures would not be the same in a batch as alone in this model",
+            where="model.path",
+            why="its logits change with the other rows of the batch",
+            fix="set batch.micro: 1 and data.packing: false, or use a different model",
+        )
 
 
 def _why_not_flat(forward: Forward, reference: torch.Tensor) -> str:
@@ -755,7 +919,7 @@ def _try_layers(forward: Forward, reference: torch.Tensor, *, compiles: bool, tr
     changed: list[torch.nn.Module] = []
     why = "their values differ"
     try:
-        changed = speed_up_layers(forward.loaded.model)
+        changed = speed_up_layers(_decoder_of(forward.loaded))
         with forward._precision():  # noqa: SLF001
             alike = _alike(values(rows).float(), reference, forward.dtype)
         if alike and before is not None:
@@ -774,6 +938,15 @@ def _try_layers(forward: Forward, reference: torch.Tensor, *, compiles: bool, tr
     release_scratch(changed)
     if forward.loaded.base.device.type == "cpu":
         release_originals(forward.loaded.model)
+
+
+def _decoder_of(loaded: LoadedModel) -> torch.nn.Module:
+    """The modules that may become fast: those of a multimodal model's decoder alone."""
+    base = loaded.base
+    if base.config.get_text_config() is base.config:
+        return loaded.model
+    decoder: torch.nn.Module = body_of(base)
+    return decoder
 
 
 _PROBED_ELEMENTS = 1 << 25

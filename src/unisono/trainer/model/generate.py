@@ -6,8 +6,9 @@ Letters: B rows of a batch, L tokens so far, V vocabulary.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of
+from unisono.trainer.model.attention import FLAT_ATTENTION, attention_of, set_attention
+from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.plan.task_requests import SamplingParams
 
 _ROWS = 64  # in a batch: more gain little on CPU, and all wait for the longest answer
@@ -44,6 +46,7 @@ def generate(
     is_done: IsDone | None = None,
     on_answers: Callable[[int], None] | None = None,
     is_over: Callable[[], bool] | None = None,
+    pictures: Sequence[PictureInputs | None] = (),
 ) -> list[list[int]]:
     """The answer to each prompt, as tokens, without the stop token.
 
@@ -66,6 +69,7 @@ def generate(
         on_answers: called with the number of answered prompts, after each batch.
         is_over: called after each token; True ends all answers as they are, and leaves those not
             yet started empty. Not with beams.
+        pictures: those of each prompt; empty: none has any.
     """
     assert all(prompts), "a prompt has no tokens"
     assert on_token is None or len(prompts) == 1, "only one answer can be streamed"
@@ -79,6 +83,9 @@ def generate(
                 batch, stop_ids=stop_ids, on_token=on_token, is_done=is_done, is_over=is_over
             )
             inputs = _Inputs.of([prompts[i] for i in batch], pad_id=pad_id)
+            if any(pictures):
+                seen = [one for i in batch if (one := pictures[i]) is not None]
+                inputs = replace(inputs, more=_picture_arguments(model, inputs.ids.to(model.device), seen))
             if sampling.beams > 1:
                 _search(model, inputs, listener, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
             else:
@@ -108,11 +115,13 @@ class _Inputs:
         ids: (B, L).
         mask: (B, L), 1: a token.
         pad_id: the token of the padding.
+        more: other arguments of the model, e.g. pictures.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
     pad_id: int
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompts: list[Sequence[int]], *, pad_id: int) -> "_Inputs":
@@ -120,6 +129,16 @@ class _Inputs:
         ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         return cls(torch.tensor(ids), torch.tensor(mask), pad_id)
+
+
+def _picture_arguments(
+    model: Any, ids: torch.Tensor, pictures: Sequence[PictureInputs]
+) -> dict[str, torch.Tensor]:
+    """The arguments of a model for the pictures of a batch (B, L), in its order."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tensors = [one.tensors for one in pictures]
+    seen = PictureInputs.of(tensors, pictures[0].image_ids if pictures else (), ids.device)
+    return {} if seen is None else seen.arguments(ids, inspect.signature(base.forward).parameters)
 
 
 def _run(
@@ -141,6 +160,7 @@ def _run(
     model.generate(
         input_ids=inputs.ids.to(model.device),
         attention_mask=inputs.mask.to(model.device),
+        **inputs.more,
         generation_config=settings,
         stopping_criteria=StoppingCriteriaList([listener]),
         logits_processor=LogitsProcessorList([*_penalties(penalty, inputs.mask.to(model.device)), draws]),
@@ -172,6 +192,7 @@ def _search(
     sequences = model.generate(
         input_ids=inputs.ids.to(model.device),
         attention_mask=mask,
+        **inputs.more,
         generation_config=settings,
         logits_processor=LogitsProcessorList(
             _penalties(sampling.repetition_penalty, mask.repeat_interleave(sampling.beams, dim=0))
@@ -359,12 +380,12 @@ def undisturbed(model: Any) -> Iterator[None]:
     model.eval()
     base.generation_config = GenerationConfig()
     if attention == FLAT_ATTENTION:
-        base.set_attn_implementation("sdpa")
+        set_attention(base, "sdpa")
     try:
         yield
     finally:
         if attention == FLAT_ATTENTION:
-            base.set_attn_implementation(attention)
+            set_attention(base, attention)
         base.generation_config = settings
         for module in training:
             module.training = True

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import RunConfig, TrainOnlySection
+from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
@@ -36,13 +36,12 @@ from unisono.trainer.model.files import (
     weight_files,
 )
 from unisono.trainer.model.layers import scale_rope
-from unisono.trainer.model.multimodal import auto_class, release_parts
+from unisono.trainer.model.multimodal import auto_class, freeze_parts, release_parts, select_parts
 from unisono.trainer.model.quantization import (
     QuantizedLoad,
     count_parameters,
     packed_weights,
     quantized_load,
-    refuse_adapted_experts,
     scales_of,
     set_products,
     without_heap,
@@ -108,9 +107,18 @@ class LoadedModel:
 
 
 def load_for_training(
-    config: RunConfig, *, directory: Path, tokenizer_directory: Path, dtype: str, device: torch.device
+    config: RunConfig,
+    *,
+    directory: Path,
+    tokenizer_directory: Path,
+    dtype: str,
+    device: torch.device,
+    keeps_parts: bool = False,
 ) -> LoadedModel:
     """Loads the model with its adapter. Frozen weights are in `dtype`, trained ones in float32.
+
+    With `keeps_parts` a multimodal model has the parts that rows of text do not need; they are
+    frozen.
 
     The caller must seed torch's global generator: it draws the initial weights of an adapter or a
     random model.
@@ -133,6 +141,7 @@ def load_for_training(
         trust_remote_code=config.model.trust_remote_code,
         adjust=partial(_adjust, config),
         reward=reward,
+        keeps_parts=keeps_parts,
     )
     grown = _fit_vocabulary(base, tokenizer, grow=config.model.resize_vocabulary)
     if reward:
@@ -140,12 +149,14 @@ def load_for_training(
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
+    parts = tuple(config.train_parts) if keeps_parts else LANGUAGE
     if config.adapter is not None:
-        refuse_adapted_experts(base, config.adapter.targets)
         model, changes = add_adapter(
-            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None
+            base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts
         )
     else:
+        if keeps_parts:
+            select_parts(base, parts)
         _freeze(base, config.freeze)
         if config.train_only is not None:
             _train_only(base, config.train_only)
@@ -204,6 +215,7 @@ def load_base(
     adjust: Callable[[Any], None] = lambda _settings: None,
     reward: bool = False,
     quantized: QuantizedLoad | None = None,
+    keeps_parts: bool = False,
 ) -> Any:
     """The transformers model of a directory, with all weights found and of the right shape.
 
@@ -218,6 +230,7 @@ def load_base(
         adjust: changes the model's config before the model is made from it.
         reward: load sequence classification with one label instead of a causal language model.
         quantized: how its linear layers are quantized; the model is on that device then.
+        keeps_parts: keep all parts of a multimodal model, frozen.
 
     Raises:
         ModelError: with the type, the file or the tensors that are wrong.
@@ -270,7 +283,7 @@ def load_base(
         info["missing_keys"] = set(info["missing_keys"]) - {f"{SCORE}.weight"}
     _refuse_gaps(directory, info)
     if not reward and multimodal_class(stored) is not None:
-        release_parts(model)
+        freeze_parts(model) if keeps_parts else release_parts(model)
     if quantized is not None:
         set_products(model, quantized, where=str(directory))
     return model

@@ -5,6 +5,7 @@ and audio parts are not kept in memory: what is written of the model copies thei
 files of the processor, from the original directory.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from unisono.base.errors import ModelError
 from unisono.base.files import open_plain
+from unisono.trainer.config.schema import ModelPart
 from unisono.trainer.model.directory import multimodal_class
 from unisono.trainer.model.files import (
     ConfigJson,
@@ -48,6 +50,107 @@ def body_of(base: Any) -> Any:
     embedding = base.get_input_embeddings()
     models = [module for module in base.modules() if isinstance(module, PreTrainedModel)]
     return [model for model in models if embedding in set(model.modules())][-1]
+
+
+def freeze_parts(base: Any) -> None:
+    """Freezes what is neither the decoder nor the head of a multimodal model."""
+    base.requires_grad_(False)
+    for part in (body_of(base), base.get_output_embeddings()):
+        for parameter in part.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())  # others are quantized
+
+
+_PROJECTOR = re.compile(
+    r"(^|\.)(multi_modal_projector|mm_projector|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)"
+)
+"""In the names of what lies between the vision part and the decoder."""
+_PEFT = "base_model.model."
+
+
+def part_of(name: str, inside: tuple[str, ...]) -> ModelPart:
+    """The part of a vision-language model that a module or parameter belongs to.
+
+    Args:
+        name: of it, also in a peft model.
+        inside: `text_prefixes` of the model.
+    """
+    plain = name.removeprefix(_PEFT)
+    if f"{plain}.".startswith(inside):
+        return "language"
+    return "projector" if _PROJECTOR.search(plain) else "vision"
+
+
+def select_parts(base: Any, parts: Collection[ModelPart]) -> None:
+    """Freezes the parts of a vision-language model that are not trained.
+
+    Raises:
+        ModelError: if it lacks one that is.
+    """
+    inside = text_prefixes(base)
+    present = set()
+    for name, parameter in base.named_parameters():
+        part = part_of(name, inside)
+        present.add(part)
+        if parameter.is_floating_point():  # others are quantized
+            parameter.requires_grad_(part in parts)
+    missing = sorted(set(parts) - present)
+    if missing:
+        raise ModelError.of(
+            f"the model has no {missing[0]}",
+            where="train_parts",
+            why=f"its modules outside of the decoder are {', '.join(sorted(_outer_names(base, inside))[:12])}",
+            fix=f"remove {missing[0]} from train_parts",
+        )
+
+
+def _outer_names(base: Any, inside: tuple[str, ...]) -> set[str]:
+    names = (name for name, _ in base.named_parameters() if not name.startswith(inside))
+    return {".".join(name.split(".")[:3]) for name in names}
+
+
+def vision_layers(base: Any) -> list[str]:
+    """The names of the linear layers of a model's vision part, without the projector."""
+    inside = text_prefixes(base)
+    return [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, torch.nn.Linear) and part_of(name, inside) == "vision"
+    ]
+
+
+def projector_modules(base: Any) -> list[str]:
+    """The names of the outermost modules of a model's projector that have a forward."""
+    inside = text_prefixes(base)
+    chosen: list[str] = []
+    for name, module in base.named_modules():
+        is_first = not any(name.startswith(f"{other}.") for other in chosen)
+        is_list = isinstance(module, torch.nn.ModuleList)
+        if name and is_first and not is_list and part_of(name, inside) == "projector":
+            chosen.append(name)
+    return chosen
+
+
+def count_trained(loaded: Any) -> dict[str, list[int]]:
+    """Trained and all parameters of each part of a vision-language model, by part; empty for
+    others, and without its vision part in memory.
+    """
+    base = loaded.base
+    if not hasattr(base, "config") or base.config.get_text_config() is base.config:
+        return {}
+    inside, counts = text_prefixes(base), dict[str, list[int]]()
+    for name, parameter in loaded.model.named_parameters():
+        of_part = counts.setdefault(part_of(name, inside), [0, 0])
+        of_part[0] += parameter.numel() * parameter.requires_grad
+        of_part[1] += parameter.numel()
+    return counts if "vision" in counts else {}
+
+
+def with_vision(base: Any) -> Any:
+    """The module of a multimodal model that gives the hidden states of tokens and pictures: the one
+    around its decoder and its vision part.
+    """
+    body = body_of(base)
+    return next(child for child in base.children() if body in set(child.modules()))
 
 
 def release_parts(base: Any) -> None:

@@ -74,7 +74,7 @@ def parts_of(model: Any, *, head: str | None = None) -> dict[str, str]:
             parts[name] = "embeddings"
         elif name in routers:
             parts[name] = "router"
-        elif _experts(name, module):
+        elif count_experts(name, module):
             parts[name] = "experts"
         else:
             parts[name] = _part_of_linear(name, modules) if _is_linear(module) else "other"
@@ -84,7 +84,7 @@ def parts_of(model: Any, *, head: str | None = None) -> dict[str, str]:
 def _routers(modules: dict[str, "torch.nn.Module"]) -> Iterator[str]:
     """The names of what lies beside experts and gives a value for each of them."""
     for name, module in modules.items():
-        count = _experts(name, module)
+        count = count_experts(name, module)
         block = name.rpartition(".")[0]
         for last, beside in modules[block].named_children() if count else ():
             weight = getattr(beside, "weight", None)
@@ -93,15 +93,23 @@ def _routers(modules: dict[str, "torch.nn.Module"]) -> Iterator[str]:
                 yield f"{block}.{last}"
 
 
-def _experts(name: str, module: "torch.nn.Module") -> int:
-    """How many experts a module has; 0 if it has none."""
+def count_experts(name: str, module: "torch.nn.Module") -> int:
+    """How many experts a module has, as layers or in tensors; 0 if it has none."""
     from torch.nn import ModuleList
 
     if isinstance(module, ModuleList) and name.endswith(".experts"):
         return len(module)
     if not _EXPERTS_CLASS.search(type(module).__name__):
         return 0
-    return next((p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3), 0)
+    return next((tensor.shape[0] for _, tensor in _own_tensors(module) if tensor.ndim == 3), 0)
+
+
+def _own_tensors(module: "torch.nn.Module") -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Name and value of each parameter; of quantized experts a tensor without values."""
+    for name in module._parameters:  # noqa: SLF001 - theirs are None, which no public name gives
+        tensor = getattr(module, name)
+        if tensor is not None:
+            yield name, tensor
 
 
 def _part_of_linear(name: str, modules: dict[str, "torch.nn.Module"]) -> str:
@@ -153,7 +161,7 @@ def adaptable_weights(model: Any, *, head: str | None = None) -> list[Weight]:
                 Weight(name, f"{name}.weight", part, tuple(shape), last in moved, refused.get(last, ""))
             )
             continue
-        for leaf, parameter in module.named_parameters(recurse=False):
+        for leaf, parameter in _own_tensors(module):
             if parameter.ndim == 3 if part == "experts" else part == "router" and leaf == "weight":
                 full = f"{name}.{leaf}"
                 weights.append(Weight(full, full, part, tuple(parameter.shape), True, ""))
@@ -271,6 +279,15 @@ def count_parts(model: Any, *, head: str | None = None) -> dict[str, int]:
         if name.startswith(inside):
             counts[parts[name.rpartition(".")[0]]] += parameter.numel()
     return dict(counts)
+
+
+def experts_of_layer(weights: list[Weight]) -> int:
+    """Parameters of the largest module of experts that are tensors of many matrices."""
+    counts: Counter[str] = Counter()
+    for weight in weights:
+        if len(weight.shape) == 3:
+            counts[weight.name.rpartition(".")[0]] += prod(weight.shape)
+    return max(counts.values(), default=0)
 
 
 def weights_in_files(headers: Sequence[TensorHeader]) -> tuple[list[Weight], dict[str, int]]:

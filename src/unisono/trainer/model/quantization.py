@@ -27,12 +27,20 @@ from torch.utils.checkpoint import checkpoint
 from unisono.base.errors import ModelError
 from unisono.trainer.config.schema import ModelSection, RunConfig
 from unisono.trainer.model.directory import read_model_config
-from unisono.trainer.model.file_settings import Quantization, StoredShape, quantization_of, stored_shapes
+from unisono.trainer.model.file_settings import (
+    ORIGINAL,
+    Quantization,
+    StoredShape,
+    quantization_of,
+    stored_shapes,
+)
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.kernels import load_kernels, product, product_back
+from unisono.trainer.model.parts import count_experts
 
 _LARGEST_INT8 = 127.0
-_READER = "unisono_stored"  # our name among the methods of transformers
+_READER = "unisono_stored"  # our names among the methods of transformers
+_QUANTIZER = "unisono_bitsandbytes"
 _AT_A_TIME = 1 << 18  # weights of which all steps are done before the next ones on a CPU, in its cache
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in 32 bits the weights of eight outputs are
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -74,14 +82,18 @@ class QuantizedLoad:
     def _settings(self) -> Any:
         from transformers import BitsAndBytesConfig
 
+        _register_quantizers()
         if self.how.kind == "int8":
-            return BitsAndBytesConfig(load_in_8bit=True)
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=self.how.kind,
-            bnb_4bit_use_double_quant=self.how.double,
-            bnb_4bit_compute_dtype=self.compute,
-        )
+            settings = BitsAndBytesConfig(load_in_8bit=True)
+        else:
+            settings = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type=self.how.kind,
+                bnb_4bit_use_double_quant=self.how.double,
+                bnb_4bit_compute_dtype=self.compute,
+            )
+        settings.quant_method = f"{_QUANTIZER}_{settings.quantization_method()}"
+        return settings
 
     def _check_device(self) -> None:
         import bitsandbytes
@@ -139,36 +151,52 @@ def set_products(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> 
         ModelError: if most of the model's matrices are not linear layers, so that they are not
             quantized.
     """
+    _pack_files(model, load, where=where)
+    _put_quantized_experts(model)
     layers = [layer for _, layer in quantized_layers(model)]
+    _refuse_other_weights(model, layers, load, where=where)
     for layer in layers:
-        if isinstance(layer, StoredLinear):
-            layer.pack(load.how.layout, load.device, where=where)
-    for experts, stored in stored_experts(model):
-        stored.pack(experts, load.device)
-    inside = sum(layer.in_features * layer.out_features for layer in layers)
-    outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}  # fused experts
-    if inside == 0 or sum(outside.values()) > inside:
-        largest = max(outside, key=lambda name: outside[name], default="")
-        raise ModelError.of(
-            f"the weights of this model cannot be quantized as {load.how.kind}",
-            where=where,
-            why=(
-                f"most of them are not in linear layers, e.g. {largest}"
-                if largest
-                else "it has no linear layers besides its head"
-            ),
-            fix="set model.quantize: null",
-        )
-    for layer in layers:
-        if not load.how.layout and (state := getattr(layer, "quant_state", None)) is not None:
+        state = state_of(layer)
+        if not isinstance(state, torch.Tensor | Scales):  # of bitsandbytes in 4 bits
             state.dtype = load.compute
         layer.compute_dtype = load.compute
-        if not isinstance(layer, StoredExperts):
+        if not isinstance(layer, QuantizedExperts):
             layer.forward = types.MethodType(_forward, layer)
     if load.how.embeddings:
         _pack_embeddings(model)
     if not load.how.stored:
         _release_files(model)
+
+
+def _pack_files(model: torch.nn.Module, load: QuantizedLoad, *, where: str) -> None:
+    """Makes weights of the tensors of files that unisono reads itself."""
+    for _, layer in quantized_layers(model):
+        if isinstance(layer, StoredLinear):
+            layer.pack(load.how.layout, load.device, where=where)
+    for experts, quantized in quantized_experts(model):
+        if isinstance(quantized, StoredExperts):
+            quantized.pack(experts, load.device)
+
+
+def _refuse_other_weights(
+    model: torch.nn.Module, layers: list[Any], load: QuantizedLoad, *, where: str
+) -> None:
+    """Refuses a model if most of its matrices are not those of its quantized layers."""
+    inside = sum(layer.in_features * layer.out_features for layer in layers)
+    outside = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 2}
+    if inside > 0 and sum(outside.values()) <= inside:
+        return
+    largest = max(outside, key=lambda name: outside[name], default="")
+    raise ModelError.of(
+        f"the weights of this model cannot be quantized as {load.how.kind}",
+        where=where,
+        why=(
+            f"most of them are not in linear layers, e.g. {largest}"
+            if largest
+            else "it has no linear layers besides its head"
+        ),
+        fix=ORIGINAL if load.how.stored else "set model.quantize: null",
+    )
 
 
 def _release_files(model: torch.nn.Module) -> None:
@@ -194,7 +222,7 @@ def quantized_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         # same names, and no compute_dtype or state.
         kind = type(module)
         is_theirs = kind.__module__.startswith("bitsandbytes.")
-        if kind in (StoredLinear, StoredExperts) or (
+        if isinstance(module, StoredLinear | QuantizedExperts) or (
             is_theirs and kind.__name__ in ("Linear4bit", "Linear8bitLt")
         ):
             yield name, module
@@ -264,7 +292,9 @@ def keep_scales(model: torch.nn.Module, device: torch.device) -> None:
     """
     for _, layer in quantized_layers(model):
         state = state_of(layer)
-        if isinstance(state, torch.Tensor):
+        if isinstance(layer, QuantizedExperts) and isinstance(state, torch.Tensor):
+            layer.quant_state = state.to(device)
+        elif isinstance(state, torch.Tensor):
             layer.state.SCB = state.to(device)
         else:
             state.to(device)
@@ -667,24 +697,73 @@ def _put_stored_layers(model: Any, directory: Path, how: Quantization) -> list[s
 # ---- experts whose matrices are one parameter
 
 
-class StoredExperts(torch.nn.Module):
-    """The quantized matrices of all experts, one below the other, for one parameter of their
-    module, e.g. `gate_up_proj`.
+class QuantizedExperts(torch.nn.Module):
+    """The quantized matrices of all experts for one parameter of their module, e.g. `gate_up_proj`.
 
-    It is a child of that module, which has the tensors of the files until `pack`.
+    It is a child of that module, which keeps the place of the parameter and, as a plain attribute,
+    a tensor of its shape, dtype and device without values: peft reads these.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the parameter.
+        dtype: of the parameter.
+        adapters: the wrappers of peft on it.
+    """
+
+    def __init__(
+        self, experts: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, ins: int
+    ) -> None:
+        super().__init__()
+        self.name, self.shape, self.dtype, self.turned = name, shape, dtype, False
+        self.compute_dtype, self.bias = torch.float32, None
+        self.in_features, self.out_features = ins, math.prod(shape) // ins
+        self.adapters: list[Any] = []
+        self.quant_state: Any = None
+        self.weight: torch.nn.Parameter
+        self.register_parameter("weight", None)
+        setattr(experts, name, None)
+
+    def hold(self, experts: torch.nn.Module, packed: torch.Tensor, state: Any) -> None:
+        """Takes the weight and what dequantizes it, and replaces the forward of the module."""
+        self.weight, self.quant_state = torch.nn.Parameter(packed, requires_grad=False), state
+        self.put_outline(experts)
+        experts.forward = types.MethodType(_forward_of_experts, experts)
+
+    def put_outline(self, experts: torch.nn.Module) -> None:
+        """Gives the module the tensor without values."""
+        vars(experts)[self.name] = self.weight.new_empty((), dtype=self.dtype).expand(self.shape)
+
+    def dense(self) -> torch.Tensor:
+        """The parameter as the module of transformers has it."""
+        weight = dequantized(self.weight, self.quant_state, self.compute_dtype).to(self.dtype)
+        if self.turned:
+            return weight.view(self.shape[0], -1, self.in_features).transpose(1, 2)
+        return weight.view(self.shape)
+
+    def adapted(self) -> torch.Tensor:
+        """W + s·B·A of each expert, in the dtype of the parameter, as peft computes it on dense
+        experts.
+        """
+        weight = self.dense()
+        for wrapper in self.adapters:
+            names = [] if wrapper.disable_adapters else wrapper.active_adapters
+            for name in set(names) & set(wrapper.lora_A):
+                left, right, scaling = wrapper.get_delta_factors(name)
+                with torch.autocast(weight.device.type, enabled=False):
+                    weight = torch.baddbmm(weight, left, right, alpha=scaling)
+        return weight
+
+
+class StoredExperts(QuantizedExperts):
+    """Those that are quantized in the files, one matrix below the other; until `pack` the module
+    has the tensors of the files.
     """
 
     def __init__(self, experts: torch.nn.Module, name: str, shapes: list[StoredShape]) -> None:
-        super().__init__()
         first, parameter = shapes[0], experts.get_parameter(name)
-        self.name, self.shape, self.dtype = name, tuple(parameter.shape), parameter.dtype
-        self.bits, self.block, self.compute_dtype, self.bias = first.bits, first.block, torch.float32, None
+        super().__init__(experts, name, tuple(parameter.shape), parameter.dtype, first.ins)
+        self.bits, self.block = first.bits, first.block
         self.turned = "blocks" in first.parts  # the parameter is (experts, in, out)
-        self.in_features = first.ins
-        self.out_features = math.prod(self.shape) // first.ins
-        self.weight: torch.nn.Parameter
-        self.register_parameter("weight", None)
-        delattr(experts, name)
         self.parts: dict[str, str] = {}  # the names of the tensors in the module
         for part, header in first.parts.items():
             if part in _UNUSED:
@@ -699,18 +778,12 @@ class StoredExperts(torch.nn.Module):
         """Makes the weight and its state of the tensors of the files."""
         parts = {part: getattr(experts, name).data.to(device) for part, name in self.parts.items()}
         for name in self.parts.values():
-            delattr(experts, name)
+            if name == self.name:
+                setattr(experts, name, None)
+            else:
+                delattr(experts, name)
         rows = {part: tensor.flatten(0, 1) for part, tensor in parts.items()}
-        packed, self.quant_state = _read_stored("", rows, self.bits, self.block)
-        self.weight = torch.nn.Parameter(packed, requires_grad=False)
-        experts.forward = types.MethodType(_forward_of_experts, experts)
-
-    def dense(self) -> torch.Tensor:
-        """The parameter as the module of transformers has it."""
-        weight = dequantized(self.weight, self.quant_state, self.compute_dtype).to(self.dtype)
-        if self.turned:
-            return weight.view(self.shape[0], -1, self.in_features).transpose(1, 2)
-        return weight.view(self.shape)
+        self.hold(experts, *_read_stored("", rows, self.bits, self.block))
 
 
 def _put_stored_experts(model: Any, name: str, shapes: list[StoredShape], *, where: str) -> None:
@@ -735,40 +808,154 @@ def _put_stored_experts(model: Any, name: str, shapes: list[StoredShape], *, whe
             f" {sizes[0]}, {sizes[1]}), or share a scale",
             fix="use the model's original files",
         )
-    experts.add_module(f"{last}_stored", StoredExperts(experts, last, shapes))
+    experts.add_module(f"{last}_quantized", StoredExperts(experts, last, shapes))
     experts._is_hf_initialized = True  # noqa: SLF001 - otherwise transformers 5.23 draws the parameter
 
 
-def stored_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, StoredExperts]]:
+_READ_BY_DTYPE = ("weights_proj",)
+"""Layers that stay dense: the indexers of DeepSeek V3.2 and its kin cast what they read to the type
+of these weights, which would be bytes.
+"""
+
+
+@cache
+def _register_quantizers() -> None:
+    """Makes transformers quantize experts with the linear layers: each parameter when all of its
+    tensors are read, before those of the next one.
+
+    `bitsandbytes.nn.parametrize` quantizes parameters of a model that is in memory, and dequantizes
+    them at each access: four times in a forward with an adapter of peft.
+    """
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantizer
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    class _Quantize(ConversionOps):
+        def __init__(self, linear: Any, quantizer: Any) -> None:
+            self.linear, self.quantizer = linear, quantizer
+
+        def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+            if not self.quantizer.experts.keys() & input_dict.keys():
+                converted: dict[str, Any] = self.linear.convert(input_dict, model=model, **kwargs)
+                return converted
+            return {name: self._packed(name, value, model) for name, value in input_dict.items()}
+
+        def _packed(self, name: str, value: Any, model: Any) -> torch.nn.Parameter:
+            weight = value[0] if isinstance(value, list) else value
+            parameter = model.get_parameter(name)
+            model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True  # noqa: SLF001 - 5.23
+            packed, state = _quantize(weight, self.quantizer.quantization_config)
+            self.quantizer.experts[name] = (tuple(weight.shape), parameter.dtype, state)
+            return torch.nn.Parameter(packed, requires_grad=False)
+
+    class _Experts:
+        def get_modules_to_not_convert(self, model: Any, *args: Any, **kwargs: Any) -> list[str]:
+            left: list[str] = super().get_modules_to_not_convert(model, *args, **kwargs)  # type: ignore[misc]
+            return [*left, *_READ_BY_DTYPE]
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+            super()._process_model_before_weight_loading(model, **kwargs)  # type: ignore[misc]
+            self.experts: dict[str, Any] = {  # what dequantizes a parameter, once it is loaded
+                f"{name}.{leaf}": None
+                for name, module in model.named_modules()
+                if count_experts(name, module) and should_convert_module(name, self.modules_to_not_convert)  # type: ignore[attr-defined]
+                for leaf, parameter in module.named_parameters(recurse=False)
+                if parameter.ndim == 3
+            }
+
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+            return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)  # type: ignore[misc]
+
+        def get_quantize_ops(self) -> Any:
+            return _Quantize(super().get_quantize_ops(), self)  # type: ignore[misc]
+
+    for kind, theirs in {
+        "nf4": Bnb4BitHfQuantizer,
+        "fp4": Bnb4BitHfQuantizer,
+        "llm_int8": Bnb8BitHfQuantizer,
+    }.items():
+        register_quantizer(f"{_QUANTIZER}_{kind}")(type(f"_Quantizer_{kind}", (_Experts, theirs), {}))
+
+
+def _quantize(weight: torch.Tensor, settings: Any) -> tuple[torch.Tensor, Any]:
+    """The bytes of the matrices of experts, and what dequantizes them: a scale for each row in 8
+    bits.
+    """
+    if settings.load_in_8bit:
+        packed, scale = _in_eight_bits(weight.flatten(0, 1))
+        return packed.data, scale
+    from bitsandbytes.functional import quantize_4bit
+
+    return quantize_4bit(
+        weight.contiguous(),
+        compress_statistics=settings.bnb_4bit_use_double_quant,
+        quant_type=settings.bnb_4bit_quant_type,
+    )
+
+
+def _put_quantized_experts(model: Any) -> None:
+    """Replaces the parameters of experts that were quantized on loading."""
+    loaded = getattr(getattr(model, "hf_quantizer", None), "experts", {})
+    for name, parameter in [(n, p) for n, p in model.named_parameters() if loaded.get(n) is not None]:
+        owner, _, last = name.rpartition(".")
+        experts, (shape, dtype, state) = model.get_submodule(owner), loaded.pop(name)
+        quantized = QuantizedExperts(experts, last, shape, dtype, shape[-1])
+        quantized.hold(experts, parameter.data, state)
+        experts.add_module(f"{last}_quantized", quantized)
+
+
+def quantized_experts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, QuantizedExperts]]:
     """Each module of experts that has quantized matrices, with these."""
     for module in model.modules():
         for child in list(module.children()):
-            if isinstance(child, StoredExperts):
+            if isinstance(child, QuantizedExperts):
                 yield module, child
 
 
-def refuse_adapted_experts(base: Any, targets: str | list[str]) -> None:
-    """Refuses an adapter on all linear layers and experts of a model whose experts are quantized.
+@contextlib.contextmanager
+def parameters_of_experts(base: torch.nn.Module) -> Iterator[None]:
+    """A context in which quantized experts have parameters, without values, which peft can adapt.
+    Afterwards their module adds the adapters to the weights that it dequantizes.
 
-    Raises:
-        ModelError: with the names of the linear layers.
+    Args:
+        base: of transformers.
     """
-    named = targets.split("+") if isinstance(targets, str) else []
-    first = next((name for name, m in base.named_modules() if isinstance(m, StoredExperts)), None)
-    if first is None or not {"all-linear", "experts"} & set(named):
-        return
-    head = base.get_output_embeddings()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in base.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head and "." in name
-    }
-    raise ModelError.of(
-        f"{first.rpartition('.')[0]} are quantized in the model's files, and cannot have an adapter",
-        where=f"adapter.targets: {targets}",
-        why="they are dequantized for each product; peft adds an adapter of experts to their dense weights",
-        fix=f"set adapter.targets: [{', '.join(sorted(linear))}], or use the model's original files",
-    )
+    both = list(quantized_experts(base))
+    for experts, quantized in both:
+        outline = vars(experts).pop(quantized.name)
+        experts.register_parameter(quantized.name, torch.nn.Parameter(outline, requires_grad=False))
+    try:
+        yield
+    finally:
+        for experts, quantized in both:
+            setattr(experts, quantized.name, None)
+            quantized.put_outline(experts)
+        if both:
+            _take_adapters(base, {(id(experts), of.name): of for experts, of in both})
+
+
+def _take_adapters(base: torch.nn.Module, quantized: dict[tuple[int, str], QuantizedExperts]) -> None:
+    """Has experts, by the id of their module and the name of the parameter, compute with the
+    adapters that peft has put around their module.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for of in quantized.values():
+        of.adapters = []
+    for wrapper in base.modules():
+        if not isinstance(wrapper, ParamWrapper):
+            continue
+        experts = quantized.get((id(wrapper.get_base_layer()), wrapper.parameter_name))
+        if experts is not None:
+            experts.adapters.append(wrapper)
+            wrapper.forward = types.MethodType(_forward_of_base, wrapper)
+
+
+def _forward_of_base(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """That of the module in it, which adds the adapter itself."""
+    return wrapper.base_layer(*args, **kwargs)
 
 
 def _forward_of_experts(experts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -781,13 +968,13 @@ def _forward_of_experts(experts: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_dense_matrices(experts: Any, *args: Any, **kwargs: Any) -> Any:
-    stored = [child for child in experts.children() if isinstance(child, StoredExperts)]
-    vars(experts).update({child.name: child.dense() for child in stored})
+    quantized = [child for child in experts.children() if isinstance(child, QuantizedExperts)]
+    vars(experts).update({child.name: child.adapted() for child in quantized})
     try:
         return type(experts).forward(experts, *args, **kwargs)
     finally:
-        for child in stored:
-            del vars(experts)[child.name]
+        for child in quantized:
+            child.put_outline(experts)
 
 
 # ---- embedding and head in 8 bits
@@ -933,12 +1120,17 @@ def make_dense(model: Any, base: Any, *, dtype: torch.dtype) -> None:
     adapted = {id(layer.get_base_layer()): layer for layer in adapted_layers(model)}
     names = {id(module): name for name, module in model.named_modules()}
     joined: list[Any] = []  # how transformers parts the experts again when it saves
-    for experts, stored in list(stored_experts(model)):
-        delattr(experts, f"{stored.name}_stored")
-        dense = stored.dense().to(dtype).contiguous()
-        experts.register_parameter(stored.name, torch.nn.Parameter(dense, requires_grad=False))
+    for experts, quantized in list(quantized_experts(model)):
+        delattr(experts, f"{quantized.name}_quantized")
+        del vars(experts)[quantized.name]
+        dense = quantized.dense().to(dtype).contiguous()
+        experts.register_parameter(quantized.name, torch.nn.Parameter(dense, requires_grad=False))
         vars(experts).pop("forward", None)
-        joined = [step for step in get_model_conversion_mapping(base) if isinstance(step, WeightConverter)]
+        for wrapper in quantized.adapters:
+            del wrapper.forward
+        if isinstance(quantized, StoredExperts):
+            steps = get_model_conversion_mapping(base)
+            joined = [step for step in steps if isinstance(step, WeightConverter)]
     for _, layer in list(quantized_layers(model)):
         with torch.device("meta"):
             dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)

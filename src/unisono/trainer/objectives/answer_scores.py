@@ -57,7 +57,7 @@ def answer_scores(
             ]
         )
     scores["truncated"] = _mean([answer.is_truncated for answer in answers])
-    scores["answer_tokens"] = _mean([len(answer.tokens) for answer in answers])
+    scores["answer_tokens"] = _mean([answer.written for answer in answers])
     without = [answer.reward is None for answer in answers]
     return scores | ({"no_reward": _mean(without)} if any(without) else {})
 

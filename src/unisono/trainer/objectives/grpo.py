@@ -4,6 +4,7 @@ of their group become likelier (arXiv:2402.03300).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,6 +13,8 @@ from unisono.trainer.batches.table import TableSource
 from unisono.trainer.config.rollout_sections import GrpoSection, RolloutSection
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.load import uses_dropout
+from unisono.trainer.objectives.environments.episodes import player_in
+from unisono.trainer.objectives.environments.pool import EnvironmentPool
 from unisono.trainer.objectives.objective import Objective, Part, sums_of
 from unisono.trainer.objectives.policy import (
     POLICY_METRICS,
@@ -60,17 +63,16 @@ class Grpo(Objective):
         config = group.plan.config
         waited, is_loaded = 0, False
 
-        def show_wait(text: str) -> None:
+        def show_wait(phase: str, text: str) -> None:
             nonlocal waited
             waited += 1  # each call has a deadline, so waiting is progress
-            group.enter("reward", done=waited)
-            group.show("reward", f"waiting for {text}")
+            group.enter(phase, done=waited)
+            group.show(phase, f"waiting for {text}")
             if is_loaded:  # before, the ranks do not yet agree on an end: the first step does
                 group.end_if_stopped()
 
-        pool = RewardPool(
-            config.rewards, group.plan.code_digests, on_wait=show_wait, threads=group.plan.threads
-        )
+        digests, threads = group.plan.code_digests, group.plan.threads
+        pool = RewardPool(config.rewards, digests, partial(show_wait, "reward"), threads=threads)
         ends = EndTokens.of(rows, forward)
         sampler: AnswerSampler = (
             VllmSampler(forward, group, rows, ends)
@@ -78,9 +80,15 @@ class Grpo(Objective):
             else OwnEngine(forward, group, ends)
         )
         pool.start()
+        player = None
+        if self.rollout.environment is not None:
+            environment = EnvironmentPool(self.rollout.environment, digests, partial(show_wait, "rollout"))
+            player = player_in(
+                environment, config, forward.loaded.tokenizer, stop_ids=ends.stop_ids, table=rows.rows.table
+            )
         is_loaded = True
         reference = starting_model(group) if self.section.beta else None
-        return RolloutSource(rows, forward, group, pool, sampler, reference)
+        return RolloutSource(rows, forward, group, pool, sampler, player, reference)
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""

@@ -7,6 +7,9 @@
     row, prompt     where the prompt is from, and its text or messages, as JSON
     text            of the answer
     prompt_ids, ids, log_probs   tokens, and log-probabilities when they were sampled, float32
+    is_sampled      of each token, whether the model wrote it; null: it wrote all
+    messages        with an environment those of all turns and tools, as JSON; else null
+    turns, refused_calls   of the model, and its calls of tools that gave an error
     stop            stop, or length
     reward          the sum; null: the answer has left its group
     rewards         by function, as JSON
@@ -53,9 +56,13 @@ def write_rollout(
             "row": group.row,
             "prompt": json.dumps(group.record["prompt"], ensure_ascii=False),
             "text": answer.text,
-            "prompt_ids": group.prompt,
+            "prompt_ids": answer.prompt,
             "ids": answer.tokens,
             "log_probs": answer.log_probs,
+            "is_sampled": answer.is_sampled,
+            "messages": None if answer.messages is None else json.dumps(answer.messages, ensure_ascii=False),
+            "turns": answer.turns,
+            "refused_calls": answer.refused_calls,
             "stop": "length" if answer.is_truncated else "stop",
             "reward": answer.reward,
             "rewards": json.dumps(answer.rewards),
@@ -70,10 +77,11 @@ def write_rollout(
         for number, answer in enumerate(group.answers)
     ]
     kinds = {
-        **dict.fromkeys(("step", "place", "answer", "draw", "policy"), pa.int64()),
-        **dict.fromkeys(("row", "prompt", "text", "stop", "rewards"), pa.string()),
+        **dict.fromkeys(("step", "place", "answer", "turns", "refused_calls", "draw", "policy"), pa.int64()),
+        **dict.fromkeys(("row", "prompt", "text", "messages", "stop", "rewards"), pa.string()),
         **dict.fromkeys(("prompt_ids", "ids"), pa.list_(pa.int32())),
         "log_probs": pa.list_(pa.float32()),
+        "is_sampled": pa.list_(pa.bool_()),
         **dict.fromkeys(("reward", "advantage"), pa.float64()),
         **dict.fromkeys(("has_loss", "is_equal", "is_replaced"), pa.bool_()),
     }
@@ -100,14 +108,16 @@ def note_failures(directory: Path, failures: Sequence[RewardFailure]) -> None:
 
 
 def read_rollout(
-    directory: Path, first: int, groups: Sequence[AnswerGroup], draw: Callable[[AnswerGroup, int], None]
-) -> None:
-    """Gives groups their answers, which were sampled before the run was interrupted.
+    directory: Path, firsts: range, groups: Sequence[AnswerGroup], draw: Callable[[AnswerGroup, int], None]
+) -> bool:
+    """Gives groups their answers, which were sampled before the run was interrupted; or False if
+    none were: the run ended before their step, and has been extended since.
 
     Args:
         directory: of the run.
-        first: the first step of the rollout.
-        groups: with the prompts of their places.
+        firsts: the steps before which they may have been sampled; the last is the first that is
+            still to be made.
+        groups: with the prompts of their places, of that step and later ones.
         draw: gives a group the prompt of a draw.
 
     Raises:
@@ -115,23 +125,26 @@ def read_rollout(
     """
     from pyarrow import parquet
 
-    by_place = {group.place: group for group in groups}
-    for path in _paths(directory, first):
+    by_place, latest = {group.place: group for group in groups}, 0
+    for path in (path for first in firsts for path in _paths(directory, first)):
         try:
             rows = parquet.read_table(path).to_pylist()
         except ValueError as error:  # ArrowInvalid
             raise IntegrityError.of(
-                f"the answers that step {first} trains on are damaged",
+                f"the answers that step {firsts[-1]} trains on are damaged",
                 where=str(path),
                 why=one_line(str(error), limit=200),
                 fix=_FIX,
             ) from error
         for row in rows:
+            latest = max(latest, row["step"])
             if (group := by_place.get(row["place"])) is not None and not row["is_replaced"]:
                 if group.draw != row["draw"]:
                     draw(group, row["draw"])
                 group.is_equal = row["is_equal"]
                 group.answers.append(_answer(row))
+    if latest == firsts[-1] - 1:
+        return False
     missing = [group for group in groups if not group.answers]
     if missing:
         raise IntegrityError.of(
@@ -140,6 +153,7 @@ def read_rollout(
             why="they were sampled by weights that the checkpoint does not have",
             fix=_FIX,
         )
+    return True
 
 
 def _answer(row: dict[str, Any]) -> SampledAnswer:
@@ -153,6 +167,10 @@ def _answer(row: dict[str, Any]) -> SampledAnswer:
         reward=row["reward"],
         advantage=row["advantage"],
         has_loss=row["has_loss"],
+        is_sampled=row.get("is_sampled"),  # rollouts of earlier versions lack these
+        messages=None if row.get("messages") is None else json.loads(row["messages"]),
+        turns=row.get("turns", 1),
+        refused_calls=row.get("refused_calls", 0),
     )
 
 

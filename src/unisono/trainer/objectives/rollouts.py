@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
 from unisono.trainer.objectives.agreement import sum_or_fail
+from unisono.trainer.objectives.environments.episodes import EpisodePlayer
 from unisono.trainer.objectives.rewards.calls import RewardError, reward_names
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rewards.verdicts import verdict_on
@@ -63,6 +65,7 @@ class RolloutSource(BatchSource):
         rank: SourceRank,
         rewards: RewardPool,
         sampler: AnswerSampler,
+        player: EpisodePlayer | None = None,
         reference: Forward | None = None,
     ) -> None:
         """Nothing is sampled yet.
@@ -73,15 +76,19 @@ class RolloutSource(BatchSource):
             rank: this rank.
             rewards: a pool that was started; `close` closes it.
             sampler: of the answers; `close` closes it.
+            player: of the environment in which the model acts; `close` closes it. None: answers
+                have one turn.
             reference: a model of its own; None: there is none, or it is the one without its
                 adapter.
         """
         config = rank.plan.config
         self._reference = reference
         self._prompts, self._rank, self._rewards, self._sampler = prompts, rank, rewards, sampler
+        self._player = player
         self._tokenizer = forward.loaded.tokenizer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
-        self._names = reward_names(config.rewards)
+        of_environment = [] if player is None or player.reward_name is None else [player.reward_name]
+        self._names = [*reward_names(config.rewards), *of_environment]
         self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
         self._times = _Times(0.0, 0.0)
         self._pad_id = EndTokens.of(prompts, forward).pad_id
@@ -98,7 +105,7 @@ class RolloutSource(BatchSource):
         micros = self._micros(groups)
         counts = Counts(
             units=len(answers),
-            loss_tokens=sum(len(answer.tokens) for answer in answers if answer.has_loss),
+            loss_tokens=sum(answer.written for answer in answers if answer.has_loss),
             first_tokens=sum(len(answer.prompt) + len(answer.tokens) for answer in answers),
         )
         sequences = self._prompts.sequences(step)
@@ -114,12 +121,12 @@ class RolloutSource(BatchSource):
         """The groups of this rank by step, of the rollout that a step belongs to."""
         first = step - (step - 1) % self._section.steps
         steps = range(first, min(first + self._section.steps, self._rank.plan.total_steps + 1))
-        groups = {one: self._groups_of_rank(one) for one in steps}
+        groups = {one: self._groups_of_rank(one) for one in steps if one >= step}
         mine = [group for of_step in groups.values() for group in of_step]
         if step != first:  # the run was resumed within a rollout, whose answers are on disk
-            needed = [group for group in mine if group.step >= step]
-            read_rollout(self._rank.directory, first, needed, self._draw)
-            return groups
+            if read_rollout(self._rank.directory, range(first, step + 1), mine, self._draw):
+                return groups
+            first = step  # its last step was the one before: it has been extended since
         self._times = _Times(0.0, 0.0)
         replaced: list[AnswerGroup] = []
         sums = self._agree(mine, *self._within_weights(lambda: self._answer(mine, replaced)))
@@ -194,15 +201,19 @@ class RolloutSource(BatchSource):
     def _sample(self, groups: Sequence[AnswerGroup], *, greedy: bool = False) -> Verdict | None:
         """Samples the answers of some groups with the present weights; or why it cannot."""
         began = time.perf_counter()
+        play = self._write_answers if self._player is None else partial(self._play, self._player)
+        verdict = play(groups, greedy=greedy)
+        if verdict is None:
+            self._times.sample_s += time.perf_counter() - began
+        return verdict
+
+    def _write_answers(self, groups: Sequence[AnswerGroup], *, greedy: bool) -> Verdict | None:
+        """Answers of one turn."""
         size = 1 if greedy else self._section.group
         waiting: list[tuple[AnswerGroup, list[GeneratedAnswer]]] = []
         for group in groups:
-            sampling = SamplingParams(
-                temperature=0.0 if greedy else self._section.temperature,
-                top_p=self._section.top_p,
-                top_k=self._section.top_k,
-                seed=stream_seed(self._seed, _stream("rollout", group.draw), group.place),
-            )
+            seed = stream_seed(self._seed, _stream("rollout", group.draw), group.place)
+            sampling = self._sampling(seed, greedy=greedy)
             answers = [
                 GeneratedAnswer(group.prompt, self._section.max_new_tokens, sampling, place=number)
                 for number in range(size)
@@ -213,8 +224,32 @@ class RolloutSource(BatchSource):
             return verdict
         for group, answers in waiting:
             group.answers = [SampledAnswer.of(group.prompt, one, self._tokenizer) for one in answers]
-        self._times.sample_s += time.perf_counter() - began
         return None
+
+    def _play(self, player: EpisodePlayer, groups: Sequence[AnswerGroup], *, greedy: bool) -> Verdict | None:
+        """Answers of several turns."""
+
+        def seed_of(group: AnswerGroup, number: int, turn: str) -> int:
+            name = _stream(f"rollout, {turn}", group.draw)
+            return stream_seed(self._seed, name, group.place * self._section.group + number)
+
+        verdict = player.play(
+            groups,
+            size=1 if greedy else self._section.group,
+            seed_of=lambda group, number: seed_of(group, number, "environment"),
+            sampling_of=lambda group, number, turn: self._sampling(
+                seed_of(group, number, f"turn {turn}"), greedy=greedy
+            ),
+            sample=self._sampler.sample,
+            ranks=[self._rank.rank],
+        )
+        note_failures(self._rank.directory, player.take_failures())
+        return verdict
+
+    def _sampling(self, seed: int, *, greedy: bool) -> SamplingParams:
+        section = self._section
+        temperature = 0.0 if greedy else section.temperature
+        return SamplingParams(temperature, section.top_p, section.top_k, seed=seed)
 
     def _score(self, groups: Sequence[AnswerGroup]) -> Verdict | None:
         """Gives all answers their rewards; or what has failed, if the run ends then."""
@@ -278,12 +313,16 @@ class RolloutSource(BatchSource):
     def _micros(self, groups: Sequence[AnswerGroup]) -> list[MicroBatch]:
         """Those of the answers that have a part in the gradient, and at least one."""
         all_units = [(group, number) for group in groups for number in range(len(group.answers))]
-        units = [one for one in all_units if self._has_gradient(one[0].answers[one[1]])] or all_units[:1]
+        units = [one for one in all_units if self._has_gradient(one[0].answers[one[1]])]
+        # An answer whose environment failed at its beginning has no tokens.
+        units = units or [one for one in all_units if one[0].answers[one[1]].written][:1]
+        if not units:
+            return [self.shortest()]
         size = self._prompts.micro_batch
         return [self._micro(units[i : i + size]) for i in range(0, len(units), size)]
 
     def _has_gradient(self, answer: SampledAnswer) -> bool:
-        return answer.has_loss and (answer.advantage != 0 or self._grpo.beta > 0)
+        return answer.has_loss and answer.written > 0 and (answer.advantage != 0 or self._grpo.beta > 0)
 
     def _micro(self, units: Sequence[tuple[AnswerGroup, int]]) -> MicroBatch:
         return MicroBatch(
@@ -301,7 +340,11 @@ class RolloutSource(BatchSource):
             "has_loss": torch.tensor([answer.has_loss for answer in answers], device=device),
             "sampled": torch.tensor([p for answer in answers for p in answer.log_probs], device=device),
         }
-        rows = rows_of([(answer.prompt, answer.tokens) for answer in answers], device)
+        rows = rows_of(
+            [(answer.prompt, answer.tokens) for answer in answers],
+            device,
+            is_sampled=[answer.is_sampled for answer in answers],
+        )
         if self._reference is not None:
             with torch.no_grad():
                 temperature = self._section.temperature
@@ -324,14 +367,18 @@ class RolloutSource(BatchSource):
         unit = int(lengths.argmax() if longest else lengths.argmin())
         tokens = [self._pad_id] * (self._section.max_new_tokens if longest else 1)
         prompt = table.row(unit)[0].tolist()
+        if longest and self._player is not None:  # an environment may make it as long as that
+            prompt += [self._pad_id] * (self._player.most_prompt - len(prompt))
         answer = SampledAnswer(prompt, tokens, [-1.0] * len(tokens), "", is_truncated=False, reward=0.0)
         group = AnswerGroup(0, 0, unit, table.row_id(unit), prompt, {}, answers=[answer] * count)
         return self._micro([(group, number) for number in range(count)])
 
     def close(self) -> None:
-        """Ends the processes of rewards, and the sampler."""
+        """Ends the processes of rewards and of the environment, and the sampler."""
         self._rewards.close()
         self._sampler.close()
+        if self._player is not None:
+            self._player.close()
 
     def row_ids(self, sequences: Sequence[int]) -> list[str]:
         """The origin of the prompts of some sequences."""
@@ -359,7 +406,7 @@ class RolloutSource(BatchSource):
         self._agree(groups, *done)
         answers = [group.answers[0] for group in groups]
         scored = [answer.reward for answer in answers if answer.reward is not None]
-        sums = [sum(scored), len(scored), sum(len(answer.tokens) for answer in answers), len(answers)]
+        sums = [sum(scored), len(scored), sum(answer.written for answer in answers), len(answers)]
         summed = torch.tensor(sums, dtype=torch.float64, device=rank.device)
         rank.sum(summed)
         total, count, tokens, number = rank.figures(summed)
@@ -378,7 +425,7 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
     answers = [(group, answer) for group in groups for answer in group.answers]
     values: dict[str, list[float]] = {
         "reward": [answer.reward for _, answer in answers if answer.reward is not None],
-        "answer_tokens": [float(len(answer.tokens)) for _, answer in answers],
+        "answer_tokens": [float(answer.written) for _, answer in answers],
         "truncated": [float(answer.is_truncated) for _, answer in answers],
         "equal_groups": [float(group.is_equal) for group, _ in answers],
         "same_answers": [float(group.is_same) for group, _ in answers],
@@ -386,6 +433,9 @@ def answer_figures(groups: Sequence[AnswerGroup], names: Sequence[str], rank: So
         "resampled": [float(group.draw > 0) for group, _ in answers],
         "no_reward": [float(answer.reward is None) for _, answer in answers],
     }
+    if any(answer.messages is not None for _, answer in answers):
+        values["turns"] = [float(answer.turns) for _, answer in answers]
+        values["refused_calls"] = [float(answer.refused_calls) for _, answer in answers]
     if len(names) > 1:
         for name in names:
             given = [answer.rewards.get(name) for _, answer in answers]

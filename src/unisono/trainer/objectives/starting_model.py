@@ -24,7 +24,7 @@ def starting_model(rank: SourceRank) -> Forward | None:
     with torch.random.fork_rng():
         seed_torch(plan.config.seed, "weights")  # random weights, if there are any, are the same
         # As a model to be trained, its weights are in float32 at first: in the memory of the host.
-        loaded = training_of(plan.config).load(plan, torch.device("cpu") if adapter is None else rank.device)
+        loaded = training_of(plan).load(plan, torch.device("cpu") if adapter is None else rank.device)
     loaded.model.requires_grad_(False)
     if adapter is None:
         for parameter in loaded.model.parameters():

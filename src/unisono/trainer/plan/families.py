@@ -232,7 +232,23 @@ class _Pictures(FamilyFacts):
         return f"{show_count(pictures) if pictures >= 1000 else f'{pictures:.3g}'} pictures/s"
 
 
-TEXT, PICTURES = _Text(), _Pictures()
+class _Vision(_Text):
+    """Language models that read pictures, with rows that have some."""
+
+    folder, described = "vision", "a vision-language model"
+    can_shard = False
+
+    def size(self, data: DataSummary) -> str:
+        pictures = data.pictures
+        if pictures is None:
+            return super().size(data)
+        return (
+            f"{super().size(data)} · {show_count(pictures.number)} pictures of {pictures.median_tokens:,} tokens"
+            f" (median; 99 %: {pictures.p99_tokens:,}, most: {pictures.most_tokens:,})"
+        )
+
+
+TEXT, PICTURES, VISION = _Text(), _Pictures(), _Vision()
 _OTHERS: tuple[FamilyFacts, ...] = (PICTURES,)
 """All families but TEXT."""
 
@@ -243,7 +259,9 @@ def family_for(objective: str) -> FamilyFacts:
 
 
 def family_of(model: ModelFacts) -> FamilyFacts:
-    """The family of a model."""
+    """The family of a model with the rows of its run."""
+    if model.reads_pictures:
+        return VISION
     return next((family for family in _OTHERS if model.model_type.startswith(family.model_types)), TEXT)
 
 

@@ -58,7 +58,7 @@ def estimate_memory(
       half a row for each 64 hidden values. With gradient checkpointing those of one layer, and
       hidden values for each layer, without an adapter in float32.
     - weights of experts that an adapter changes: their sums with the adapter, for all layers, or
-      one with gradient checkpointing; and the gradient of one layer's.
+      one with gradient checkpointing, or if they are quantized; and the gradient of one layer's.
     - losses of routers: for each token and expert of every layer the logit in `dtype`, its copy and
       its probability in float32, with gradient checkpointing, too.
     - with the fast layers on a GPU instead: for each token and layer 4 × hidden + 2 × attention + 2
@@ -70,7 +70,8 @@ def estimate_memory(
       tokens; on a GPU twice 2²⁷ logits in `dtype`, or all if these are fewer.
     - of an image model a token is a position of the latents, and activations are those of its UNet
       (`plan.families`).
-    - dequantized: the largest matrix of a quantized model in `dtype`.
+    - dequantized: the largest matrix of a quantized model in `dtype`, and the experts of one layer
+      unless their sums are counted.
     - other models: reward models, and parameters × bytes of `dtype` for a copy of the start.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized
       weights. Embedding and head are whole during a step, and two layers, or the last layers of up
@@ -189,7 +190,7 @@ class _EstimatedRank:
     def trained(self) -> int:
         """Trained values: an adapter's r × (in + out) over the matrices, or all."""
         return (
-            self.model.parameters
+            self.model.parameters + (self.model.other_parameters if self.model.reads_pictures else 0)
             if self.adapter_rank is None
             else self.adapter_rank * (sum(self.model.adapted_in_out.values()) or self.model.linear_in_out)
         )
@@ -213,6 +214,11 @@ class _EstimatedRank:
     def layers_kept(self) -> int:
         """Layers whose values are kept for the backward at a time."""
         return 1 if self.gradient_checkpointing else self.model.layers
+
+    @property
+    def sums_kept(self) -> int:
+        """Layers whose sums of experts and adapters are kept at a time."""
+        return 1 if self.model.quantized else self.layers_kept
 
     @property
     def kept(self) -> int:
@@ -250,7 +256,8 @@ class _EstimatedRank:
         if self.model.quantized:
             in_matrices = self.model.linear_parameters * (self.size - self.matrix_bytes)
             saved = int(in_matrices + self.outside * (self.size - self.outside_bytes))
-        return self.model.parameters * self.size - saved
+        vision = self.model.other_parameters if self.model.reads_pictures else 0
+        return (self.model.parameters + vision) * self.size - saved
 
     @property
     def scales(self) -> int:
@@ -318,7 +325,7 @@ _TERMS = (
     _Term("trainable", "gradients_in_bfloat16", lambda r: -2 * r.model.linear_parameters,
           lambda r: r.has_narrow_gradients),
     _Term("activations", "sums_with_adapters",
-          lambda r: r.model.summed_parameters * r.size * (r.layers_kept + 1) // max(1, r.model.layers),
+          lambda r: r.model.summed_parameters * r.size * (r.sums_kept + 1) // max(1, r.model.layers),
           lambda r: not r.is_full and bool(r.model.summed_parameters)),
     _Term("activations", "fast_layers", lambda r: r.kept * _values_of_fast_layers(r.model, r.adapter_rank),
           lambda r: r.has_fast_layers),
@@ -350,6 +357,8 @@ _TERMS = (
     _Term("dequantized", "largest_matrix",
           lambda r: r.model.hidden_size * max(r.model.intermediate_size, r.model.hidden_size) * r.size,
           lambda r: bool(r.model.quantized)),
+    _Term("dequantized", "experts_of_layer", lambda r: r.model.experts_of_layer * r.size,
+          lambda r: bool(r.model.quantized) and "experts" not in r.model.adapted_in_out),
     _Term("other_models", "reward_models", lambda r: r.reward_models),
     _Term("other_models", "start", lambda r: r.weights or r.model.parameters * r.size,
           lambda r: r.keeps_start),

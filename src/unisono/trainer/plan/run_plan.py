@@ -77,8 +77,14 @@ class ModelFacts(PlanPart):
     """Parameters that peft adds the adapter to before their product, e.g. of experts; the sums are
     kept for the backward pass.
     """
+    experts_of_layer: int = 0
+    """Parameters of the experts of a layer, if they are tensors of many matrices: quantized ones
+    are dequantized together.
+    """
     omitted: dict[str, str] = {}
     """Names of layers that words of `adapter.targets` omit, with the reason of peft."""
+    reads_pictures: bool = False
+    """Whether the rows have pictures, which its vision part reads."""
 
 
 class SplitSummary(PlanPart):
@@ -94,6 +100,16 @@ class SplitSummary(PlanPart):
     """Tokens."""
 
 
+class PictureSummary(PlanPart):
+    """The pictures of rows, each counted once."""
+
+    number: int
+    median_tokens: int
+    """Tokens that stand for a picture in a row."""
+    p99_tokens: int
+    most_tokens: int
+
+
 class DataSummary(PlanPart):
     """The result of preparing the data; the rows themselves are in the cache."""
 
@@ -107,6 +123,8 @@ class DataSummary(PlanPart):
     """The totals of data.json: rows, used, cut, split, not_rendered, dropped, bad, eval, tokens,
     tokens_cut, loss_tokens.
     """
+    pictures: PictureSummary | None = None
+    """None if rows are text."""
     formats: list[str]
     """One line per source: the format, and why it was chosen."""
     template: str

@@ -178,6 +178,7 @@ class ShownRow(TypedDict, total=False):
         kl: of a rated answer, the same prompt with another row's answer.
         not_rendered: its parts that are in no token.
         columns: of a prompt that the model answers, what rewards get beside it.
+        pictures: its pictures in order, in words: name, size and tokens.
     """
 
     row: str
@@ -192,6 +193,7 @@ class ShownRow(TypedDict, total=False):
     desirable: bool
     not_rendered: list[str]
     columns: dict[str, object]
+    pictures: list[str]
 
 
 class LengthClass(TypedDict):
@@ -293,6 +295,7 @@ class GenerateRequest(TaskRequest[Generated]):
         raw: whether to continue texts without a chat template.
         max_tokens: None: 256, or what the model has room for.
         stop: texts before which an answer ends.
+        images: files of pictures of the prompt.
     """
 
     task: ClassVar = "generate"
@@ -304,6 +307,7 @@ class GenerateRequest(TaskRequest[Generated]):
     max_tokens: int | None = None
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

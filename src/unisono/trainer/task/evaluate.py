@@ -26,10 +26,11 @@ from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, 
 from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import rows_of
+from unisono.trainer.families.vision.pixels import PixelLoader
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
-from unisono.trainer.model.generate import GREEDY
+from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
@@ -57,10 +58,12 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     config = evaluation_config(opened, request.data)
     data, table = _prepared(config, request.cache_dir, report)
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
+    if data.pictures is not None and opened.processor is None:
+        opened = open_requested(request.model, report, answers=False, sees=True)
     if config.objective in PREFERENCE:
         figures, rows = preference_figures(opened, config, table, sequences, report, each=request.each)
     else:
-        figures, rows = answer_figures(opened, table, sequences, report)
+        figures, rows = answer_figures(opened, _rows_of(opened, data, table), sequences, report)
     return {
         "description": opened.target.description,
         "ledger": data.ledger,
@@ -88,13 +91,24 @@ def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[Dat
     return data, TokenTable.open(Path(data.cache_dir), "train")
 
 
+def _rows_of(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
+    """The rows of a table, with their pictures."""
+    rows = TableRows(table, opened.device)
+    if data.pictures is not None:
+        assert opened.processor is not None
+        loader = PixelLoader(Path(data.cache_dir), opened.processor, opened.device)
+        rows.add_contents(loader, seed=0, global_batch=1)
+    return rows
+
+
 def answer_figures(
-    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+    opened: InferenceModel, of_table: TableRows, sequences: Sequence[int], report: Reporter
 ) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and scores of answers, and the answers."""
-    figures = losses(opened, table, sequences, report)
+    table = of_table.table
+    figures = losses(opened, of_table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
-    questions = _questions(table, rows)
+    questions = _questions(of_table, rows)
     answers = answer_all(opened, [question for _, question in questions], report)
     references = [text_of(opened, question.answer) for _, question in questions]
     pairs = list(zip(answers, references, strict=True))
@@ -113,12 +127,12 @@ def answer_figures(
     ]
 
 
-def _questions(table: TokenTable, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
+def _questions(of_table: TableRows, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
     """The rows with a question.
 
     A row that counts in the loss as a whole, e.g. plain text, has none.
     """
-    pairs = ((row, question_of(table, row)) for row in rows)
+    pairs = ((row, of_table.question(row)) for row in rows)
     return [(row, question) for row, question in pairs if question is not None and len(question.prompt) > 1]
 
 
@@ -157,14 +171,15 @@ def evaluation_config(opened: InferenceModel, file: str) -> RunConfig:
 
 
 def losses(
-    opened: InferenceModel, table: TokenTable, sequences: Sequence[int], report: Reporter
+    opened: InferenceModel, rows: TableRows, sequences: Sequence[int], report: Reporter
 ) -> dict[str, float | None]:
     """Σ of the cross entropy over the loss tokens / their number, with perplexity, rows and
     tokens.
     """
+    table = rows.table
     count = int(table.sequence_loss_tokens()[list(sequences)].sum())
     tokens = int(table.sequence_tokens()[list(sequences)].sum())
-    total, done, rows = 0.0, 0, TableRows(table, opened.device)
+    total, done = 0.0, 0
     with torch.no_grad():
         for group in _groups(table, sequences):
             micro = rows.load(group)
@@ -333,7 +348,20 @@ def _generate(
     def on_answers(done: int) -> None:
         report.phase("generate", "answering", done=done, total=len(questions))
 
+    pictures = [question.pictures for question in questions]
     with opened.ready() as model:
+        if any(pictures):
+            answers = generate(
+                model,
+                [question.prompt for question in questions],
+                max_new_tokens=max(limits),
+                stop_ids=stops,
+                pad_id=opened.pad_id,
+                sampling=sampling,
+                on_answers=on_answers,
+                pictures=pictures,
+            )
+            return [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
         return answer_prompts(
             model,
             [question.prompt for question in questions],
@@ -362,6 +390,13 @@ def run_predict(request: PredictRequest, report: Reporter) -> Predicted:
         UnfitError: if the files cannot be written.
     """
     data, table = _prepared(request.config, request.cache_dir, report)
+    if data.pictures is not None:
+        raise DataError.of(
+            "the rows have pictures",
+            where="eval_dataset",
+            why="predictions are made for rows of text",
+            fix="measure them with `unisono eval RUN --data FILE`",
+        )
     questions = [question for row in range(table.rows) if (question := question_of(table, row)) is not None]
     if not questions:
         raise DataError.of(

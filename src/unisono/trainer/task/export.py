@@ -26,8 +26,10 @@ from unisono.base.files import fsync_dir, fsync_tree, read_json, write_json
 from unisono.base.text import parse_bytes
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
-from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.config.schema import LANGUAGE, CheckpointSection
+from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.families.text.written import WrittenModel
+from unisono.trainer.families.vision.sight import WrittenVisionModel, row_with_picture
 from unisono.trainer.model.file_settings import ADAPTER_SETTINGS
 from unisono.trainer.model.load import load_tokenizer
 from unisono.trainer.model.quantization import is_quantized
@@ -41,6 +43,7 @@ from unisono.trainer.task.inference import (
     stops_of,
     stored_dtype,
     template_of,
+    trusts_code,
 )
 from unisono.trainer.task.read_back import ReadBack, by_digests, read_back
 from unisono.trainer.task.target import Target, requested_target, verify_target
@@ -50,6 +53,7 @@ from unisono.trainer.training.weights import (
     entries_of,
     multimodal_original,
     round_as_stored,
+    trained_parts,
     write_generation_config,
     write_model,
     write_weights,
@@ -183,7 +187,10 @@ def _read_back(target: Target, out: Path, wanted: ResultLogits | None) -> ReadBa
     config = target.plan.config if target.plan is not None else None
     if config is not None and not is_adapter:  # a merged model is not quantized any more
         config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": None})})
-    written = WrittenModel(out, target.base if is_adapter else out, config, target.is_reward)
+    base = target.base if is_adapter else out
+    written = WrittenModel(out, base, config, target.is_reward)
+    if _sees(target):
+        written = WrittenVisionModel(out, base, config, reward=False, original=target.base)
     if wanted is None:
         return by_digests(out, "the files are copies, and nothing is known of the model's logits")
     return read_back(written, wanted)
@@ -197,10 +204,12 @@ def write_as_it_is(
     """
     if target.source == "checkpoint":
         assert target.plan is not None
-        loaded = load_target(target, dtype=target.plan.dtype, device=torch.device("cpu"))
+        loaded = load_target(
+            target, dtype=target.plan.dtype, device=torch.device("cpu"), keeps_parts=_sees(target)
+        )
         entries = write_weights(loaded, target.plan, directory)
         round_as_stored(loaded, target.plan)
-        return entries, _logits_of(loaded.model, target.plan.dtype) if reads_back else None
+        return entries, _logits_of(target, loaded.model, target.plan.dtype) if reads_back else None
     directory.mkdir()
     patterns = _ADAPTER_FILES if target.source == "adapter" else _MODEL_FILES
     for file in sorted({file for pattern in patterns for file in target.weights.glob(pattern)}):
@@ -229,9 +238,19 @@ def _logits_of_run(target: Target) -> ResultLogits | None:
     return ResultLogits.read(kept)
 
 
-def _logits_of(model: Any, dtype: str) -> ResultLogits:
+def _sees(target: Target) -> bool:
+    """Whether it was trained on rows with pictures."""
+    return target.plan is not None and target.plan.model.reads_pictures
+
+
+def _logits_of(target: Target, model: Any, dtype: str) -> ResultLogits:
+    """The logits of three rows, one with a picture if it was trained on such."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return ResultLogits.of(model, fixed_rows(base.get_input_embeddings().weight.shape[0]), dtype=dtype)
+    rows = fixed_rows(base.get_input_embeddings().weight.shape[0])
+    if not _sees(target):
+        return ResultLogits.of(model, rows, dtype=dtype)
+    ids, picture = row_with_picture(PictureProcessor(target.base, trust_remote_code=trusts_code(target)))
+    return ResultLogits.of(model, [*rows[:2], ids], dtype=dtype, pictures={2: picture})
 
 
 def write_merged(
@@ -247,12 +266,12 @@ def write_merged(
     """
     dtype = stored_dtype(target.base)
     report.phase("load_model", f"loading {target.description}")
-    loaded = load_target(target, dtype=dtype, device=torch.device("cpu"))
-    wanted = _logits_of(loaded.model, dtype)
+    loaded = load_target(target, dtype=dtype, device=torch.device("cpu"), keeps_parts=_sees(target))
+    wanted = _logits_of(target, loaded.model, dtype)
     report.phase("merge", "merging the adapter into the weights")
     was_quantized = is_quantized(loaded.base)
     merged = merge_adapter(loaded.model, where=str(target.weights))
-    logits = _logits_of(merged.eval(), dtype)
+    logits = _logits_of(target, merged.eval(), dtype)
     difference = wanted.difference(logits)
     if not difference <= TOLERANCE[dtype]:
         raise ModelError.of(
@@ -269,6 +288,7 @@ def write_merged(
         dtype=dtype,
         max_file_bytes=max_file_bytes,
         original=multimodal_original(target.base),
+        parts=trained_parts(target.plan) if target.plan is not None else LANGUAGE,
     )
     return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, logits
 

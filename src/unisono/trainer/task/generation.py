@@ -3,20 +3,26 @@ stdin and the report pipe).
 """
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from unisono.base.errors import DataError, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of
 from unisono.guard.supervise.codec import decode_message
-from unisono.trainer.data import BadRow, Message, RawRow, RowError, RowFile
+from unisono.trainer.data import PICTURE, BadRow, Message, PictureSource, RawRow, RowError, RowFile
+from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
+from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data.pictures.rows import TAG
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
+from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.generate import generate
 from unisono.trainer.plan.talk_messages import (
     ChatInput,
@@ -55,10 +61,12 @@ class Prompt:
     Attributes:
         where: for messages: `prompts.jsonl:3`, or empty for the command line.
         content: a text, or the messages of a conversation.
+        pictures: of its messages, in order.
     """
 
     where: str
     content: str | list[Message]
+    pictures: tuple[PictureSource, ...] = ()
 
 
 def read_prompts(file: str) -> list[Prompt]:
@@ -150,7 +158,12 @@ def _ids_of(
         [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
     before: list[Message] = [{"role": "system", "content": system}] if system is not None else []
-    return prompt_ids(opened.tokenizer, template, [*before, *turns])
+    if opened.processor is None:
+        return prompt_ids(opened.tokenizer, template, [*before, *turns])
+    text = template.render([*before, *turns], prompt=True)
+    return encode_prompt(
+        opened.tokenizer, with_features(text, prompt.pictures, opened.processor), special=False
+    )
 
 
 def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None) -> list[int]:
@@ -236,7 +249,10 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     Messages: `token` with `text`, for a single prompt, as it is generated.
     """
     prompts = _prompts(request)
-    opened = open_requested(request.model, report)
+    sees = any(prompt.pictures for prompt in prompts)
+    if sees and request.raw:
+        raise UsageError.of("--raw has no messages for pictures", where="--image", fix="omit --raw")
+    opened = open_requested(request.model, report, sees=sees)
     ids, template = encode_prompts(
         opened, prompts, raw=request.raw, system=request.system, max_new_tokens=request.max_tokens or 1
     )
@@ -251,7 +267,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
         StopStrings(opened.tokenizer, stops) if stops else None,
     )
     with opened.ready() as model:
-        if stream is not None:
+        if stream is not None or sees:
             answers = generate(
                 model,
                 ids,
@@ -259,8 +275,9 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
                 stop_ids=stop_ids,
                 pad_id=opened.pad_id,
                 sampling=request.sampling,
-                on_token=_sender(stream, report),
+                on_token=None if stream is None else _sender(stream, report),
                 is_done=is_done,
+                pictures=[_seen(opened, prompt) for prompt in prompts],
             )
         else:
             answers = answer_prompts(
@@ -291,7 +308,66 @@ def _prompts(request: GenerateRequest) -> list[Prompt]:
             where="PROMPT",
             fix="pass it on the command line, pipe it in, or use --file",
         )
-    return [Prompt("", request.prompt)]
+    for name in request.images:
+        fault = fault_of(expand(name), name)
+        if fault is not None:
+            raise DataError.of(fault.what, where="--image", why=fault.why, fix=fault.fix)
+    pictures = tuple(PictureSource(str(expand(name).absolute()), None, name) for name in request.images)
+    if not pictures:
+        return [Prompt("", request.prompt)]
+    content = request.prompt
+    if content.count(TAG) == len(pictures):
+        content = content.replace(TAG, PICTURE)
+    else:
+        content = PICTURE * len(pictures) + content
+    return [Prompt("", [{"role": "user", "content": content}], pictures)]
+
+
+def _seen(opened: InferenceModel, prompt: Prompt) -> PictureInputs | None:
+    """The pictures of a prompt as the model gets them.
+
+    Raises:
+        UsageError: if one cannot be used.
+    """
+    if opened.processor is None or not prompt.pictures:
+        return None
+    parts = [opened.processor.inputs(picture_of(source)) for source in prompt.pictures]
+    return PictureInputs.of(parts, opened.processor.image_ids, opened.device)
+
+
+def with_features(text: str, sources: Sequence[PictureSource], processor: PictureProcessor) -> str:
+    """A rendered prompt with the tokens of its pictures instead of their placeholders.
+
+    Raises:
+        RowError: if the template did not write one placeholder for each.
+    """
+    pieces = text.split(processor.placeholder)
+    if len(pieces) - 1 != len(sources):
+        raise RowError(
+            f"it has {len(pieces) - 1} × {processor.placeholder} for {len(sources)} pictures",
+            "write <image> where each picture belongs, and pass as many pictures",
+        )
+    texts = [processor.expansion(picture_of(source).size) for source in sources]
+    return pieces[0] + "".join(made + piece for made, piece in zip(texts, pieces[1:], strict=True))
+
+
+def picture_of(source: PictureSource) -> Any:
+    """The picture of Pillow, upright, in RGB.
+
+    Raises:
+        UsageError: if it cannot be used.
+    """
+    try:
+        data = source.data if source.data is not None else read_picture_file(Path(str(source.file)))
+        with decoding(data) as image:
+            return upright_rgb(image)
+    except BadPictureError as error:
+        raise UsageError.of(
+            f"the picture {source.name} cannot be used",
+            where="--image",
+            why=str(error),
+            fix="use another picture",
+        ) from error
 
 
 def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
@@ -311,11 +387,23 @@ def _answer(
     ended = "length" if len(ids) == limit and cut == text else "stop"
     return {
         "where": prompt.where,
-        "prompt": prompt.content,
+        "prompt": _shown(prompt),
         "answer": cut,
         "tokens": len(ids),
         "ended": ended,
     }
+
+
+def _shown(prompt: Prompt) -> "str | list[Message]":
+    """The prompt with the names of its pictures in their places."""
+    if not prompt.pictures or isinstance(prompt.content, str):
+        return prompt.content
+    names = iter(prompt.pictures)
+    return [
+        message
+        | {"content": re.sub(PICTURE, lambda _mark: f"<image: {next(names).name}>", message["content"])}
+        for message in prompt.content
+    ]
 
 
 def run_chat(request: ConversationRequest, report: Reporter) -> Mapping[str, object]:

@@ -24,6 +24,8 @@ from unisono.guard.facts import no_gpus, read_machine
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import Messages
+from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.template import (
     ChatTemplate,
     RenderingTimeout,
@@ -33,8 +35,9 @@ from unisono.trainer.data.template import (
 )
 from unisono.trainer.data.text_encoder import TextEncoder, probe_tokenizer
 from unisono.trainer.data.trained_template import known_stops, stop_ids_of, trained_template
+from unisono.trainer.families.vision.sight import probe_of
 from unisono.trainer.model.adapter import fit_base_to_adapter
-from unisono.trainer.model.directory import SCORE
+from unisono.trainer.model.directory import SCORE, picture_processor
 from unisono.trainer.model.file_settings import ADAPTER_FILE, ADAPTER_SETTINGS
 from unisono.trainer.model.files import (
     TensorHeader,
@@ -56,7 +59,13 @@ from unisono.trainer.model.load import (
     odd_parameters,
     set_pad_token,
 )
-from unisono.trainer.model.quantization import count_parameters, is_quantized, make_dense, quantized_load
+from unisono.trainer.model.quantization import (
+    count_parameters,
+    is_quantized,
+    make_dense,
+    parameters_of_experts,
+    quantized_load,
+)
 from unisono.trainer.plan.families import family_at, need_decoder
 from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.task.target import Target, requested_target, verify_target
@@ -82,6 +91,7 @@ class InferenceModel:
         template: the chat template; None if the model has none.
         context: maximum tokens of prompt and answer together.
         dtype: of untrained weights, and of the computation.
+        processor: of pictures; None if prompts have none.
     """
 
     target: Target
@@ -89,6 +99,7 @@ class InferenceModel:
     template: ChatTemplate | None
     context: int
     dtype: str
+    processor: PictureProcessor | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -147,13 +158,16 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
     return open_requested(RequestedModel(name, step), report)
 
 
-def open_requested(request: RequestedModel, report: Reporter, *, answers: bool = True) -> InferenceModel:
+def open_requested(
+    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool = False
+) -> InferenceModel:
     """Finds and loads what a task's request names.
 
     Args:
         request: what to load.
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
+        sees: whether prompts have pictures.
 
     Raises:
         UnisonoError: as `open_for_inference`.
@@ -178,19 +192,46 @@ def open_requested(request: RequestedModel, report: Reporter, *, answers: bool =
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
-    loaded = load_target(target, dtype=dtype, device=device)
+    processor = _processor_of(target) if sees else None
+    loaded = load_target(target, dtype=dtype, device=device, keeps_parts=sees)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
+    if processor is not None:
+        template = with_placeholders(
+            template,
+            own=processor.template,
+            placeholder=processor.placeholder,
+            tokenizer=loaded.tokenizer,
+            stops=known_stops(loaded.tokenizer, _places(target)),
+        )
     forward = choose_forward(
         loaded,
         dtype=dtype,
         gradient_checkpointing=False,
         quick_adapter=target.source != "model" and _is_plain_lora(loaded),
         trains=False,
+        pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
-    return InferenceModel(target, forward, template, _context(loaded.base), dtype)
+    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor)
+
+
+def _processor_of(target: Target) -> PictureProcessor:
+    """The processor of the target's model.
+
+    Raises:
+        UsageError: if it reads no pictures.
+    """
+    directory = picture_processor(target.base)
+    if directory is None:
+        raise UsageError.of(
+            f"{target.name} reads no pictures",
+            where=str(target.base),
+            why="its model has no vision part, or no processor beside it",
+            fix="omit the pictures, or use a vision-language model",
+        )
+    return PictureProcessor(directory, trust_remote_code=trusts_code(target))
 
 
 def template_of(target: Target, tokenizer: Any) -> ChatTemplate | None:
@@ -426,14 +467,18 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def load_target(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
+def load_target(
+    target: Target, *, dtype: str, device: torch.device, keeps_parts: bool = False
+) -> LoadedModel:
     """Loads the weights of a target in evaluation mode; adapters are not merged into their base
-    model.
+    model. With `keeps_parts` a multimodal model has its vision part.
 
     Raises:
         ModelError: if files are missing or do not match each other, or a weight is NaN or infinite.
     """
-    loaded = _load(target, dtype=dtype, device=device)
+    plan = target.plan
+    has_changed = plan is not None and plan.model.reads_pictures and plan.config.train_parts != ["language"]
+    loaded = _load(target, dtype=dtype, device=device, keeps_parts=keeps_parts or has_changed)
     odd = odd_parameters(loaded.model)
     if odd:
         raise _odd_weights(target, odd, dtype)
@@ -458,7 +503,7 @@ def _odd_weights(target: Target, odd: list[str], dtype: str) -> ModelError:
     )
 
 
-def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
+def _load(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool) -> LoadedModel:
     if target.source == "model":
         tokenizer = load_tokenizer(target.weights, trust_remote_code=trusts_code(target))
         base = load_base(
@@ -467,13 +512,14 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
             trust_remote_code=trusts_code(target),
             reward=target.is_reward,
             quantized=quantized_load(None, target.weights, dtype=dtype, device=device),
+            keeps_parts=keeps_parts,
         ).to(device)
         if target.is_reward:
             set_pad_token(base, tokenizer)
         base.requires_grad_(False)  # the fast layers are for frozen weights
         return _loaded(base, base, tokenizer, {})
     if target.source == "checkpoint":
-        return _load_checkpoint(target, dtype=dtype, device=device)
+        return _load_checkpoint(target, dtype=dtype, device=device, keeps_parts=keeps_parts)
     tokenizer = adapter_tokenizer(target)
     with torch.random.fork_rng(devices=[]):  # a new head of a reward model is drawn; the adapter has its own
         base = load_base(
@@ -485,6 +531,7 @@ def _load(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
             quantized=quantized_load(
                 target.plan.config if target.plan else None, target.base, dtype=dtype, device=device
             ),
+            keeps_parts=keeps_parts,
         ).to(device)
     if target.is_reward:
         set_pad_token(base, tokenizer)
@@ -507,7 +554,7 @@ def _with_adapter(base: Any, directory: Path, target: Target, device: torch.devi
     fit_base_to_adapter(base, {tensor.name: tuple(tensor.shape) for tensor in header})
     _refuse_settings(directory / ADAPTER_SETTINGS, header, [name for name, _ in base.named_modules()])
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), parameters_of_experts(base):
             warnings.filterwarnings("error", message=f".*{_MISSING_KEYS}")
             return PeftModel.from_pretrained(
                 base, str(directory), is_trainable=True, torch_device=str(device)
@@ -604,7 +651,7 @@ def _loaded(model: Any, base: Any, tokenizer: Any, trainable: dict[str, torch.nn
     return LoadedModel(model.eval(), base, tokenizer, trainable, count_parameters(model))
 
 
-def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> LoadedModel:
+def _load_checkpoint(target: Target, *, dtype: str, device: torch.device, keeps_parts: bool) -> LoadedModel:
     """Loads the model as training does, and then the trained weights of the checkpoint."""
     from unisono.trainer.checkpoint.state import CheckpointReader
     from unisono.trainer.model.directory import locate_tokenizer
@@ -618,6 +665,7 @@ def _load_checkpoint(target: Target, *, dtype: str, device: torch.device) -> Loa
             tokenizer_directory=locate_tokenizer(plan.config),
             dtype=dtype,
             device=device,
+            keeps_parts=keeps_parts,
         )
     reader = CheckpointReader(target.weights)
     saved = {name: outline.shape for name, outline in reader.groups["trainable"].items()}

@@ -64,7 +64,7 @@ def run(request: ReadBackRequest, report: Reporter) -> ResultComparison:
     directory = files.adapter if plan.config.adapter is not None else files.model
     base = Path(plan.model.directory) if plan.config.adapter is not None else directory
     report.phase("verify", f"reading {directory} back")
-    family = training_of(plan.config)
+    family = training_of(plan)
     written = family.written(directory, base, plan.config)
     if files.result_logits.is_file():
         result = read_back(written, family.read_outputs(files.result_logits))

@@ -1,6 +1,7 @@
 """The task `eval_rewards`: answers to held-out prompts, their rewards, and pass@k."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Self
 
 import torch
 
+from unisono.base.causes import Verdict
 from unisono.base.errors import EndedByVerdict, Problem, UsageError
 from unisono.base.events import Reporter
 from unisono.trainer.batches.seeds import stream_seed
@@ -20,6 +22,8 @@ from unisono.trainer.data.token_table import Split, TokenTable
 from unisono.trainer.families import rows_of
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
 from unisono.trainer.objectives.answer_scores import answer_scores
+from unisono.trainer.objectives.environments.episodes import EpisodePlayer, player_in
+from unisono.trainer.objectives.environments.pool import EnvironmentPool
 from unisono.trainer.objectives.rewards.calls import RewardError, RewardFailure
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rewards.verdicts import verdict_on
@@ -62,9 +66,13 @@ def run(request: EvaluateRewardsRequest, report: Reporter) -> RewardsEvaluated:
     groups = [_group(table, row) for row in range(min(request.limit or table.rows, table.rows))]
     sampler = _AnswerSampler(opened, config, table, request)
     waiting, threads = partial(_wait, report), torch.get_num_threads()
-    with RewardPool(config.rewards, digests, on_wait=waiting, threads=threads) as pool:
+    with (
+        RewardPool(config.rewards, digests, on_wait=waiting, threads=threads) as pool,
+        sampler.acting_in(config, digests, table, report),
+    ):
         failures = _sample_and_score(sampler, pool, groups, report)
-        scores = answer_scores(groups, pool.names, samples=request.samples, threshold=request.threshold)
+        names = [*pool.names, *sampler.reward_names]
+        scores = answer_scores(groups, names, samples=request.samples, threshold=request.threshold)
     _report_failures(failures, report)
     return {
         "description": opened.target.description,
@@ -106,14 +114,16 @@ class _EvaluatedPrompts:
         config = target.plan.config if target.plan is not None else None
         trained = config if config is not None and config.objective == GRPO else None
         rewards = list(request.rewards) or (trained.rewards if trained else [])
-        if not rewards:
+        environment = trained.rollout.environment if trained else None
+        if not rewards and environment is None:
             raise UsageError.of(
                 f"{target.name} was not trained with rewards",
                 where="--rewards",
                 fix="name them on the command line, e.g. --reward exact",
             )
         if not request.trust_code:
-            _refuse_code(rewards)
+            uses = [reward.use for reward in rewards if reward.is_own]
+            _refuse_code([*uses, *([environment.use] if environment else [])])
         if request.data is not None:
             require_rows(request.data)
             return cls(trained, rewards, request.data, request.data)
@@ -136,21 +146,20 @@ class _EvaluatedPrompts:
         return "eval" if self.data is None else "train"
 
 
-def _refuse_code(rewards: Sequence[RewardSection]) -> None:
-    """Refuses functions of the user's own, without --trust-code.
+def _refuse_code(uses: Sequence[str]) -> None:
+    """Refuses functions and classes of the user's own, without --trust-code.
 
     Raises:
         UsageError: if there is one.
     """
     problems = [
         Problem(
-            f"{reward.use} is code that has not been trusted",
+            f"{use} is code that has not been trusted",
             "--rewards",
             "a process of the evaluation would execute the file, with your rights",
             "read it, and pass --trust-code",
         )
-        for reward in rewards
-        if reward.is_own
+        for use in uses
     ]
     if problems:
         raise UsageError(*problems)
@@ -213,19 +222,73 @@ class _AnswerSampler:
         rollout, eos = config.rollout, opened.tokenizer.eos_token_id
         self._opened, self._seed, self._most = opened, config.seed, rollout.max_new_tokens
         self._stop_ids = set(table.stop_ids) | ({eos} - {None})
+        self._player: EpisodePlayer | None = None
         self.size = request.samples
         automatic = rollout.temperature if self.size > 1 else 0.0
         temperature = automatic if request.temperature is None else request.temperature
         self.sampling = SamplingParams(temperature, rollout.top_p, rollout.top_k)
 
-    def sample(self, groups: Sequence[AnswerGroup], on_end: Callable[[int], None]) -> None:
-        """Gives groups their answers.
+    @property
+    def reward_names(self) -> list[str]:
+        """Of the reward that the environment gives."""
+        name = None if self._player is None else self._player.reward_name
+        return [] if name is None else [name]
+
+    @contextmanager
+    def acting_in(
+        self, config: RunConfig, digests: Mapping[str, str], table: TokenTable, report: Reporter
+    ) -> Iterator[None]:
+        """A context in which the model acts in the environment of a config, if it has one.
+
+        Raises:
+            ConfigError: as `player_in`.
+        """
+        if config.rollout.environment is None:
+            yield
+            return
+        pool = EnvironmentPool(config.rollout.environment, digests, partial(_wait, report))
+        self._player = player_in(pool, config, self._opened.tokenizer, stop_ids=self._stop_ids, table=table)
+        with closing(pool):
+            yield
+
+    def sample(
+        self, groups: Sequence[AnswerGroup], on_end: Callable[[int], None]
+    ) -> tuple[Verdict | None, list[RewardFailure]]:
+        """Gives groups their answers; or what has failed in the environment.
 
         Args:
             groups: without answers.
-            on_end: called with the number of answers that have ended.
+            on_end: called with the number of answers that have ended; with an environment, of those
+                of a turn.
         """
+        if self._player is not None:
+            return self._play(self._player, groups, on_end)
         waiting = [[self._waiting(group, number) for number in range(self.size)] for group in groups]
+        self._complete(list(chain(*waiting)), on_end)
+        tokenizer = self._opened.tokenizer
+        for group, answers in zip(groups, waiting, strict=True):
+            group.answers = [SampledAnswer.of(group.prompt, answer, tokenizer) for answer in answers]
+        return None, []
+
+    def _play(
+        self, player: EpisodePlayer, groups: Sequence[AnswerGroup], on_end: Callable[[int], None]
+    ) -> tuple[Verdict | None, list[RewardFailure]]:
+        def seed_of(group: AnswerGroup, number: int, turn: str = "environment") -> int:
+            name = f"evaluated rewards, {turn}"
+            return stream_seed(self._seed, name, group.place * self.size + number)
+
+        verdict = player.play(
+            groups,
+            size=self.size,
+            seed_of=seed_of,
+            sampling_of=lambda group, number, turn: replace(
+                self.sampling, seed=seed_of(group, number, f"turn {turn}")
+            ),
+            sample=lambda answers: self._complete(answers, on_end),
+        )
+        return verdict, player.take_failures()
+
+    def _complete(self, answers: Sequence[GeneratedAnswer], on_end: Callable[[int], None]) -> None:
         with self._opened.ready() as model:
             engine = Engine(
                 model,
@@ -237,16 +300,13 @@ class _AnswerSampler:
             )
             ended = 0
             with engine.ready():
-                for answer in sorted(chain(*waiting), key=lambda answer: -len(answer.prompt)):
+                for answer in sorted(answers, key=lambda answer: -len(answer.prompt)):
                     engine.add(answer)
                 while not engine.is_idle:
                     now = sum(answer.ended is not None for answer in engine.step())
                     ended += now
                     if now:
                         on_end(ended)
-        tokenizer = self._opened.tokenizer
-        for group, answers in zip(groups, waiting, strict=True):
-            group.answers = [SampledAnswer.of(group.prompt, answer, tokenizer) for answer in answers]
 
     def _waiting(self, group: AnswerGroup, number: int) -> GeneratedAnswer:
         sampling = replace(self.sampling, seed=stream_seed(self._seed, "evaluated rewards", group.place))
@@ -259,7 +319,7 @@ def _sample_and_score(
     """Gives groups their answers and rewards. Returns calls of rewards that failed.
 
     Raises:
-        EndedByVerdict: if one failed whose `on_error` is `error`.
+        EndedByVerdict: if one failed whose `on_error` is `error`, or the environment.
     """
     total, failures, size = len(groups) * sampler.size, [], max(1, _ANSWERS // sampler.size)
     for first in range(0, len(groups), size):
@@ -268,7 +328,12 @@ def _sample_and_score(
         def show(ended: int, before: int = before) -> None:
             report.phase("rollout", "sampling answers", done=before + ended, total=total)
 
-        sampler.sample(part, show)
+        verdict, failed = sampler.sample(part, show)
+        failures += failed
+        if verdict is not None:
+            raise EndedByVerdict(
+                Problem(verdict.summary, verdict.evidence[0].where, fix=_FIX), verdict=verdict
+            )
         try:
             scored = pool.score([group.call() for group in part])
         except RewardError as error:
@@ -309,7 +374,8 @@ def _lines(group: AnswerGroup) -> Iterator[Mapping[str, object]]:
             "prompt": group.record["prompt"],
             "number": number,
             "answer": answer.text,
-            "tokens": len(answer.tokens),
+            "tokens": answer.written,
+            "turns": answer.turns,
             "stop": "length" if answer.is_truncated else "stop",
             "reward": answer.reward,
             "rewards": answer.rewards,

@@ -237,6 +237,7 @@ def _answers(
                 stop_ids=_stop_ids(run, among),
                 pad_id=pad or 0,
                 is_over=stop,
+                pictures=[q.pictures for q in questions],
                 is_done=(lambda i, answer: differs(run.tokenizer, answer, questions[i].answer))
                 if only_matches
                 else None,

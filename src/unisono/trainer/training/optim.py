@@ -1,7 +1,7 @@
 """Optimizers over named parameters, and the norm of gradients."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import TypeVar, cast
@@ -18,6 +18,8 @@ from unisono.trainer.config.schema import OptimSection, RunConfig
 from unisono.trainer.model import foreach
 from unisono.trainer.model.kernels import AdamWFigures
 from unisono.trainer.model.layers import kernels_of
+from unisono.trainer.model.load import LoadedModel
+from unisono.trainer.model.multimodal import part_of, text_prefixes
 from unisono.trainer.training.sharding import own_part
 
 Bits = TypeVar("Bits", int, torch.Tensor)
@@ -196,7 +198,7 @@ def build_optimizers(
     trainable: dict[str, torch.nn.Parameter],
     *,
     not_matrices: set[int],
-    text_lr: float | None = None,
+    rates: Mapping[str, float] | None = None,
     own: OptimizerClass | None = None,
 ) -> Optimizers:
     """The optimizers that a config names.
@@ -209,7 +211,7 @@ def build_optimizers(
         trainable: the parameters by name.
         not_matrices: ids of two-dimensional parameters that Muon is not for: embeddings and the
             head.
-        text_lr: learning rate of the text encoders of an image model; None: the same.
+        rates: learning rates of parameters that do not have `optim.lr`, by name.
         own: of `load_own_optimizer`.
 
     Raises:
@@ -217,8 +219,8 @@ def build_optimizers(
     """
     builder = own or resolve_name(OPTIMIZERS[section.kind].builder)
     if own is not None or isinstance(builder, type):
-        return _build_class(section, trainable, builder, text_lr)
-    made: Optimizers = builder(section, trainable, not_matrices=not_matrices, text_lr=text_lr)
+        return _build_class(section, trainable, builder, rates)
+    made: Optimizers = builder(section, trainable, not_matrices=not_matrices, rates=rates)
     return made
 
 
@@ -253,10 +255,10 @@ def _build_class(
     section: OptimSection,
     trainable: dict[str, torch.nn.Parameter],
     made: OptimizerClass,
-    text_lr: float | None,
+    rates: Mapping[str, float] | None,
 ) -> Optimizers:
     """An optimizer of a class that gets parameter groups, `lr`, and `optim.options`."""
-    groups, names = _groups(section, trainable, text_lr)
+    groups, names = _groups(section, trainable, rates)
     options = {
         key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
     }
@@ -278,11 +280,11 @@ def build_adamw(
     trainable: dict[str, torch.nn.Parameter],
     *,
     not_matrices: Collection[int] = (),
-    text_lr: float | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> Optimizers:
     """AdamW (arXiv:1711.05101). The arguments are those of `build_optimizers`."""
     del not_matrices
-    groups, names = _groups(section, trainable, text_lr)
+    groups, names = _groups(section, trainable, rates)
     rates, betas = {"lr": section.lr, "eps": section.eps}, section.betas
     if section.state_dtype == "bfloat16":
         part = CompactAdamW(groups, betas=betas, **rates)
@@ -296,7 +298,7 @@ def build_muon(
     trainable: dict[str, torch.nn.Parameter],
     *,
     not_matrices: Collection[int] = (),
-    text_lr: float | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> Optimizers:
     """Muon (Jordan et al., 2024) for the matrices and AdamW for the rest.
 
@@ -315,7 +317,7 @@ def build_muon(
         )
         names["muon"] = list(matrices)
     if others:
-        adamw = build_adamw(section, others, text_lr=text_lr)
+        adamw = build_adamw(section, others, rates=rates)
         parts, names = parts | adamw.parts, names | adamw.names
     return Optimizers(parts, names)
 
@@ -329,17 +331,23 @@ def moments_before_a_step(section: OptimSection, parameter: torch.Tensor) -> lis
 
 
 def _groups(
-    section: OptimSection, parameters: dict[str, torch.nn.Parameter], text_lr: float | None
+    section: OptimSection, parameters: dict[str, torch.nn.Parameter], rates: Mapping[str, float] | None
 ) -> tuple[list[ParamGroup], list[str]]:
     """AdamW's parameter groups, and the names of their parameters in order."""
     plus = {n for n in parameters if section.lora_b_ratio != 1 and _LORA_B in n}
-    text = {n for n in parameters if text_lr is not None and n.startswith(_TEXT) and n not in plus}
+    own = {n: rate for n, rate in (rates or {}).items() if n in parameters}
     decay, lr = section.weight_decay, section.lr
-    kinds = [
-        ([n for n, p in parameters.items() if p.ndim >= 2 and n not in plus | text], decay, lr),
-        ([n for n in parameters if n in text], decay, text_lr or lr),
-        ([n for n in parameters if n in plus], decay, lr * section.lora_b_ratio),
-        ([n for n, p in parameters.items() if p.ndim < 2 and n not in plus], 0.0, lr),
+    usual = [n for n in parameters if n not in own]
+    kinds = [([n for n in usual if parameters[n].ndim >= 2 and n not in plus], decay, lr)]
+    for rate in dict.fromkeys(own.values()):
+        members = [n for n, of_name in own.items() if of_name == rate]
+        large = {n for n in members if parameters[n].ndim >= 2}
+        kinds += [([n for n in members if n in large - plus], decay, rate)]
+        kinds += [([n for n in members if n not in large | plus], 0.0, rate)]
+        kinds += [([n for n in members if n in plus], decay, rate * section.lora_b_ratio)]
+    kinds += [
+        ([n for n in usual if n in plus], decay, lr * section.lora_b_ratio),
+        ([n for n in usual if parameters[n].ndim < 2 and n not in plus], 0.0, lr),
     ]
     groups = [
         {"params": [parameters[n] for n in members], "weight_decay": decay, "lr": lr}
@@ -347,6 +355,20 @@ def _groups(
         if members
     ]
     return groups, [n for members, _, _ in kinds for n in members]
+
+
+def rates_of(config: RunConfig, loaded: LoadedModel) -> dict[str, float]:
+    """The learning rates of parameters that do not have `optim.lr`, by name: of the text encoders
+    of an image model, and of parts of a vision-language model.
+    """
+    text_lr, by_part = config.diffusion.text_lr, config.optim.part_lr
+    if text_lr is not None:
+        return {name: text_lr for name in loaded.trainable if name.startswith(_TEXT)}
+    if not by_part:
+        return {}
+    inside = text_prefixes(loaded.base)
+    parts = {name: part_of(name, inside) for name in loaded.trainable}
+    return {name: by_part[part] for name, part in parts.items() if part in by_part}
 
 
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

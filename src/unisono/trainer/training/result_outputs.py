@@ -16,7 +16,7 @@ def write_outputs(run: Run) -> None:
     """
     if not run.group.is_main and run.sharded is None:
         return
-    family = training_of(run.plan.config)
+    family = training_of(run.plan)
     run.saver.before_update()  # a stuck save may still read the live tensors
     round_as_stored(run.forward.loaded, run.plan)
     try:

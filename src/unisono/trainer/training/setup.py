@@ -25,7 +25,7 @@ from unisono.trainer.training.front_io import StopRequest, flags_of, front_messa
 from unisono.trainer.training.gradient_sync import gradient_sync_of
 from unisono.trainer.training.hooks import RunHook
 from unisono.trainer.training.join import check_device, join_ranks, quantized_digest
-from unisono.trainer.training.optim import build_optimizers, load_own_optimizer
+from unisono.trainer.training.optim import build_optimizers, load_own_optimizer, rates_of
 from unisono.trainer.training.process_group import Alone, Group, device_mesh
 from unisono.trainer.training.reference import set_reference
 from unisono.trainer.training.router_step import sums_of_routers
@@ -143,7 +143,7 @@ def set_up(
         for hook in hooks:
             group = hook.ranks_joined(group, beats)
     sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
-    family = training_of(plan.config)
+    family = training_of(plan)
     forward = family.choose_forward(plan, loaded, sharded.module if sharded else None)
     if sharded is not None:
         sharded.reshard()
@@ -169,7 +169,7 @@ def set_up(
             plan.config.optim,
             loaded.trainable,
             not_matrices=_tables(loaded),
-            text_lr=plan.config.diffusion.text_lr,
+            rates=rates_of(plan.config, loaded),
             own=optimizer,
         ),
         gradient_sync=gradient_sync_of(plan, group, device, loaded, sharded, metrics=metrics),
@@ -218,7 +218,7 @@ def _bind_device(plan: RunPlan) -> torch.device:
 
 def _load_model(plan: RunPlan, device: torch.device, hooks: Sequence[RunHook]) -> LoadedModel:
     seed_torch(plan.config.seed, "weights")
-    loaded = training_of(plan.config).load(plan, device)
+    loaded = training_of(plan).load(plan, device)
     for hook in hooks:
         hook.model_loaded(loaded)
     loaded.quantized_digest = quantized_digest(loaded.model)

@@ -7,7 +7,7 @@ rank 0 never holds more than its own part of the model and one full tensor.
 import contextlib
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,6 +22,7 @@ from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
+from unisono.trainer.config.schema import LANGUAGE, ModelPart
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
 from unisono.trainer.families import training_of
@@ -35,7 +36,9 @@ from unisono.trainer.model.multimodal import (
     kept_tensors,
     name_exactly,
     other_names,
+    part_of,
     text_names,
+    text_prefixes,
 )
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.training.sharding import full_on_one_rank
@@ -84,7 +87,12 @@ class FileLayout:
 
 
 def model_layout(
-    base: Any, *, dtype: torch.dtype, max_file_bytes: int, original: Path | None = None
+    base: Any,
+    *,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    original: Path | None = None,
+    parts: Collection[ModelPart] = LANGUAGE,
 ) -> FileLayout | None:
     """The layout of a full model; None if a file's tensor is computed from several of the model's,
     which must be gathered together.
@@ -93,15 +101,17 @@ def model_layout(
         base: of transformers; its weights may be sharded.
         dtype: of floating-point tensors in the files.
         max_file_bytes: maximum size of a file; a larger tensor gets a separate file.
-        original: the directory of a multimodal checkpoint: what its decoder and head do not have is
-            copied.
+        original: the directory of a multimodal checkpoint: what is not of `parts` is copied.
+        parts: of it that were trained.
 
     Raises:
         ModelError: if the tensors of such a checkpoint have other names.
     """
     shown = {name: _without_data(tensor, dtype) for name, tensor in untied(base).items()}
+    tied = _tied(base, shown)
     if original is not None:
-        shown = {name: tensor for name, tensor in shown.items() if name in text_names(base)}
+        inside = text_prefixes(base)
+        shown = {name: tensor for name, tensor in shown.items() if part_of(name, inside) in parts}
     try:
         wanted = _reverted(base, dict(shown))
         apart = {name: _reverted(base, {name: tensor}) for name, tensor in shown.items()}
@@ -120,10 +130,13 @@ def model_layout(
     def convert(source: str, tensor: torch.Tensor) -> Tensors:
         return _reverted(base, {source: tensor})
 
-    kept = (
-        [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, _tied(base, shown)))
-    )
-    parameters = base.num_parameters() + sum(prod(tensor.shape) for tensor in kept)
+    kept = [] if original is None else kept_tensors(original, wanted, tied=_reverted(base, tied))
+    inside = text_prefixes(base)
+    in_memory = base.num_parameters()
+    if original is not None:  # its other parts are among the kept ones, also if they are in memory
+        written = (p.numel() for name, p in base.named_parameters() if part_of(name, inside) in parts)
+        in_memory = sum(written)
+    parameters = in_memory + sum(prod(tensor.shape) for tensor in kept)
     files, index = _split([*stored, *kept], max_file_bytes, parameters=parameters)
     return FileLayout(files, index, convert)
 
@@ -248,7 +261,7 @@ def write_weights(
     if writes:
         directory.mkdir()
     target = directory if writes else None
-    entries = training_of(plan.config).write_result(loaded, plan, target, step=step or plan.total_steps)
+    entries = training_of(plan).write_result(loaded, plan, target, step=step or plan.total_steps)
     if entries is not None:
         return entries
     if plan.config.adapter is not None:
@@ -262,6 +275,7 @@ def write_weights(
             dtype=stored_dtype(plan),
             max_file_bytes=limit,
             original=multimodal_original(Path(plan.model.directory)),
+            parts=trained_parts(plan),
         )
         loaded.base.config.use_cache = False
     if target is not None and plan.config.adapter is not None and plan.config.model.rope is not None:
@@ -314,6 +328,11 @@ def _write_settings(base: Any, directory: Path) -> None:
     base.config.use_cache = False
 
 
+def trained_parts(plan: RunPlan) -> Collection[ModelPart]:
+    """The parts of a vision-language model that a run has changed; of other models the language."""
+    return plan.config.train_parts if plan.model.reads_pictures else LANGUAGE
+
+
 def multimodal_original(directory: Path) -> Path | None:
     """The directory of a model, if what is written of it has to keep vision or audio parts."""
     return directory if multimodal_class(read_model_config(directory)) is not None else None
@@ -332,7 +351,13 @@ def copy_files(original: Path, directory: Path) -> None:
 
 
 def write_model(
-    base: Any, directory: Path | None, *, dtype: str, max_file_bytes: int, original: Path | None = None
+    base: Any,
+    directory: Path | None,
+    *,
+    dtype: str,
+    max_file_bytes: int,
+    original: Path | None = None,
+    parts: Collection[ModelPart] = LANGUAGE,
 ) -> Entries:
     """Writes weights and config of a transformers model, as its `save_pretrained` would;
     `write_generation_config` writes the rest.
@@ -346,6 +371,7 @@ def write_model(
         max_file_bytes: a larger model is split into several files.
         original: the directory of a multimodal checkpoint, of which other parts and files are
             copied.
+        parts: of it that were trained, and are not copied.
 
     Returns:
         the digests of the weight files: the intended ones where unisono wrote the file.
@@ -355,7 +381,9 @@ def write_model(
         ModelError: if the tensors of a multimodal checkpoint have other names than the model's.
     """
     tensors = untied(base)
-    layout = model_layout(base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes, original=original)
+    layout = model_layout(
+        base, dtype=DTYPES[dtype], max_file_bytes=max_file_bytes, original=original, parts=parts
+    )
     if layout is None and original is not None:
         raise other_names(original, "transformers joins tensors of it to one of a file")
     # If a tensor of the file is made from several of the model's (three fused into one),

@@ -139,6 +139,21 @@ def test_a_stopped_run_resumes_bit_exactly(
     assert answers(resumed.directory) == answers(straight.directory)
 
 
+def test_a_run_that_ended_within_a_rollout_can_be_extended(
+    train_here: Train, sections: dict[str, Any]
+) -> None:
+    """The answers to the steps that it did not have were never sampled."""
+    sections["rollout"] |= {"steps": 4}
+    ended = train_here(**sections | {"duration": "2 steps"})
+    path = ended.directory / "checkpoints" / "step-00000002"
+    extended = train_here(directory=ended.directory, resume=(2, path), **sections)
+    assert [line["step"] for line in extended.metrics if "loss" in line][-4:] == [3, 4, 5, 6]
+    policies = {row["step"]: row["policy"] for row in answers(extended.directory)}
+    assert policies == {1: 0, 2: 0, 3: 2, 4: 2, 5: 4, 6: 4}
+    resumed = train_here(directory=ended.directory, resume=(4, path.with_name("step-00000004")), **sections)
+    assert resumed.losses[-2:] == extended.losses[-2:]
+
+
 def test_later_steps_of_a_rollout_have_clipped_ratios(train_here: Train, sections: dict[str, Any]) -> None:
     sections["rollout"] |= {"steps": 3}
     run = train_here(**sections | {"grpo": {"truncated": "keep", "clip": [0.01, 0.01]}, "optim": {"lr": 0.1}})
@@ -283,7 +298,7 @@ def test_damaged_answers_of_a_rollout_refuse_the_resume(train_here: Train, secti
     run = train_here(**sections)
     (run.directory / "rollouts" / "step-00000004.0.parquet").write_bytes(b"PAR1 nothing")
     path = run.directory / "checkpoints" / "step-00000004"
-    with pytest.raises(IntegrityError, match="the answers that step 4 trains on are damaged"):
+    with pytest.raises(IntegrityError, match="the answers that step 5 trains on are damaged"):
         train_here(directory=run.directory, resume=(4, path), **sections)
 
 

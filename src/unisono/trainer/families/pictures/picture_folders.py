@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,17 +22,18 @@ from unisono.base.errors import DataError, UsageError
 from unisono.base.files import iterate_lines, open_plain, parse_json
 from unisono.base.text import one_line
 from unisono.trainer.config.sections import DiffusionSection, PicturesSection
+from unisono.trainer.data.pictures.decoding import (
+    BadPictureError,
+    decoding,
+    read_picture_file,
+    upright_rgb,
+    upright_size,
+)
 from unisono.trainer.families.pictures.captions import plain_caption
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".bmp")
 CAPTION_SUFFIXES = (".txt", ".caption")
 _OTHERS = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".svg", ".psd")
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
-MOST_PIXELS = 89_478_485
-"""A larger picture is refused before it is decoded, as a possible decompression bomb: the limit at
-which Pillow warns.
-"""
-_MOST_BYTES = 1 << 28
 _MOST_CAPTION_BYTES = 1 << 16
 _MOST_ENLARGED = 4.0
 _REPEATS = re.compile(r"^(\d{1,6})_(.*)$")
@@ -123,10 +123,6 @@ class FolderScan:
 
     pictures: list[Picture] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
-
-
-class BadPictureError(Exception):
-    """A picture cannot be used; the text is the reason."""
 
 
 def list_files(root: Path) -> Iterator[tuple[Path, int | None, str]]:
@@ -401,80 +397,17 @@ def probe(path: Path, decoded: dict[str, list[int] | str]) -> tuple[int, int, st
     Raises:
         BadPictureError: if it cannot be decoded.
     """
-    data = _read(path)
+    data = read_picture_file(path)
     digest = xxhash.xxh3_128(data).hexdigest()
     if digest not in decoded:
         try:
-            decoded[digest] = list(_size_of(data))
+            decoded[digest] = list(upright_size(data))
         except BadPictureError as error:
             decoded[digest] = one_line(str(error), limit=200)
     known = decoded[digest]
     if not isinstance(known, list):
         raise BadPictureError(str(known))
     return int(known[0]), int(known[1]), digest
-
-
-def _read(path: Path) -> bytes:
-    try:
-        with open_plain(path) as stream:
-            data = stream.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise BadPictureError(f"it cannot be read: {error.strerror or error}") from error
-    if len(data) > _MOST_BYTES:
-        raise BadPictureError(f"the file has more than {_MOST_BYTES >> 20} MiB")
-    return data
-
-
-def _size_of(data: bytes) -> tuple[int, int]:
-    with _decoded(data) as image:
-        width, height = image.size
-        turned = _orientation(image) >= 5
-    return (height, width) if turned else (width, height)
-
-
-@contextlib.contextmanager
-def _decoded(data: bytes, *, smallest: tuple[int, int] | None = None) -> Iterator[Any]:
-    """A decoded picture.
-
-    With `smallest` a JPEG is decoded at a fraction of its size that is not below it.
-    """
-    import io
-
-    Image = need_pillow()  # noqa: N806 - a module
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            _refuse_bomb(image)
-            if smallest is not None:
-                image.draft(None, smallest)
-            image.load()
-        except BadPictureError:
-            raise
-        except Image.UnidentifiedImageError:
-            raise BadPictureError(
-                "it is not a PNG, JPEG, WebP or BMP picture" if data else "the file is empty"
-            ) from None
-        except Exception as error:  # Pillow passes on errors of a dozen decoders
-            if isinstance(error, Image.DecompressionBombError):
-                raise BadPictureError(f"it may be a decompression bomb: {error}") from error
-            raise BadPictureError(f"it is truncated or damaged: {type(error).__name__}: {error}") from error
-        yield image
-
-
-def _refuse_bomb(image: Any) -> None:
-    if image.width * image.height > MOST_PIXELS:
-        raise BadPictureError(
-            f"{image.width} × {image.height} pixels are more than {MOST_PIXELS}: it may be a decompression bomb"
-        )
-
-
-def _orientation(image: Any) -> int:
-    try:
-        value = image.getexif().get(0x0112, 1)
-    except Exception:  # noqa: BLE001 - damaged EXIF data: the picture counts as upright
-        return 1
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def read_pixels(path: Path, digest: str, size: tuple[int, int]) -> Pixels:
@@ -486,39 +419,11 @@ def read_pixels(path: Path, digest: str, size: tuple[int, int]) -> Pixels:
     Raises:
         BadPictureError: if it cannot be decoded, or has changed since its digest was made.
     """
-    data = _read(path)
+    data = read_picture_file(path)
     if xxhash.xxh3_128(data).hexdigest() != digest:
         raise BadPictureError("it has changed since it was listed")
-    with _decoded(data, smallest=(max(size) * 2, max(size) * 2)) as image:
-        return fit(_upright(_rgb(image), _orientation(image)), size)
-
-
-def _rgb(image: Any) -> Any:
-    Image = need_pillow()  # noqa: N806
-    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
-        values = np.asarray(image).astype(np.float32)
-        if image.mode != "I;16" and values.size and values.max() <= 255:
-            values = values * 257
-        return Image.fromarray((values / 257).round().clip(0, 255).astype(np.uint8), "L").convert("RGB")
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        layers = image.convert("RGBA")
-        ground = Image.new("RGBA", layers.size, (255, 255, 255, 255))
-        return Image.alpha_composite(ground, layers).convert("RGB")
-    return image.convert("RGB")
-
-
-def _upright(image: Any, orientation: int) -> Any:
-    T = need_pillow().Transpose  # noqa: N806
-    turns = {
-        2: T.FLIP_LEFT_RIGHT,
-        3: T.ROTATE_180,
-        4: T.FLIP_TOP_BOTTOM,
-        5: T.TRANSPOSE,
-        6: T.ROTATE_270,
-        7: T.TRANSVERSE,
-        8: T.ROTATE_90,
-    }
-    return image.transpose(turns[orientation]) if orientation in turns else image
+    with decoding(data, smallest=(max(size) * 2, max(size) * 2)) as image:
+        return fit(upright_rgb(image), size)
 
 
 def fit(image: Any, size: tuple[int, int]) -> Pixels:

@@ -24,6 +24,7 @@ from unisono.base.text import Duration, show_bytes
 from unisono.trainer.config.schema import RunConfig, SourceSection, sources_of
 from unisono.trainer.config.sections import DIFFUSION, DiffusionSection, PicturesSection
 from unisono.trainer.data import Ledger, Place, SourceCounts, flat_total
+from unisono.trainer.data.pictures.decoding import BadPictureError
 from unisono.trainer.data.prepare import digest_text, writing_table
 from unisono.trainer.data.token_table import Encoded, Ints, Split, TokenWriter, write_meta, write_split
 from unisono.trainer.data.tokenizer import traits_of
@@ -38,7 +39,6 @@ from unisono.trainer.families.pictures.latents import (
     pixels_of,
 )
 from unisono.trainer.families.pictures.picture_folders import (
-    BadPictureError,
     FolderScan,
     Lost,
     Picture,

@@ -4,19 +4,26 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
-from unisono.base.errors import ModelError
+from unisono.base.errors import DataError, ModelError
 from unisono.base.events import Reporter
 from unisono.trainer.checkpoint.verify import check_model, read_digest
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.families.family import make_ledger
-from unisono.trainer.model.directory import SCORE, inspect_model, locate_model, locate_tokenizer
+from unisono.trainer.model.directory import (
+    SCORE,
+    inspect_model,
+    locate_model,
+    locate_tokenizer,
+    picture_processor,
+)
 from unisono.trainer.model.files import read_safetensors_header, weight_files
 from unisono.trainer.model.parts import (
     Weight,
     adaptable_weights,
     adapter_figures,
     count_parts,
+    experts_of_layer,
     weights_in_files,
 )
 from unisono.trainer.plan import DataSummary, ModelFacts
@@ -47,8 +54,27 @@ def prepare(request: PrepareRequest, report: Reporter) -> tuple[DataSummary, Mod
         report=report,
         ledger=ledger,
         limit_rows=request.limit_rows,
+        processor=picture_processor(Path(facts.directory)),
     )
-    return data, facts
+    if data.pictures is None:
+        _refuse_parts(config)
+    return data, facts.model_copy(update={"reads_pictures": data.pictures is not None})
+
+
+def _refuse_parts(config: RunConfig) -> None:
+    """Refuses to train parts that rows of text do not reach.
+
+    Raises:
+        DataError: with the part.
+    """
+    others = [part for part in config.train_parts if part != "language"]
+    if others:
+        raise DataError.of(
+            f"{others[0]} is to be trained, and no row has a picture",
+            where="train_parts",
+            why="rows of text do not reach it",
+            fix="set train_parts: [language], or add rows with pictures",
+        )
 
 
 def check_preview() -> None:
@@ -90,8 +116,9 @@ def with_parts(config: RunConfig, facts: ModelFacts) -> ModelFacts:
         trust = config.model.trust_remote_code
         model = outline_base(Path(facts.directory), trust_remote_code=trust, reward=head is not None)
         weights, parts = adaptable_weights(model, head=head), count_parts(model, head=head)
+        figures = {"experts_of_layer": experts_of_layer(weights)}
         if random:
-            figures = _sizes(weights, parts)
+            figures |= _sizes(weights, parts)
     elif head is None:  # the module is there even if it shares the embedding's matrix
         shape = (facts.vocab_size, facts.hidden_size)
         weights.append(Weight("lm_head", "lm_head.weight", "head", shape, False, ""))

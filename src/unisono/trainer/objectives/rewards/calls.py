@@ -189,6 +189,7 @@ class Scored:
         failures: those that did not end the run.
         metrics: what the functions gave to `log_metric`, the mean over its calls.
         extras: what they gave to `log_extra`; None where an answer has no value.
+        skipped: the answers that leave their group since a function failed.
     """
 
     rewards: list[dict[str, float | None]]
@@ -196,6 +197,7 @@ class Scored:
     failures: list[RewardFailure] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, list[object]] = field(default_factory=dict)
+    skipped: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -254,7 +256,7 @@ class FunctionResult:
 
 def combined(results: Mapping[str, FunctionResult], weights: Mapping[str, float], *, count: int) -> Scored:
     """The rewards of a group of `count` answers, from the results of all functions by name."""
-    skipped = set().union(*(result.skipped for result in results.values()))
+    skipped: frozenset[int] = frozenset().union(*(result.skipped for result in results.values()))
     rewards = [{name: result.values[answer] for name, result in results.items()} for answer in range(count)]
     totals = [None if answer in skipped else total(rewards[answer], weights) for answer in range(count)]
     metrics: dict[str, list[float]] = {}
@@ -267,6 +269,7 @@ def combined(results: Mapping[str, FunctionResult], weights: Mapping[str, float]
         [failure for result in results.values() for failure in result.failures],
         {name: math.fsum(numbers) / len(numbers) for name, numbers in metrics.items() if numbers},
         {column: row for result in results.values() for column, row in result.extras.items()},
+        skipped,
     )
 
 

@@ -115,7 +115,7 @@ def _load_from_file(entry: OwnFunction, modules: dict[str, ModuleType]) -> Loade
         call = call() if inspect.isclass(call) else call
         if not callable(call):
             raise TypeError(f"{code.name} is {type(call).__name__}, and cannot be called")
-        return LoadedFunction(call, _names(call), path, _where_defined(call, path))
+        return LoadedFunction(call, _names(call), path, where_defined(call, path))
 
 
 @contextlib.contextmanager
@@ -161,7 +161,8 @@ def _names(call: Callable[..., Any]) -> frozenset[str] | None:
     )
 
 
-def _where_defined(call: Callable[..., Any], path: str) -> str:
+def where_defined(call: Callable[..., Any], path: str) -> str:
+    """`FILE.py:LINE` of a function, or the file if that is not known."""
     function = call if inspect.isroutine(call) else type(call).__call__
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{path}:{code.co_firstlineno}" if code is not None and code.co_filename == path else path
@@ -187,13 +188,16 @@ def _reply(function: LoadedFunction, request: CallRequest) -> CallReply | CallFa
         result = function.call(
             **{name: value for name, value in arguments.items() if names is None or name in names}
         )
-        if inspect.isawaitable(result):
-            result = _runner().run(_awaited(result))
-        return {"values": _values(result, count), "metrics": notes.metrics, "extras": notes.extras}
+        return {"values": _values(result_of(result), count), "metrics": notes.metrics, "extras": notes.extras}
     except UnusableValueError as error:
         return {"kind": "value", "text": str(error), "where": function.where}
     except BaseException as error:  # noqa: BLE001 - sys.exit in the function must not end the process
-        return _failure(error, function)
+        return failure_in(error, path=function.path, where=function.where)
+
+
+def result_of(value: Any) -> Any:
+    """What a function gives, or the awaitable that it gives."""
+    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 @functools.cache
@@ -208,17 +212,18 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _failure(error: BaseException, function: LoadedFunction) -> CallFailed:
+def failure_in(error: BaseException, *, path: str, where: str) -> CallFailed:
+    """What an exception says, with the line in a file of the user's own, or else `where`."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == function.path]
+    lines = [frame.lineno for frame in frames if frame.filename == path]
     # Unlike str(), it does not fail if the exception's own __str__ does.
     words = redact("".join(traceback.format_exception_only(error)))
     return {
         "kind": "memory" if isinstance(error, MemoryError) else "error",
         "text": one_line(words, limit=_MOST_TEXT),
-        "where": f"{function.path}:{lines[-1]}" if lines else function.where,
+        "where": f"{path}:{lines[-1]}" if lines else where,
     }
 
 
@@ -233,10 +238,11 @@ def _values(result: Any, count: int) -> list[float | str | None]:
     values = list(result)
     if len(values) != count:
         raise UnusableValueError(f"it gives {len(values)} values for {count} answers")
-    return [_number(value) for value in values]
+    return [number_of(value) for value in values]
 
 
-def _number(value: Any) -> float | str | None:
+def number_of(value: Any) -> float | str | None:
+    """A reward as a number; None: it does not apply; or what is wrong with it."""
     if value is None:
         return None
     if isinstance(value, UnusableValueError):
@@ -264,9 +270,9 @@ def _encoded(reply: Reply) -> bytes:
     return _encoded({"kind": "value", "text": text, "where": ""})
 
 
-def _bound_memory(spare_bytes: int) -> None:
-    """Bounds the address space; and should the machine's memory end, the kernel ends this process
-    rather than the rank.
+def bound_memory(spare_bytes: int) -> None:
+    """Bounds the address space, unless 0 is to be spare; and should the machine's memory end, the
+    kernel ends this process rather than the rank.
     """
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("500")
@@ -280,7 +286,7 @@ def _bound_memory(spare_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Has the kernel end this process with its parent, as `unisono.base.child.end_with_front`,
     whose module takes long to import.
     """
@@ -300,7 +306,7 @@ def main(
     """
     fd, parent = map(int, words)
     os.set_inheritable(fd, False)
-    _end_with(parent)
+    end_with(parent)
     connection = socket.socket(fileno=fd)
     requests = connection.makefile("rb")
     setup: Setup = json.loads(requests.readline())
@@ -315,7 +321,7 @@ def main(
         connection.sendall(_encoded({"refused": [asdict(problem) for problem in error.problems]}))
         return
     # After loading: a reward model that a file loads does not count.
-    _bound_memory(setup["memory_bytes"])
+    bound_memory(setup["memory_bytes"])
     faulthandler.enable(file=fd, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=False)
     connection.sendall(_encoded({"ready": [function.where for function in functions]}))

@@ -1,6 +1,5 @@
 """The processes that score answers, and the calls that wait for them."""
 
-import json
 import select
 import signal
 import time
@@ -34,7 +33,7 @@ from unisono.trainer.objectives.rewards.calls import (
     cut,
     reward_names,
 )
-from unisono.trainer.objectives.rewards.process import OF_FUNCTIONS, OF_MODEL, RewardProcess
+from unisono.trainer.objectives.rewards.process import ModelProcess, RewardProcess, encoded
 
 PROCESSES = 2
 """That call functions; each reward model has one more for itself."""
@@ -101,19 +100,19 @@ class _Role:
         functions: that they call, by their index in the config.
         setup: the first line for them.
         processes: how many there are.
-        program: that they run.
+        process: of what kind they are.
         environment: changes of theirs.
     """
 
     functions: Sequence[int]
     setup: bytes
     processes: int = 1
-    program: str = OF_FUNCTIONS
+    process: type[RewardProcess] = RewardProcess
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self) -> RewardProcess:
         """A process."""
-        return RewardProcess(self.setup, program=self.program, environment=self.environment)
+        return self.process(self.setup, environment=self.environment)
 
 
 @dataclass(eq=False)
@@ -259,7 +258,7 @@ class RewardPool:
                 "functions": [self._function(index, self._entries[index]) for index in functions],
                 "memory_bytes": self._memory_bytes,
             }
-            roles.append(_Role(functions, _line(setup), self._processes))
+            roles.append(_Role(functions, encoded(setup), self._processes))
         threads = max(1, self._threads // max(1, len(models)))
         return roles + [self._role_of_model(index, threads) for index in models]
 
@@ -283,7 +282,7 @@ class RewardPool:
         }
         hidden = {} if entry.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **hidden}
-        return _Role((index,), _line(setup), program=OF_MODEL, environment=environment)
+        return _Role((index,), encoded(setup), process=ModelProcess, environment=environment)
 
     def _function(self, index: int, entry: RewardSection) -> Function:
         """What a process needs to load a function.
@@ -421,13 +420,13 @@ class RewardPool:
 
     def _loads_too_long(self, role: _Role) -> Problem:
         names = ", ".join(map(self._label, role.functions))
-        fix = "load less in the file" if role.program == OF_FUNCTIONS else "use a smaller reward model"
+        fix = "load less in the file" if role.process is RewardProcess else "use a smaller reward model"
         return Problem(f"the rewards were not loaded within {LOAD_S:.0f} s", names, fix=fix)
 
     def _died_loading(self, role: _Role, words: str) -> Problem:
         """The problem of a process that ended before it was ready."""
         entries = [self._entries[index] for index in role.functions]
-        if role.program == OF_MODEL:
+        if role.process is ModelProcess:
             return Problem(
                 f"the process of a reward model ended {words} while it loaded the model",
                 str(entries[0].path),
@@ -555,7 +554,3 @@ class RewardPool:
             earlier = [failure for scoring in self._scorings for failure in scoring.result.failures]
             raise RewardError(failure, [*earlier, failure])
         scoring.result.fail(failure, on_error)
-
-
-def _line(setup: Setup) -> bytes:
-    return json.dumps(setup).encode() + b"\n"

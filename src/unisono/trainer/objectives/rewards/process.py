@@ -10,53 +10,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from unisono.guard.supervise.base_environment import early_environment
-from unisono.trainer.objectives.rewards.calls import CallRequest, Reply
 from unisono.trainer.objectives.rewards.child import MOST_BYTES
 
-OF_FUNCTIONS = "unisono.trainer.objectives.rewards.child"
-OF_MODEL = "unisono.trainer.task.reward_model"
-"""Programs of processes; that of a model imports torch."""
 _CHUNK = 1 << 16
 _STACK_S = 0.3  # in which a process writes its stack
 _KILLED_S = 5.0  # in which a killed process has ended, if the kernel can end it
 
 
-class RewardProcess:
-    """A process that has its own memory and session, and ends with the thread that started it.
+class ProcessLink:
+    """A socket to a process that answers lines of JSON with such lines."""
 
-    What its code prints goes to this process's stderr, and its stdin is empty.
-    """
-
-    def __init__(
-        self, setup: bytes, *, program: str = OF_FUNCTIONS, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Starts it.
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        """A link to a process.
 
         Args:
-            setup: the first line for it.
-            program: the module that it runs.
-            environment: changes of its environment.
+            connection: to it; closed by `end`.
+            pid: its number.
         """
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", program, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env=_environment() | dict(environment or {}),
-            )
-        self._unsent = bytearray(setup)
-        self._received = bytearray()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+        connection.setblocking(False)
+        self._socket, self.pid = connection, pid
+        self._unsent, self._received = bytearray(), bytearray()
 
     def fileno(self) -> int:
         """Of the socket to it."""
@@ -67,12 +43,12 @@ class RewardProcess:
         """What to poll its socket for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
-    def send(self, message: CallRequest) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Sends a message, now or during `receive`."""
-        self._unsent += json.dumps(message, default=str).encode() + b"\n"
+        self._unsent += encoded(message)
         self._flush()
 
-    def receive(self) -> list[Reply]:
+    def receive(self) -> list[Any]:
         """The messages that have arrived.
 
         Raises:
@@ -106,27 +82,6 @@ class RewardProcess:
                 return f"{path}:{int(match[1])}"
         return ""
 
-    def end(self, *, patience_s: float = 0.0) -> int:
-        """Ends it and all processes that it has started. Returns its exit code, or the negative
-        number of a signal.
-
-        Args:
-            patience_s: time for its own end, once its socket is closed.
-        """
-        self._socket.close()
-        ended = select.poll()
-        with contextlib.suppress(OSError):
-            watched = os.pidfd_open(self.pid)
-            ended.register(watched, select.POLLIN)
-            ended.poll(patience_s * 1000)
-            os.close(watched)
-        # Before it is reaped: until then, the number of its group belongs to it.
-        with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_KILLED_S)
-        return -signal.SIGKILL
-
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._unsent:
@@ -148,7 +103,82 @@ class RewardProcess:
 
     def _has_ended(self) -> bool:
         """Whether it has ended; a process that it forked may still have the socket."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return has_ended(self.pid)
+
+
+class RewardProcess(ProcessLink):
+    """A process that has its own memory and session, and ends with the thread that started it.
+
+    What its code prints goes to this process's stderr, and its stdin is empty.
+    """
+
+    module = "unisono.trainer.objectives.rewards.child"
+
+    def __init__(self, setup: bytes, *, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it.
+
+        Args:
+            setup: the first line for it.
+            environment: changes of its environment.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=_environment() | dict(environment or {}),
+            )
+        super().__init__(ours, self._process.pid)
+        self._unsent += setup
+
+    def end(self, *, patience_s: float = 0.0) -> int:
+        """Ends it and all processes that it has started. Returns its exit code, or the negative
+        number of a signal.
+
+        Args:
+            patience_s: time for its own end, once its socket is closed.
+        """
+        self._socket.close()
+        has_ended(self.pid, wait_s=patience_s)
+        # Before it is reaped: until then, the number of its group belongs to it.
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_KILLED_S)
+        return -signal.SIGKILL
+
+
+class ModelProcess(RewardProcess):
+    """The process of a reward model, which imports torch."""
+
+    module = "unisono.trainer.task.reward_model"
+
+
+def encoded(message: Mapping[str, object]) -> bytes:
+    """A message as a line."""
+    return json.dumps(message, default=str).encode() + b"\n"
+
+
+def has_ended(pid: int, *, wait_s: float = 0.0) -> bool:
+    """Whether a process has ended, also if nobody has taken its exit code yet.
+
+    Args:
+        pid: its number.
+        wait_s: to wait for its end.
+    """
+    ended = select.poll()
+    try:
+        watched = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        ended.register(watched, select.POLLIN)
+        return bool(ended.poll(wait_s * 1000))
+    finally:
+        os.close(watched)
 
 
 def _environment() -> dict[str, str]:

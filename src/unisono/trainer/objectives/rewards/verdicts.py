@@ -11,12 +11,13 @@ from unisono.trainer.objectives.rewards.calls import RewardFailure
 _MOST_QUOTED = 1_000  # characters of a failure
 
 
-def verdict_on(failure: RewardFailure, *ranks: int) -> Verdict:
+def verdict_on(failure: RewardFailure, *ranks: int, what: str = "reward") -> Verdict:
     """The verdict that ends a run, or an evaluation, whose reward failed.
 
     Args:
         failure: of a reward whose `on_error` is `error`.
         ranks: whose reward it is; an evaluation has none.
+        what: has failed, reward or environment.
     """
     cause = "reward_timeout" if failure.kind == "timeout" else "reward_error"
     entry = find_cause(cause)
@@ -25,7 +26,7 @@ def verdict_on(failure: RewardFailure, *ranks: int) -> Verdict:
     return Verdict(
         cause=cause,
         when="during",
-        summary=f"the reward {failure.function} failed{row}: {failure.text}"[:_MOST_QUOTED],
+        summary=f"the {what} {failure.function} failed{row}: {failure.text}"[:_MOST_QUOTED],
         ranks=ranks,
         phase="reward",
         evidence=(Evidence(where=failure.where or failure.function, text=failure.text[:_MOST_QUOTED]),),

@@ -1,0 +1,95 @@
+"""Training of language models that read pictures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.families.text.trained_model import read_outputs, write_result
+from unisono.trainer.families.vision.pixels import PixelLoader
+from unisono.trainer.families.vision.sight import WrittenVisionModel, probe_of_rows, row_with_picture
+from unisono.trainer.model.directory import locate_model, locate_tokenizer
+from unisono.trainer.model.forward import Forward, PictureProbe
+from unisono.trainer.model.forward import choose_forward as choose_text_forward
+from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.model.result_logits import ResultLogits
+from unisono.trainer.plan import RunPlan
+
+__all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
+
+_PROBED_ROWS = 2
+
+
+def load(plan: RunPlan, device: torch.device) -> LoadedModel:
+    """The model with its vision part, which is frozen."""
+    return load_for_training(
+        plan.config,
+        directory=Path(plan.model.directory),
+        tokenizer_directory=locate_tokenizer(plan.config),
+        dtype=plan.dtype,
+        device=device,
+        keeps_parts=True,
+    )
+
+
+def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | None) -> Forward:
+    """The forward of flat or padded rows, tested with rows of the run that have pictures."""
+    adapter = plan.config.adapter
+    return choose_text_forward(
+        loaded,
+        dtype=plan.dtype,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        quick_adapter=adapter is not None and adapter.is_plain,
+        root=root,
+        router_loss=plan.config.optim.router_loss,
+        pictures=_probe(plan, loaded.base.device),
+    )
+
+
+def open_contents(
+    plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
+) -> tuple[PixelLoader, None]:
+    """The loader of pictures."""
+    del forward, draws
+    return _loader(plan, device), None
+
+
+def outputs(model: Any, plan: RunPlan, examples: Callable[[], list[list[int]]]) -> ResultLogits:
+    """The logits of two rows, and of one with a picture."""
+    ids, picture = row_with_picture(_processor(plan))
+    return ResultLogits.of(model, [*examples()[:2], ids], dtype=plan.dtype, pictures={2: picture})
+
+
+def written(directory: Path, base: Path, config: RunConfig) -> WrittenVisionModel:
+    """A model, or an adapter of `base`."""
+    original = locate_model(config.model.path, config.model.revision)
+    return WrittenVisionModel(directory, base, config, reward=False, original=original)
+
+
+def _processor(plan: RunPlan) -> PictureProcessor:
+    return PictureProcessor(Path(plan.model.directory), trust_remote_code=plan.config.model.trust_remote_code)
+
+
+def _loader(plan: RunPlan, device: torch.device) -> PixelLoader:
+    return PixelLoader(Path(plan.data.cache_dir), _processor(plan), device)
+
+
+def _probe(plan: RunPlan, device: torch.device) -> PictureProbe | None:
+    """The shortest rows with pictures, of which the second one may be the first again; None if the
+    training has no picture.
+    """
+    loader = _loader(plan, device)
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    stored, lengths = table.columns["stored"].tolist(), table.row_lengths().tolist()
+    seeing = [i for i, number in enumerate(stored) if loader.pictures_of(number)]
+    if not seeing:
+        return None
+    chosen = sorted(seeing, key=lengths.__getitem__)[:_PROBED_ROWS]
+    chosen += chosen[: _PROBED_ROWS - len(chosen)]
+    rows = [table.row(i)[0].tolist() for i in chosen]
+    seen = [loader.load([stored[i]], [], []) for i in chosen]
+    return probe_of_rows(rows, [one for one in seen if one is not None], device)

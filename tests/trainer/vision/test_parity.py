@@ -1,0 +1,117 @@
+"""The losses of the first five steps equal those of plain transformers and peft with the model's own
+processor and a collator written by hand, for each family.
+
+Run: pytest tests/trainer/vision/test_parity.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from tests.trainer.vision.conftest import Gallery
+from tests.vision_models import FAMILIES, processor_of
+from unisono.trainer.batches.seeds import seed_torch
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.families import training_of
+from unisono.trainer.plan import RunPlan, SequenceStream
+
+Row = dict[str, Any]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split("<image>")):
+        parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+class _Collator:
+    """The batch of rows: all through the processor at once, labels at answers with their end."""
+
+    def __init__(self, processor: Any, folder: Path) -> None:
+        self._processor, self._folder = processor, folder
+
+    def __call__(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        messages = [self._messages(row) for row in rows]
+        texts = [self._processor.apply_chat_template(one, tokenize=False) for one in messages]
+        batch = self._called(texts, rows)
+        labels = torch.full_like(batch["input_ids"], -100)
+        for number, (row, turns) in enumerate(zip(rows, messages, strict=True)):
+            for last in range(1, len(turns), 2):
+                before = self._length(row, turns[:last], prompt=True)
+                end = self._length(row, turns[: last + 1], prompt=False) - 1  # a newline follows
+                labels[number, before:end] = batch["input_ids"][number, before:end]
+        return {**batch, "labels": labels}
+
+    def _messages(self, row: Row) -> list[Row]:
+        return [{"role": turn["role"], "content": _parts(turn["content"])} for turn in row["messages"]]
+
+    def _length(self, row: Row, turns: list[Row], *, prompt: bool) -> int:
+        text = self._processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+        count = sum(part["type"] == "image" for turn in turns for part in turn["content"])
+        return int(self._called([text], [{"images": row.get("images", [])[:count]}])["input_ids"].shape[1])
+
+    def _called(self, texts: list[str], rows: list[Row]) -> dict[str, torch.Tensor]:
+        images = [
+            [Image.open(self._folder / name).convert("RGB") for name in row.get("images", ())] for row in rows
+        ]
+        more = {"images": images} if any(images) else {}
+        return dict(
+            self._processor(text=texts, padding=True, padding_side="right", return_tensors="pt", **more)
+        )
+
+
+def _by_hand(plan: RunPlan, file: Path) -> list[float]:
+    directory = Path(plan.model.directory)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    collate = _Collator(processor_of(directory), file.parent)
+    base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)).train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    seed_torch(plan.config.seed, "weights")
+    begun = training_of(plan).load(plan, torch.device("cpu")).trainable
+    assert begun.keys() == trained.keys()
+    with torch.no_grad():
+        for name, value in begun.items():
+            trained[name].copy_(value)
+    optimizer = torch.optim.AdamW(trained.values(), lr=plan.config.optim.lr, weight_decay=0.0)
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    stream, losses = SequenceStream(table.sequences, plan.config.seed), []
+    for step in range(1, plan.total_steps + 1):
+        sequences = stream.step(step, global_batch=4, total_sequences=plan.total_sequences)
+        numbers = [int(table.columns["number"][i]) for s in sequences for i in table.rows_of(s)]
+        chosen = [rows[number - 1] for number in numbers]
+        groups = [[r for r in chosen if r.get("images")], [r for r in chosen if not r.get("images")]]
+        batches = [collate(group) for group in groups if group]
+        total = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        losses.append(0.0)
+        for batch in batches:
+            labels = batch.pop("labels")
+            logits = model(**batch).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / total
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained.values(), plan.config.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "alone"])
+def test_losses_are_those_of_transformers_with_a_collator_by_hand(
+    gallery: Gallery, picture_rows: Path, family: str, *, packing: bool
+) -> None:
+    plan = gallery.plan(family, data={"packing": packing})
+
+    losses = gallery.alone(plan).losses
+
+    assert plan.data.ledger["pictures"] == 28
+    assert losses == pytest.approx(_by_hand(plan, picture_rows), abs=1e-5)
