@@ -18,9 +18,9 @@ import torch
 
 from unisono.base.files import read_json, write_json
 from unisono.base.text import parse_bytes
+from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
 from unisono.trainer.config.schema import LANGUAGE, ModelPart
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
