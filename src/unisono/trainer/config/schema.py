@@ -576,11 +576,6 @@ LANGUAGE: tuple[ModelPart, ...] = ("language",)
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    part_lr: dict[ModelPart, Positive] = Field(
-        default={},
-        description="learning rates of parts of a vision-language model, e.g. `vision`; others have `lr`",
-    )
-
     kind: OptimizerName = Field(
         default="adamw",
         description=(
@@ -594,6 +589,10 @@ class OptimSection(Section):
     ] = Field(default={}, description="further arguments of an optimizer of your own or of another package")
     lr: Positive = Field(
         default=2.0e-4, description="peak learning rate; use about a tenth of it for full fine-tuning"
+    )
+    part_lr: dict[ModelPart, Positive] = Field(
+        default={},
+        description="learning rates of parts of a vision-language model, e.g. `vision`; others have `lr`",
     )
     muon_lr: Positive = Field(default=0.02, description="learning rate of matrices with `kind: muon`")
     muon_scale: Literal["original", "adamw"] = Field(

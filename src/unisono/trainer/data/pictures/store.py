@@ -25,7 +25,7 @@ from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
 from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
 from unisono.trainer.data.pictures.processor import PictureProcessor, Size, fitted_size
 
-PICTURES = "pictures.json"
+LIST_FILE = "pictures.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class PictureStore:
         """Writes pictures.json of a table."""
         pictures = [asdict(one) for one in self.pictures]
         body = {"schema": 1, "image_ids": list(self.processor.image_ids), "pictures": pictures}
-        write_json(directory / PICTURES, body)
+        write_json(directory / LIST_FILE, body)
 
     def _keep(self, data: bytes, digest: str) -> str:
         """Copies bytes into the cache; gives the file.
@@ -209,7 +209,7 @@ def read_pictures(table: Path) -> list[TablePicture]:
     Raises:
         IntegrityError: if their list cannot be read.
     """
-    file = table / PICTURES
+    file = table / LIST_FILE
     if not file.is_file():
         return []
     try:
@@ -225,7 +225,7 @@ def read_pictures(table: Path) -> list[TablePicture]:
 
 def read_image_ids(table: Path) -> list[int]:
     """The tokens of which each stands for a feature of a picture, of a table with pictures."""
-    ids: list[int] = read_json(table / PICTURES)["image_ids"]
+    ids: list[int] = read_json(table / LIST_FILE)["image_ids"]
     return ids
 
 

@@ -1,0 +1,66 @@
+"""The commands of docs/how-to/pictures-in-rows.md, as a reader types them.
+
+Run: pytest tests/trainer/vision/test_commands.py
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import front_server
+from tests.trainer.vision.conftest import write_rows
+from tests.vision_models import llava
+from unisono.trainer.plan import RunPlan
+
+CONFIG = """
+model: {path: ./model, dtype: float32}
+adapter: {rank: 4}
+train_parts: [language, projector, vision]
+data: {train: rows.jsonl, eval: 4, max_length: 256}
+optim: {lr: 1.0e-3, part_lr: {vision: 1.0e-4}}
+duration: 4 steps
+batch: {global: 4}
+eval: {every: 2 steps, exact_match: true, samples: 2}
+device: cpu
+output_dir: runs/pictures
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model, rows and a config."""
+    llava(tmp_path / "model")
+    write_rows(tmp_path)
+    (tmp_path / "pictures.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def _run(folder: Path, *words: str) -> str:
+    env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    done = front_server.run([sys.executable, "-m", "unisono", *words], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(done.stdout) + str(done.stderr)
+
+
+def test_the_commands_of_the_page_work_one_after_the_other(folder: Path) -> None:
+    shown = _run(folder, "data", "preview", "pictures.yaml")
+    assert "picture pictures/0.png: 96 × 64, 16 tokens" in shown
+    assert "<image> × 16" in shown
+
+    screen = _run(folder, "train", "pictures.yaml")
+    assert "pictures of 16 tokens" in screen
+    assert "projector: " in screen
+    assert "read back" in screen
+    plan = RunPlan.model_validate(json.loads((folder / "runs/pictures/plan.json").read_text()))
+    assert plan.model.reads_pictures
+
+    _run(
+        folder, "generate", "runs/pictures", "What is this?", "--image", "pictures/1.png", "--max-tokens", "4"
+    )
+    measured = _run(folder, "eval", "runs/pictures", "--data", "rows.jsonl")
+    assert "answers compared  24" in measured
+    _run(folder, "export", "runs/pictures", "OUT", "--merge")
+    assert (folder / "OUT" / "processor_config.json").is_file()
