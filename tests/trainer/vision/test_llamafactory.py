@@ -17,8 +17,8 @@ from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw
 from unisono.base.errors import DataError
 from unisono.trainer.config import RunConfig
+from unisono.trainer.data.pictures.picture_template import picture_mark
 from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.template import picture_mark
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.readers.llamafactory.reader import read_llamafactory
 

@@ -35,8 +35,8 @@ from unisono.trainer.data.control_tokens import (
     refuse_slow,
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
+from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.store import PictureStore
-from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
 from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts

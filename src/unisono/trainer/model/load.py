@@ -36,7 +36,13 @@ from unisono.trainer.model.files import (
     weight_files,
 )
 from unisono.trainer.model.layers import scale_rope
-from unisono.trainer.model.multimodal import auto_class, freeze_parts, release_parts, select_parts
+from unisono.trainer.model.multimodal import (
+    auto_class,
+    count_trained,
+    freeze_parts,
+    release_parts,
+    select_parts,
+)
 from unisono.trainer.model.quantization import (
     QuantizedLoad,
     count_parameters,
@@ -92,6 +98,12 @@ class LoadedModel:
     def collect_trainable(self) -> None:
         """Collects the trained parameters again, after sharding has replaced them."""
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def count_parts(self) -> dict[str, list[int]]:
+        """Trained and all parameters of each part of a vision-language model; empty for others, and
+        without its vision part in memory.
+        """
+        return count_trained(self.model, self.base)
 
     @property
     def is_reward(self) -> bool:

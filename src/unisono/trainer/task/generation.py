@@ -18,7 +18,7 @@ from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data import PICTURE, BadRow, Message, PictureSource, RawRow, RowError, RowFile
 from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
 from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.rows import TAG
+from unisono.trainer.data.pictures.row_pictures import TAG
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts

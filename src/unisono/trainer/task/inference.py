@@ -24,8 +24,8 @@ from unisono.guard.facts import no_gpus, read_machine
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data import Messages
+from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.template import (
     ChatTemplate,
     RenderingTimeout,

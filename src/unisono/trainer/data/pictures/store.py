@@ -29,7 +29,7 @@ PICTURES = "pictures.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class TablePicture:
     """A picture of a table.
 
     Attributes:
@@ -88,7 +88,7 @@ class PictureStore:
     def __init__(self, processor: PictureProcessor, pixels: PixelsSection, *, cache_dir: Path) -> None:
         """Has no pictures yet."""
         self.processor = processor
-        self.pictures: list[Picture] = []
+        self.pictures: list[TablePicture] = []
         self._pixels = pixels
         self._inline = cache_dir / "pictures" / "inline"
         self._decoded: dict[str, Decoded | Broken] = {}
@@ -127,7 +127,7 @@ class PictureStore:
         file = source.file or self._keep(source.data or b"", decoded.digest)
         changed = decoded.changed_ns if source.file is not None else 0
         self.pictures.append(
-            Picture(
+            TablePicture(
                 name=source.name,
                 file=file,
                 digest=decoded.digest,
@@ -203,7 +203,7 @@ def _key(source: PictureSource) -> str:
     return f"data {hashlib.sha256(source.data or b'').hexdigest()}"
 
 
-def read_pictures(table: Path) -> list[Picture]:
+def read_pictures(table: Path) -> list[TablePicture]:
     """The pictures of a table; none if its rows are text.
 
     Raises:
@@ -213,7 +213,7 @@ def read_pictures(table: Path) -> list[Picture]:
     if not file.is_file():
         return []
     try:
-        return [Picture(**entry) for entry in read_json(file)["pictures"]]
+        return [TablePicture(**entry) for entry in read_json(file)["pictures"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError.of(
             "the list of pictures of the prepared data cannot be read",
@@ -229,7 +229,7 @@ def read_image_ids(table: Path) -> list[int]:
     return ids
 
 
-def changed_picture(pictures: Sequence[Picture]) -> str | None:
+def changed_picture(pictures: Sequence[TablePicture]) -> str | None:
     """Why the first picture is not the one that was prepared; None if all are.
 
     Of a file whose size and time are the same the contents are not read again.

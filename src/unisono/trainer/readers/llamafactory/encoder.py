@@ -29,8 +29,8 @@ from unisono.trainer.data.control_tokens import (
 from unisono.trainer.data.encode import LossOn, with_features
 from unisono.trainer.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.trainer.data.ingest import balance
+from unisono.trainer.data.pictures.picture_template import picture_mark
 from unisono.trainer.data.pictures.store import PictureStore
-from unisono.trainer.data.pictures.template import picture_mark
 from unisono.trainer.data.preference_rows import JOINT, read_exchange
 from unisono.trainer.data.template import CHARACTERS, ChatTemplate
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, share_of

@@ -112,7 +112,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    reader = _Reader(listed, columns)
+    reader = _RowReader(listed, columns)
     value = {name: part for name, part in row.items() if name not in columns.pictures}
     for name in columns.turns:
         if name in value:
@@ -192,7 +192,7 @@ def _with_first_turn(turns: Sequence[Turn], count: int) -> list[Turn]:
     return [replace(first, content=PICTURE * count + first.content), *others]
 
 
-class _Reader:
+class _RowReader:
     """Puts marks into the text of one row, and pictures in their order.
 
     Attributes:
