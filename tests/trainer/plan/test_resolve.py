@@ -4,6 +4,7 @@ Run: pytest tests/plan
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from unisono.base.errors import ConfigError
 from unisono.guard.places.ranks import DeviceChoice, RankPlace
 from unisono.trainer.config import RunConfig
+from unisono.trainer.config.reward_models import RewardModel
 from unisono.trainer.plan import (
     DataSummary,
     ModelFacts,
@@ -329,3 +331,35 @@ def test_checkpoints_kept_for_ever_are_worth_a_line_if_few_are_made(
     made = plan(checkpoint=section)
     assert made.keep_every == keep_every
     assert [printed in line for line in made.warnings if "keep_every" in line] == ([True] if printed else [])
+
+
+def test_reward_models_count_where_they_compute_and_one_without_its_gpu_is_refused() -> None:
+    models = [
+        RewardModel(f"rewards.{number}.path", Path(f"/judge{number}"), device, "d", 1000 + number)
+        for number, device in enumerate(("cpu", "cuda"))
+    ]
+    for kind, expected in (("cpu", 1000), ("cuda", 1001)):
+        judged = [model for model in models if kind == "cuda" or model.device == "cpu"]
+        bare, made = (
+            resolve_plan(replace(inputs(kind=kind), reward_models=several)) for several in ([], judged)
+        )
+        assert made.memory.other_models == expected
+        assert made.memory.total == bare.memory.total + expected
+    with pytest.raises(ConfigError, match="/judge1 cannot compute on the GPU of its rank") as error:
+        resolve_plan(replace(inputs(kind="cpu"), reward_models=models))
+    assert error.value.problems[0].where == "rewards.1.device"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}, {"rank": 4, "init": "pissa"}])
+def test_a_copy_of_the_start_is_counted_whole_on_each_rank(
+    adapter: dict[str, Any] | None, shards: int
+) -> None:
+    keys: dict[str, Any] = {
+        "objective": "grpo", "rewards": ["exact"], "adapter": adapter, "batch": {"global": 16},
+        "parallel": {"strategy": "fsdp" if shards > 1 else "auto"}, "has_eval": False,
+    }  # fmt: skip
+    made = resolve_plan(on_ranks(shards, grpo={"beta": 0.1}, **keys))
+    is_new = adapter is not None and "init" not in adapter
+    assert made.memory.other_models == (0 if is_new else MODEL.parameters * 4)
+    assert resolve_plan(on_ranks(shards, **keys)).memory.other_models == 0

@@ -41,7 +41,7 @@ _SOURCE = SourceSection(path="prompts of the policy")
 _STAND_IN = "an answer"
 
 
-class RewardModel:
+class ModelReward:
     """Rates answers."""
 
     def __init__(self, opened: InferenceModel) -> None:
@@ -132,7 +132,7 @@ def _load(functions: Sequence[Function]) -> list[LoadedFunction]:
     register_templates()
     report = Reporter(None, fallback=sys.stderr)
     opened = open_requested(RequestedModel(entry["run"], None), report, answers=False)
-    return [LoadedFunction(RewardModel(opened), frozenset(("prompts", "completions")))]
+    return [LoadedFunction(ModelReward(opened), frozenset(("prompts", "completions")))]
 
 
 if __name__ == "__main__":

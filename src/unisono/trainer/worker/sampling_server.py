@@ -27,7 +27,7 @@ BASE = "base"
 OLDER_VERSION = "older-version"
 
 
-class Refusal(Exception):  # noqa: N818 - named for what happens
+class RefusedRequest(Exception):  # noqa: N818 - named for what happens
     """A request is refused.
 
     Attributes:
@@ -40,7 +40,7 @@ class Refusal(Exception):  # noqa: N818 - named for what happens
 
 
 @dataclass
-class ServedModel:
+class ServedAdapters:
     """The base model with all adapters that were loaded since the start.
 
     Attributes:
@@ -66,13 +66,13 @@ class ServedModel:
             fault: OLDER_VERSION: the name gives the one before.
         """
         if name in self.served:
-            raise Refusal(400, f"The lora adapter '{name}' has already been loaded.")
+            raise RefusedRequest(400, f"The lora adapter '{name}' has already been loaded.")
         self._loads += 1
         inner = f"adapter{self._loads}"
         try:
             self._add(inner, path)
         except (OSError, ValueError) as error:
-            raise Refusal(404, f"Loading lora {name} failed: No adapter found for {path}") from error
+            raise RefusedRequest(404, f"Loading lora {name} failed: No adapter found for {path}") from error
         older = next(reversed(self.served.values()), inner)
         self.served[name] = older if fault == OLDER_VERSION else inner
 
@@ -88,14 +88,14 @@ class ServedModel:
     def unload(self, name: str) -> None:
         """Forgets a name."""
         if name not in self.served:
-            raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
+            raise RefusedRequest(404, f"The lora adapter '{name}' cannot be found.")
         del self.served[name]
 
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of a request for completions."""
         name = body["model"]
         if name != BASE and name not in self.served:
-            raise Refusal(404, f"The model `{name}` does not exist.")
+            raise RefusedRequest(404, f"The model `{name}` does not exist.")
         assert body["ignore_eos"]
         assert body["return_token_ids"]
         inner = None if name == BASE else self.served[name]
@@ -111,7 +111,7 @@ class ServedModel:
         answers = []
         for prompt in body["prompt"]:
             if len(prompt) + body["max_tokens"] > self.max_length:
-                raise Refusal(400, f"This model's maximum context length is {self.max_length} tokens.")
+                raise RefusedRequest(400, f"This model's maximum context length is {self.max_length} tokens.")
             for number in range(body["n"]):
                 sampling = SamplingParams(
                     temperature=body["temperature"],
@@ -149,7 +149,7 @@ class ServedModel:
 class Handler(BaseHTTPRequestHandler):
     """Requests, one at a time; `model` and `fault` are those of the process."""
 
-    model: ServedModel
+    model: ServedAdapters
     fault = ""
     lock = threading.Lock()
 
@@ -174,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             with self.lock:
                 self.reply(200, self.answer(body, self.fault))
-        except Refusal as refusal:
+        except RefusedRequest as refusal:
             self.reply(refusal.status, {"error": {"message": str(refusal)}})
 
     def answer(self, body: dict[str, Any], fault: str) -> Any:
@@ -188,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             return {}
         if not body["lora_name"]:
-            raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
+            raise RefusedRequest(400, "Both 'lora_name' and 'lora_path' must be provided.")
         if self.path == "/v1/load_lora_adapter":
             model.load(body["lora_name"], body["lora_path"], fault)
         elif self.path == "/v1/unload_lora_adapter":
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int)
     options = parser.parse_args()
     end_with_front(options.parent)
-    Handler.model = ServedModel(load_base(str(locate_model(options.model))))
+    Handler.model = ServedAdapters(load_base(str(locate_model(options.model))))
     serve(Handler, options.port)
 
 

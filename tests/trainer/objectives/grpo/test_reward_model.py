@@ -28,7 +28,7 @@ from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.plan.task_requests import EvaluateRequest, RequestedModel
 from unisono.trainer.task import evaluate
 from unisono.trainer.task.inference import open_requested
-from unisono.trainer.task.reward_model import RewardModel
+from unisono.trainer.task.reward_model import ModelReward
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -168,7 +168,7 @@ def rated(run: Path, prompt: Text, *answers: Text) -> list[Any]:
     """What a loaded reward model gives for answers to a prompt."""
     with torch.random.fork_rng():
         opened = open_requested(RequestedModel(str(run)), Listening(), answers=False)
-    return RewardModel(opened)([prompt] * len(answers), list(answers))
+    return ModelReward(opened)([prompt] * len(answers), list(answers))
 
 
 def test_an_empty_answer_has_a_value_and_one_that_is_too_long_has_none(reward_run: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.trainer.worker import sampling_server
-from unisono.trainer.worker.sampling_server import BASE, Refusal, ServedModel, load_base, serve
+from unisono.trainer.worker.sampling_server import BASE, RefusedRequest, ServedAdapters, load_base, serve
 
 __all__ = ["BASE", "DEFAULTS"]
 DEFAULTS = {"kind": "", "after": 0, "lora": True, "max_length": 256, "log_probs": "raw", "key": ""}
@@ -22,7 +22,7 @@ DEFAULTS = {"kind": "", "after": 0, "lora": True, "max_length": 256, "log_probs"
 
 
 @dataclass
-class Model(ServedModel):
+class Model(ServedAdapters):
     """A model whose adapters may bind nothing."""
 
     def load(self, name: str, path: str, fault: str = "") -> None:
@@ -84,7 +84,7 @@ class Handler(sampling_server.Handler):
         model, state = self.model, self.state
         model.log_probs_mode, model.max_length = state["log_probs"], state["max_length"]
         if self.path.endswith("_lora_adapter") and not state["lora"]:
-            raise Refusal(404, "Not Found")
+            raise RefusedRequest(404, "Not Found")
         given = super().answer(body, fault)
         if self.path == "/v1/completions":
             return spoiled(fault, given["choices"], model.base.config.vocab_size)

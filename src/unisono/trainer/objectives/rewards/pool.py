@@ -33,7 +33,7 @@ from unisono.trainer.objectives.rewards.calls import (
     cut,
     reward_names,
 )
-from unisono.trainer.objectives.rewards.process import ModelProcess, RewardProcess, encoded
+from unisono.trainer.objectives.rewards.process import RewardModelProcess, RewardProcess, encoded
 
 PROCESSES = 2
 """That call functions; each reward model has one more for itself."""
@@ -282,7 +282,7 @@ class RewardPool:
         }
         hidden = {} if entry.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **hidden}
-        return _Role((index,), encoded(setup), process=ModelProcess, environment=environment)
+        return _Role((index,), encoded(setup), process=RewardModelProcess, environment=environment)
 
     def _function(self, index: int, entry: RewardSection) -> Function:
         """What a process needs to load a function.
@@ -426,7 +426,7 @@ class RewardPool:
     def _died_loading(self, role: _Role, words: str) -> Problem:
         """The problem of a process that ended before it was ready."""
         entries = [self._entries[index] for index in role.functions]
-        if role.process is ModelProcess:
+        if role.process is RewardModelProcess:
             return Problem(
                 f"the process of a reward model ended {words} while it loaded the model",
                 str(entries[0].path),

@@ -151,7 +151,7 @@ class RewardProcess(ProcessLink):
         return -signal.SIGKILL
 
 
-class ModelProcess(RewardProcess):
+class RewardModelProcess(RewardProcess):
     """The process of a reward model, which imports torch."""
 
     module = "unisono.trainer.task.reward_model"
