@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import ModelError, UsageError
+from unisono.base.errors import ModelError, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import Messages
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.pictures.template import with_placeholders
@@ -92,6 +93,8 @@ class InferenceModel:
         context: maximum tokens of prompt and answer together.
         dtype: of untrained weights, and of the computation.
         processor: of pictures; None if prompts have none.
+        pixels: the bounds of pictures in training.
+        blind: why prompts have no pictures.
     """
 
     target: Target
@@ -100,6 +103,8 @@ class InferenceModel:
     context: int
     dtype: str
     processor: PictureProcessor | None = None
+    pixels: PixelsSection = PixelsSection()
+    blind: str = ""
 
     @property
     def tokenizer(self) -> Any:
@@ -159,7 +164,7 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
 
 
 def open_requested(
-    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool = False
+    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool | None = False
 ) -> InferenceModel:
     """Finds and loads what a task's request names.
 
@@ -167,7 +172,7 @@ def open_requested(
         request: what to load.
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
-        sees: whether prompts have pictures.
+        sees: whether prompts have pictures; None: they may, if the model reads any.
 
     Raises:
         UnisonoError: as `open_for_inference`.
@@ -192,8 +197,10 @@ def open_requested(
     report.phase("load_model", f"loading {target.description}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
-    processor = _processor_of(target) if sees else None
-    loaded = load_target(target, dtype=dtype, device=device, keeps_parts=sees)
+    processor, blind = _sight_of(target, report) if sees is None else (None, "")
+    if sees:
+        processor = _processor_of(target)
+    loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
@@ -214,7 +221,20 @@ def open_requested(
         pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
-    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor)
+    pixels = target.plan.config.data.pixels if target.plan is not None else PixelsSection()
+    context = _context(loaded.base)
+    return InferenceModel(target, forward, template, context, dtype, processor, pixels, blind)
+
+
+def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None, str]:
+    """The processor of the target's model; or None, and why it reads no pictures."""
+    try:
+        return _processor_of(target), ""
+    except UnisonoError as error:
+        problem = error.problems[0]
+        if picture_processor(target.base) is not None:
+            report.warning("no_pictures", f"{problem.what}: prompts cannot have pictures")
+        return None, f"{problem.what}: {problem.why}" if problem.why else problem.what
 
 
 def _processor_of(target: Target) -> PictureProcessor:
