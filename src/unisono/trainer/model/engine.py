@@ -475,7 +475,9 @@ class _Batch:
             positions = base._prepare_position_ids_for_generation(
                 self.unread, {"attention_mask": self.mask, **inputs}
             )
-            self.shifts = positions[..., -1:].max().reshape(1) + 1 - self.unread.shape[1]
+            # (1, T), or (axes, 1, T) with the same at the last token, but for a first axis that counts
+            # tokens.
+            self.shifts = positions.flatten(0, -2)[-1, -1:] + 1 - self.unread.shape[1]
             inputs["position_ids"] = positions
         return inputs
 
