@@ -53,7 +53,9 @@ def main() -> int:
         if code:
             return code
     if args.objective == "vision":
-        subprocess.run([sys.executable, "examples/vision/make_shapes.py", f"runs/{name}-start"], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "examples/vision/make_shapes.py", f"runs/{name}-start"], cwd=ROOT, check=True
+        )
     code = train(name, options)
     if code:
         return code
@@ -111,7 +113,11 @@ def show_vision(run: Path, samples: Lines) -> None:
     print("\nThree held-out pictures:\n")
     for row, first, final in zip(rows, before, after, strict=False):
         print(f"{run.relative_to(ROOT)}-start/{row['images'][0]}  {first['prompt'].strip()}")
-        for name, text in (("before", first["text"]), ("after", final["text"]), ("correct", first["reference"])):
+        for name, text in (
+            ("before", first["text"]),
+            ("after", final["text"]),
+            ("correct", first["reference"]),
+        ):
             print(f"  {name:8} {shorten(text, 60, placeholder='…')}")
     show_curve("\nloss", _metric(run, "loss"), math.log)
     figures = json.loads((run / "result.json").read_text("utf-8"))["eval"]

@@ -181,19 +181,24 @@ def _ids_of(
 
 
 def ids_with_pictures(
-    opened: InferenceModel, template: ChatTemplate, messages: Sequence[Message], expansions: Sequence[str]
+    opened: InferenceModel,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    expansions: Sequence[str],
+    tools: list[Any] | None = None,
+    *,
+    most: int | None = None,
 ) -> list[int]:
     """The tokens of a conversation with the generation prompt, and with those of its pictures.
 
     Raises:
         RowError: if the template refuses the messages, or pictures and their places do not match.
+        TooManyTokens: as `encode_prompt`.
     """
     if opened.processor is None:
-        return prompt_ids(opened.tokenizer, template, messages)
-    text = template.render(messages, prompt=True)
-    return encode_prompt(
-        opened.tokenizer, with_expansions(text, expansions, opened.processor), special=False
-    )
+        return prompt_ids(opened.tokenizer, template, messages, tools, most=most)
+    text = with_expansions(template.render(messages, tools, prompt=True), expansions, opened.processor)
+    return encode_prompt(opened.tokenizer, text, special=False, most=most)
 
 
 def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None) -> list[int]:

@@ -1,6 +1,8 @@
 """The pictures of prompts: decoded within the bounds of rows, and made into what the model gets."""
 
-from collections.abc import Sequence
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,7 @@ class SeenPicture:
         """
         image = read_picture(source, pixels)
         width, height = image.size
-        return cls(
-            source.name, width, height, processor.expansion(image.size), dict(processor.inputs(image))
-        )
+        return cls(source.name, width, height, processor.expansion(image.size), dict(processor.inputs(image)))
 
 
 def sources_of(names: Sequence[str], *, where: str) -> tuple[PictureSource, ...]:
@@ -115,7 +115,8 @@ def with_expansions(text: str, expansions: Sequence[str], processor: PictureProc
     """A rendered prompt with the tokens of its pictures instead of their placeholders.
 
     Raises:
-        RowError: if the template did not write one placeholder for each.
+        RowError: if the template did not write one placeholder for each, or the text itself has a
+            token of pictures.
     """
     pieces = text.split(processor.placeholder)
     if len(pieces) - 1 != len(expansions):
@@ -123,6 +124,9 @@ def with_expansions(text: str, expansions: Sequence[str], processor: PictureProc
             f"it has {len(pieces) - 1} × {processor.placeholder} for {len(expansions)} pictures",
             "write <image> where each picture belongs, and pass as many pictures",
         )
+    for token in _tokens(processor):
+        if any(token in piece for piece in pieces):
+            raise RowError(f"its text has {token}, which stands for a part of a picture", "remove it")
     return pieces[0] + "".join(made + piece for made, piece in zip(expansions, pieces[1:], strict=True))
 
 
@@ -131,3 +135,65 @@ def inputs_of(
 ) -> PictureInputs | None:
     """The pictures of a prompt for a forward; None if it has none."""
     return PictureInputs.of([one.tensors for one in pictures], processor.image_ids, device)
+
+
+def take_sent(
+    messages: Sequence[Mapping[str, Any]], processor: PictureProcessor
+) -> tuple[list[Mapping[str, Any]], list[PictureSource]]:
+    """Messages of OpenAI's protocol with PICTURE for each part `image_url`, and the pictures.
+
+    Raises:
+        RowError: if one is not a data URL, is not in a message of the user, or a text has what
+            stands for a picture.
+    """
+    pictures: list[PictureSource] = []
+    taken = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_taken_part(part, message["role"], pictures, processor) for part in content]
+            message = {**message, "content": parts}
+        elif isinstance(content, str):
+            _refuse_marks(content, processor)
+        taken.append(message)
+    return taken, pictures
+
+
+def _taken_part(part: Any, role: str, pictures: list[PictureSource], processor: PictureProcessor) -> Any:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            _refuse_marks(part["text"], processor)
+        return part
+    if role != "user":
+        raise RowError(f"a message of the role {role} has a picture", "send it in a message of the user")
+    pictures.append(_of_data_url(part.get("image_url"), f"picture {len(pictures) + 1}"))
+    return {"type": "text", "text": PICTURE}
+
+
+def _of_data_url(value: Any, name: str) -> PictureSource:
+    url = value.get("url") if isinstance(value, dict) else None
+    if not isinstance(url, str):
+        raise RowError(f"{name} has no URL", 'write {"type": "image_url", "image_url": {"url": "data:…"}}')
+    if value.get("detail") not in (None, "auto", "high"):
+        raise RowError(f"{name} has another detail than auto or high", "omit it, and send a smaller picture")
+    head, comma, body = url.partition(",")
+    if not (head.lower().startswith("data:") and head.lower().endswith(";base64") and comma):
+        raise RowError(f"{name} is not a data URL in base64", "write data:image/png;base64,…")
+    try:
+        return PictureSource(None, base64.b64decode(body, validate=True), name)
+    except (binascii.Error, ValueError):
+        raise RowError(f"{name} is not valid base64", "encode its bytes again") from None
+
+
+def _refuse_marks(text: str, processor: PictureProcessor) -> None:
+    if PICTURE in text:
+        raise RowError(f"a text has the character U+{ord(PICTURE):04X}", "remove it")
+    token = next((token for token in (processor.placeholder, *_tokens(processor)) if token in text), None)
+    if token is not None:
+        raise RowError(f"a text has {token}, which stands for a picture", "remove it")
+
+
+def _tokens(processor: PictureProcessor) -> list[str]:
+    """The tokens of which each stands for a feature of a picture."""
+    tokens: list[str] = processor.processor.tokenizer.convert_ids_to_tokens(list(processor.image_ids))
+    return tokens
