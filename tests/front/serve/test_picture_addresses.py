@@ -24,7 +24,7 @@ class _Host(BaseHTTPRequestHandler):
     released = threading.Event()
 
     def do_GET(self) -> None:
-        port = self.server.server_address[1]  # type: ignore[misc]
+        port = self.connection.getsockname()[1]
         to = {
             "/moved": "/a.png",
             "/away": f"http://localhost:{port}/a.png",

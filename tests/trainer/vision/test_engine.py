@@ -4,9 +4,9 @@ Run: pytest tests/trainer/vision/test_engine.py
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from tests.vision_models import FAMILIES, draw
 from unisono.base.events import Reporter
@@ -17,7 +17,7 @@ from unisono.trainer.plan.task_requests import RequestedModel, SamplingParams
 from unisono.trainer.task.generation import ids_with_pictures
 from unisono.trainer.task.inference import InferenceModel, open_requested
 
-QUESTIONS = (
+QUESTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("what is red?", ()),
     ("\ue010what is this?", (draw("red", "circle"),)),
     ("\ue010and\ue010 are?", (draw("blue", "square", size=(70, 130)), draw("green", "circle"))),
@@ -26,11 +26,13 @@ QUESTIONS = (
 )
 
 
-def read(opened: InferenceModel, text: str, images: tuple[object, ...]) -> tuple[list[int], object]:
+def read(
+    opened: InferenceModel, text: str, images: tuple[Any, ...]
+) -> tuple[list[int], PictureInputs | None]:
     """The tokens of a question, and its pictures."""
     assert opened.processor is not None
     assert opened.template is not None
-    sizes = [image.size for image in images]  # type: ignore[attr-defined]
+    sizes = [image.size for image in images]
     expansions = [opened.processor.expansion(size) for size in sizes]
     ids = ids_with_pictures(opened, opened.template, [{"role": "user", "content": text}], expansions)
     parts = [opened.processor.inputs(image) for image in images]
@@ -43,7 +45,7 @@ def test_answers_that_share_forwards_are_those_alone(family: str, tmp_path: Path
     opened = open_requested(RequestedModel(str(tmp_path / family)), Reporter(None), sees=True)
     questions = [read(opened, text, images) for text, images in QUESTIONS]
     samplings = [SamplingParams(temperature=0.7 * (i % 2), seed=i) for i in range(len(questions))]
-    options = {"stop_ids": opened.stops(opened.template), "pad_id": opened.pad_id}
+    options: dict[str, Any] = {"stop_ids": opened.stops(opened.template), "pad_id": opened.pad_id}
 
     with opened.ready() as model:
         alone = [

@@ -441,10 +441,9 @@ def _samples(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes)
         step = _whole(message.get("step"))
         if step is not None:
             fields = {name: message.get(name) for name in ("prompt", "text", "reference")}
-            fields |= {"pictures": pictures_of(message), "drawn": next(iter(_drawn_in(message)), None)}
-            by_step.setdefault(step, {})[str(message.get("prompt"))] = (
-                fields  # of a step that was done twice, the second
-            )
+            fields |= {"pictures": _names(message.get("pictures")), "drawn": _names([message.get("drawn")])}
+            row = f"{message.get('prompt')} {fields['pictures']}"
+            by_step.setdefault(step, {})[row] = fields  # of a step that was done twice, the second
     return {
         "evaluations": [
             {"step": step, "samples": list(by_step[step].values())}
@@ -458,24 +457,19 @@ _PICTURE_BYTES = 1 << 19  # of one of 256 × 256 pixels; they have a tenth of it
 _JPEG = b"\xff\xd8\xff"
 
 
-def pictures_of(message: Mapping[str, Any]) -> list[str]:
-    """The names of the pictures of a sample's prompt."""
-    names = message.get("pictures")
-    return [name for name in names if _is_picture(name)] if isinstance(names, list) else []
+def pictures_in(message: Mapping[str, Any]) -> list[str]:
+    """The names of the pictures of a sample: those of its prompt, and the one that was drawn."""
+    return [*_names(message.get("pictures")), *_names([message.get("drawn")])]
 
 
-def _drawn_in(message: Mapping[str, Any]) -> list[str]:
-    name = message.get("drawn")
-    return [name] if _is_picture(name) else []
-
-
-def _is_picture(name: object) -> bool:
-    return isinstance(name, str) and _PICTURE.fullmatch(name) is not None
+def _names(value: object) -> list[str]:
+    names = value if isinstance(value, list) else []
+    return [name for name in names if isinstance(name, str) and _PICTURE.fullmatch(name)]
 
 
 def read_picture(run: FollowedRun, name: str) -> bytes | None:
     """The thumbnail of a picture that a sample of the run names; None if there is none."""
-    if not any(name in (*pictures_of(message), *_drawn_in(message)) for message in list(run.samples)):
+    if not any(name in pictures_in(message) for message in list(run.samples)):
         return None
     path = run.run.thumbnails / name
     if not run.accepts(path):

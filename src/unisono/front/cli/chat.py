@@ -60,7 +60,8 @@ def chat(
 ) -> None:
     """Chat with a model.
 
-    Commands: /image FILE, /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation.
+    Commands: /image FILE, /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the
+    conversation.
     """
     from unisono.front.cli.llamafactory_file import read_inference_request
     from unisono.front.cli.terminal import TaskProgress

@@ -198,8 +198,8 @@ class PictureAddresses:
     async def _get(
         self, parts: SplitResult, addresses: Sequence[str], port: int, room: int
     ) -> tuple[int, str, bytes]:
-        """Status, Location and body of a URL, from one of the addresses of its host: the name is not
-        looked up again.
+        """Status, Location and body of a URL, from one of the addresses of its host: the name is
+        not looked up again.
         """
         context = ssl.create_default_context() if parts.scheme.lower() == "https" else None
         name = parts.hostname if context is not None else None
@@ -232,22 +232,22 @@ async def _exchange(
     await writer.drain()
     status, location, body = 0, "", bytearray()
     while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
+        received = connection.next_event()
+        if received is h11.NEED_DATA:
             connection.receive_data(await reader.read(1 << 16))
-        elif isinstance(event, h11.Response):
-            status = event.status_code
+        elif isinstance(received, h11.Response):
+            status = received.status_code
             location = next(
-                (value.decode("latin-1") for key, value in event.headers if key == b"location"), ""
+                (value.decode("latin-1") for key, value in received.headers if key == b"location"), ""
             )
             if status != 200:
                 return status, location, b""
-        elif isinstance(event, h11.Data):
-            body += event.data
+        elif isinstance(received, h11.Data):
+            body += received.data
             _bounded(body, room)
-        elif isinstance(event, h11.EndOfMessage):
+        elif isinstance(received, h11.EndOfMessage):
             return status, location, bytes(body)
-        elif not isinstance(event, h11.InformationalResponse):
+        elif not isinstance(received, h11.InformationalResponse):
             raise _Unusable("its host ends the connection")
 
 
@@ -261,7 +261,7 @@ def _address_in(part: dict[str, Any]) -> str | None:
     """The address in a part; None if it is a data URL, or none: the task refuses it then."""
     value = part.get("image_url")
     url = value.get("url") if isinstance(value, dict) else None
-    return url if isinstance(url, str) and not url[:5].lower() == "data:" else None
+    return url if isinstance(url, str) and url[:5].lower() != "data:" else None
 
 
 def _listed(text: str | None) -> list[str]:

@@ -4,8 +4,8 @@ tokens.
 The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is
 computed beside it. A long prompt is read in parts, with a token of every running answer between two
 of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
-Answers to the same prompt that begin together read it once. A prompt with pictures is read alone and
-as a whole, since what the model makes of its pictures may depend on all of it.
+Answers to the same prompt that begin together read it once. A prompt with pictures is read alone
+and as a whole, since what the model makes of its pictures may depend on all of it.
 
 Letters: B answers of a batch, P their different prompts, L tokens so far of the longest, V
 vocabulary.
@@ -472,11 +472,10 @@ class _Batch:
         self.pictures = None
         if "position_ids" in takes:
             # Of transformers 5: models whose pictures have positions of their own override it.
-            positions = base._prepare_position_ids_for_generation(
-                self.unread, {"attention_mask": self.mask, **inputs}
-            )
-            # (1, T), or (axes, 1, T) with the same at the last token, but for a first axis that counts
-            # tokens.
+            prepare = base._prepare_position_ids_for_generation  # noqa: SLF001 - there is no public way
+            positions = prepare(self.unread, {"attention_mask": self.mask, **inputs})
+            # (1, T), or (axes, 1, T), which are the same at the last token, but for a first axis
+            # that counts tokens.
             self.shifts = positions.flatten(0, -2)[-1, -1:] + 1 - self.unread.shape[1]
             inputs["position_ids"] = positions
         return inputs

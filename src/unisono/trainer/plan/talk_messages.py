@@ -7,7 +7,6 @@ from unisono.base.messages import TalkNews
 from unisono.guard.supervise.codec import encode_message
 from unisono.trainer.plan.task_requests import SamplingParams
 
-
 PICTURE_TAG = "<image>"
 """Where a picture belongs in a text, as in rows."""
 

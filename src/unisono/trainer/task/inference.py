@@ -10,7 +10,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class InferenceModel:
     context: int
     dtype: str
     processor: PictureProcessor | None = None
-    pixels: PixelsSection = PixelsSection()
+    pixels: PixelsSection = field(default_factory=PixelsSection)
     blind: str = ""
 
     @property

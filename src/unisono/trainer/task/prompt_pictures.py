@@ -147,15 +147,14 @@ def take_sent(
             stands for a picture.
     """
     pictures: list[PictureSource] = []
-    taken = []
+    taken: list[Mapping[str, Any]] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [_taken_part(part, message["role"], pictures, processor) for part in content]
-            message = {**message, "content": parts}
+            content = [_taken_part(part, message["role"], pictures, processor) for part in content]
         elif isinstance(content, str):
             _refuse_marks(content, processor)
-        taken.append(message)
+        taken.append({**message, "content": content})
     return taken, pictures
 
 

@@ -1,5 +1,5 @@
-"""Turns requests of `unisono serve` into tokens and pictures, in a process of its own, so that none costs more
-than itself.
+"""Turns requests of `unisono serve` into tokens and pictures, in a process of its own, so that none
+costs more than itself.
 """
 
 import contextlib
@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from unisono.base import child
@@ -35,6 +34,9 @@ from unisono.trainer.plan.talk_messages import Ask, FailedAsk, PromptRequest, Re
 from unisono.trainer.task.generation import ids_with_pictures, tokens_of_text
 from unisono.trainer.task.inference import InferenceModel, TooManyTokens
 from unisono.trainer.task.prompt_pictures import read_picture, take_sent
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _CPU_S = 20.0
 """CPU seconds for one prompt; a prompt of a million tokens takes two or three."""

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from unisono.base.messages import SampleMessage
 from unisono.base.text import plain
 from unisono.trainer.batches.source import Counts, Micro, SourceStopped
 from unisono.trainer.batches.table import EvaluationRows, PromptAnswer
@@ -25,6 +24,9 @@ from unisono.trainer.model.generate import generate
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
 from unisono.trainer.training.run import Run
 from unisono.trainer.training.thumbnails import SampleThumbnails, drawn_thumbnail
+
+if TYPE_CHECKING:
+    from unisono.base.messages import SampleMessage
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
