@@ -177,7 +177,7 @@ def processor_of(directory: Path) -> Any:
     own = T.AutoTokenizer.from_pretrained(directory)
     pictures = T.Qwen2VLImageProcessorPil.from_pretrained(directory)
 
-    class WithoutVideo(kind):  # type: ignore[misc]
+    class WithoutVideo(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return (
                 None if argument is None else super().check_argument_for_proper_class(argument_name, argument)

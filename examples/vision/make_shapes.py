@@ -65,7 +65,7 @@ def make_rows(folder: Path, dice: random.Random) -> None:
     pictures.mkdir()
     seen: set[bytes] = set()
     for name, count in (("heldout", HELD_OUT), ("train", TRAINED)):
-        rows = []
+        rows: list[dict[str, object]] = []
         while len(rows) < count:
             color, shape = dice.choice(COLORS), dice.choice(SHAPES)
             picture = draw(color, shape, dice)
@@ -121,7 +121,7 @@ def make_model(directory: Path, *, seed: int) -> None:
         tokenizer=tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
-        image_token="<image>",
+        image_token="<image>",  # noqa: S106 - it names a place
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
@@ -137,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
-    make_rows(args.folder, random.Random(args.seed))
+    make_rows(args.folder, random.Random(args.seed))  # noqa: S311 - pictures
     make_model(args.folder / "model", seed=args.seed)
 
 

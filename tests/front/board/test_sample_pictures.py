@@ -40,7 +40,14 @@ def make_run_with_pictures(root: Path) -> Path:
     (folder / FAKE).write_bytes(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
     (folder / LARGE).write_bytes(jpeg() + bytes(1 << 20))
     named = [GOOD, LINKED, FAKE, LARGE, MISSING, ODD, 7]
-    common = {"kind": "sample", "time": 1e9, "step": 50, "prompt": "what is this?", "text": "a", "reference": "b"}
+    common = {
+        "kind": "sample",
+        "time": 1e9,
+        "step": 50,
+        "prompt": "what is this?",
+        "text": "a",
+        "reference": "b",
+    }
     events = [common | {"pictures": named, "drawn": DRAWN}, common | {"pictures": []}]
     with (root / "events" / "rank-00000.jsonl").open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in events)

@@ -81,11 +81,13 @@ CONFIG_KEYS: dict[str, list[str]] = {
 }  # fmt: skip
 """Keys that name a file or a directory, and what else makes them read."""
 REWARD_KEYS: dict[str, tuple[str, str]] = {
-    "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""),
+    "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""), "rewards[].path": ("{0}", ""),
 }  # fmt: skip
 """Keys of a reward with the form of a path, and its suffix."""
-FOLDER_KEYS = {"diffusion.prior"}
-"""Keys of folders of pictures, which need a pipeline before they are read."""
+FOLDER_KEYS = {"diffusion.prior", "data.media_dir", *(f"{source}media_dir" for source in SOURCES)}
+"""Keys of folders of pictures: the first needs a pipeline before it is read, and the others may be
+any directory.
+"""
 FORMS = ("{0}", ["{0}"], "{0}.py:A", "file://{0}", [{"path": "{0}"}])
 
 
@@ -248,7 +250,9 @@ def test_every_path_in_a_config(place: Path) -> None:
         for kind in KINDS:
             path = make(kind, place / f"{kind}-{key}{suffix}")
             name = key.removeprefix("rewards[].")
-            entry = {"use": "json_schema"} | {name: form.format(path.removesuffix(suffix))}
+            entry = {"use": "model" if name == "path" else "json_schema"} | {
+                name: form.format(path.removesuffix(suffix))
+            }
             overrides = ["objective=grpo", f"rewards={json.dumps([entry])}", "data.train=rows.jsonl"]
             commands.append((["train", "c.yaml", *overrides, "--trust-code", "--dry-run"], path))
     for key, more in CONFIG_KEYS.items():

@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from unisono.base.errors import IntegrityError, ModelError, UnisonoError
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, read_model_manifest
+from unisono.guard.rundir import MODEL_MANIFEST
+from unisono.trainer.checkpoint.verify import check_model, read_model_manifest
 from unisono.trainer.data import template
 from unisono.trainer.plan.task_requests import Exported, ExportRequest, RequestedModel
 from unisono.trainer.task import export

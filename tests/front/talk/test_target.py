@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from unisono.base.errors import IntegrityError, ModelError, UnisonoError, UsageError
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST
+from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.task.target import find_target, verify_target
 
 Train = Callable[..., Any]

@@ -29,8 +29,8 @@ def make(**keys: Any) -> RunConfig:
 def test_the_keys_that_name_files_are_declared_in_the_schema() -> None:
     marks = path_keys(RunConfig)
     optional = {"adapter.from", "adapter.merge", "preference.reference", "diffusion.prior"}
-    inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template"}
-    assert set(marks) == optional | inputs | {"output_dir", "rewards.schema"}
+    inputs = {"model.path", "model.tokenizer", "data.train", "data.eval", "data.template", "data.media_dir"}
+    assert set(marks) == optional | inputs | {"output_dir", "rewards.schema", "rewards.path"}
     assert {key for key, mark in marks.items() if mark.shows_absence} == optional
     assert {key for key, mark in marks.items() if mark.is_output} == {"output_dir"}
 
@@ -148,14 +148,12 @@ def _needed_by(objective: str) -> dict[str, Any]:
         ({"rewards": ["exat"]}, "rewards.0.use: there is no reward exat; did you mean `exact`?"),
         ({"rewards": [{"use": "exact", "pattern": "x"}]}, "rewards.0.pattern: exact does not use it"),
         ({"rewards": ["regex"]}, "rewards.0.pattern: regex needs it"),
+        ({"rewards": ["model"]}, "rewards.0.path: model needs it"),
+        ({"rewards": [{"use": "exact", "device": "cuda"}]}, "rewards.0.device: exact does not use it"),
         ({"batch": {"global": 12}}, "batch.global: 12 answers of a step are not whole groups of 8"),
         ({"batch": {"per_rank": 8}}, "batch.per_rank: answers of a step are counted over all ranks"),
         ({"rollout": {"group": 1}}, "rollout.group: an answer is compared with others"),
         ({"rollout": {"max_new_tokens": 1024}}, "rollout.max_new_tokens: 1024 leave no room"),
-        (
-            {"grpo": {"beta": 0.1}, "adapter": None},
-            "grpo.beta: the reference is the model without its adapter",
-        ),
         ({"grpo": {"loss": "cispo", "dual_clip": 3.0}}, "grpo.dual_clip: cispo limits ratios"),
         (
             {"grpo": {"correction": "token_mask"}, "rollout": {"steps": 2}},

@@ -19,7 +19,8 @@ from tests.trainer.diffusion.making import write_pipeline
 from tests.trainer.ranks.conftest import Done
 from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
+from unisono.guard.rundir import MODEL_MANIFEST
+from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.families.pictures.result_predictions import ResultPredictions
 from unisono.trainer.plan.task_requests import (
     ExportRequest,

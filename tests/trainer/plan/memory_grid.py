@@ -60,9 +60,12 @@ def settings() -> Iterator[tuple[str, ModelFacts, dict[str, Any]]]:
 
 
 def figures() -> dict[str, list[int]]:
-    """The estimate of each setting: the fields of `MemoryEstimate` in order."""
+    """The estimate of each setting: the fields of `MemoryEstimate` in order, but those of models
+    that none of them has.
+    """
     return {
-        name: list(estimate_memory(model, **given).model_dump().values()) for name, model, given in settings()
+        name: list(estimate_memory(model, **given).model_dump(exclude={"other_models"}).values())
+        for name, model, given in settings()
     }
 
 

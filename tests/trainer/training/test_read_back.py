@@ -18,12 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import needs
 from unisono.base.errors import IntegrityError
 from unisono.base.events import Reporter
+from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.guard.rundir.records import Progress
 from unisono.guard.supervise.interrupts import Interrupts
 from unisono.jobs.runs.read_back import read_back_result
 from unisono.jobs.runs.run_records import Ending
 from unisono.jobs.runs.train_request import TrainRequest
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, write_model_manifest
+from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.model.result_logits import ResultLogits
 from unisono.trainer.plan.task_requests import (
     ExportRequest,

@@ -22,7 +22,7 @@ from unisono.trainer.data.pictures.decoding import decoding, upright_rgb
 from unisono.trainer.data.pictures.store import read_pictures
 
 
-def _row(*images: str, text: str = "") -> Mapping[str, Any]:
+def _row(*images: str, text: str = "") -> dict[str, Any]:
     question = text or "<image>" * len(images) + "what is this?"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a square"}]
     return {"messages": messages, "images": list(images)}

@@ -5,6 +5,7 @@ Run: pytest tests/trainer/vision/test_ranks.py
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,10 +36,13 @@ def test_two_ranks_give_the_losses_of_one(
     gallery: Gallery, picture_rows: Path, tmp_path: Path, family: str
 ) -> None:
     mixed = str(_one_of_four(picture_rows, tmp_path))
-    kinds = ({}, {"data": {"train": mixed, "packing": False}, "batch": {"global": 2, "micro": 1}})
-    alone = [gallery.alone(gallery.plan(family, **more)) for more in kinds]  # type: ignore[arg-type]
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"data": {"train": mixed, "packing": False}, "batch": {"global": 2, "micro": 1}},
+    )
+    alone = [gallery.alone(gallery.plan(family, **more)) for more in kinds]
 
-    plans = [gallery.plan(family, world=2, strategy="ddp", **more) for more in kinds]  # type: ignore[arg-type]
+    plans = [gallery.plan(family, world=2, strategy="ddp", **more) for more in kinds]
     together = gallery.together(plans)
 
     for one, two in zip(alone, together, strict=True):

@@ -17,7 +17,6 @@ from tests.vision_models import FAMILIES
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.families import training_of
-from unisono.trainer.model.multimodal import count_trained
 from unisono.trainer.plan.task_requests import ExportRequest, ReadBackRequest, RequestedModel
 from unisono.trainer.task import export, read_back
 from unisono.trainer.training.optim import build_optimizers, rates_of
@@ -71,7 +70,7 @@ def test_an_adapter_of_these_parts_is_read_back_and_merged(
     export.run(request, Reporter(None))
 
     assert _changed(Path(plan.model.directory), tmp_path / "merged") == set(parts)
-    counts = count_trained(training_of(plan).load(plan, torch.device("cpu")))
+    counts = training_of(plan).load(plan, torch.device("cpu")).count_parts()
     assert {part for part, (trained, _) in counts.items() if trained} == set(parts)
 
 

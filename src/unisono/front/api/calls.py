@@ -34,6 +34,7 @@ class Keys(TypedDict, total=False):
     adapter: Section | None
     freeze: Sequence[str]
     train_only: Section | None
+    train_parts: Sequence[str]
     data: Section
     objective: str
     preference: Section

@@ -514,6 +514,7 @@ def _row_lines(row: "ShownRow") -> list[Line]:
         first, *more = plain(run["text"]).split("\n")
         lines[-1].append((first, kind))
         lines += [[(text, kind)] for text in more]
+    lines += [[(f"picture {words}", "")] for words in row.get("pictures", ())]
     lines += [[(one_line(part), "lost")] for part in row.get("not_rendered", ())]
     if "columns" in row:
         given = (

@@ -24,6 +24,8 @@ from unisono.front.drill.sandbox import (
     MemoryGroup,
     ReadOnlyDisk,
     RemovedOutput,
+    SamplerKilled,
+    SamplerStale,
     Sandbox,
     SmallDisk,
     TwoNetworks,
@@ -35,6 +37,7 @@ _LONG_S = 3600.0
 _ENDLESS = {"duration": "100000 steps"}
 _REWARDS = Path(__file__).with_name("rewards.py")
 _DEADLINE_S = 3.0
+_PATIENCE_S = 3.0
 
 DEAD_S = 2.0
 """Time limit to name a rank that ended, also on other nodes."""
@@ -98,6 +101,12 @@ def _grpo(reward: str, *, tokens: int = 8, duration: str = "100000 steps") -> Ma
         "grpo": {"truncated": "keep"},
         "duration": duration,
     }
+
+
+def _sampled() -> Mapping[str, Any]:
+    """The same, sampled by a server that is waited for only shortly."""
+    config = _grpo("length")
+    return {**config, "rollout": {**config["rollout"], "patience": f"{_PATIENCE_S:g} seconds"}}
 
 
 # fmt: off - as a table: the formatter would give each value a line
@@ -202,6 +211,24 @@ DRILLS: tuple[Drill, ...] = (
         (0,),
         faults={"reward": True},
         config=_grpo("raises"),
+        limit_s=DEAD_S,
+        end_s=30.0,
+    ),
+    Drill(
+        "sampler_killed",
+        "the server that samples answers is killed",
+        ("sampler_unreachable",),
+        sandbox=SamplerKilled,
+        config=_sampled(),
+        limit_s=_PATIENCE_S + 2 * DEAD_S,
+        end_s=30.0,
+    ),
+    Drill(
+        "sampler_stale",
+        "the server samples answers with weights of an earlier step",
+        ("sampler_stale",),
+        sandbox=SamplerStale,
+        config=_sampled(),
         limit_s=DEAD_S,
         end_s=30.0,
     ),

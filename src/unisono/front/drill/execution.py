@@ -231,7 +231,7 @@ class DrillRun:
         config = {
             **_TINY_CONFIG,
             "data": {"train": str(rows), "max_length": 64},
-            **self.drill.config,
+            **self.sandbox.config(self.drill.config),
             "output_dir": str(self.sandbox.output_dir()),
         }
         config["checkpoint"] = {**_TINY_CHECKPOINT, **self.drill.config.get("checkpoint", {})}

@@ -1,19 +1,23 @@
 """Sandboxes of drills: where a run takes place, and the fault that is injected from outside."""
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from unisono.guard.facts.limits import cgroup_folders
 
@@ -78,6 +82,10 @@ class Sandbox:
         """Output folder of the run."""
         return self.folder / "out"
 
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the drill, with what is known only here."""
+        return config
+
     def started(self, pids: Sequence[int]) -> None:
         """Called with the pids of the fronts, by node."""
 
@@ -138,6 +146,63 @@ class ForeignCallers(TwoFronts):
                 with contextlib.suppress(OSError):  # it was shown the door
                     stranger.sendall(piece)
             time.sleep(0.5)  # the silent ones stay for a while
+
+
+_SERVER = "unisono.trainer.worker.sampling_server"
+_SERVER_START_S = 120.0
+_KILLED_S = 10.0
+
+
+class SamplerKilled(Sandbox):
+    """This machine, with a server that samples; it is killed."""
+
+    def prepare(self, folder: Path) -> None:
+        """Starts the server, and waits until it is ready.
+
+        Raises:
+            RuntimeError: if it does not start.
+        """
+        super().prepare(folder)
+        words = [sys.executable, "-m", _SERVER, "--model", "builtin:tiny", "--parent", str(os.getpid())]
+        self._server = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._server.stdout is not None
+        ready, _, _ = select.select([self._server.stdout], [], [], _SERVER_START_S)
+        port = self._server.stdout.readline().strip() if ready else ""
+        if not port:
+            self.close()
+            raise RuntimeError("the server that samples did not start")
+        self._port = int(port)
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the address of the server."""
+        url = f"http://127.0.0.1:{self._port}"
+        return {**config, "rollout": {**config["rollout"], "engine": "vllm", "url": url}}
+
+    def inject(self) -> None:
+        """Kills the server with SIGKILL."""
+        self._server.kill()
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.kill()
+        with self._server:
+            self._server.wait(_KILLED_S)
+
+
+class SamplerStale(SamplerKilled):
+    """This machine, with a server that samples; from some step on it does so with an adapter of
+    the step before.
+    """
+
+    def inject(self) -> None:
+        """Lets it load adapters that it already has."""
+        body = json.dumps({"kind": "older-version"}).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_CONNECT_S)
+        with contextlib.closing(connection):
+            connection.request("POST", "/fault", body)
+            connection.getresponse().read()
 
 
 def write_token(folder: Path) -> Path:

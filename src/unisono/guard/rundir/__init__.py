@@ -7,6 +7,8 @@ from unisono.base.text import nearest
 
 ROLLOUTS = "rollouts"
 """The folder of sampled answers."""
+MODEL_MANIFEST = "unisono_manifest.json"
+"""In a directory with a result or an export: the digest of every file as written."""
 
 
 @dataclass(frozen=True, slots=True)

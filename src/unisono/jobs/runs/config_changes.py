@@ -120,6 +120,9 @@ RULES: dict[str, KeyRule] = {
     "adapter.merge": KeyRule("contents", name="model"),
     "freeze": KeyRule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
     "train_only": KeyRule("meaning", "different parameters may be trained, whose state the checkpoint lacks"),
+    "train_parts": KeyRule(
+        "meaning", "different parameters may be trained, whose state the checkpoint lacks"
+    ),
     "data.train": _ROWS,
     "data.eval": _ROWS,
     "data.mix": _ROWS,
@@ -134,6 +137,8 @@ RULES: dict[str, KeyRule] = {
     "data.too_long": _ROWS,
     "data.on_bad_row": _ROWS,
     "data.check_template": _ROWS,
+    "data.pixels": _ROWS,
+    "data.media_dir": _ROWS,
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),
     "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
     "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),
@@ -155,6 +160,7 @@ RULES: dict[str, KeyRule] = {
     "optim.lr": KeyRule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_scale": KeyRule("meaning", "updates are larger or smaller from here on"),
     "optim.muon_lr": KeyRule("meaning", "updates are larger or smaller from here on"),
+    "optim.part_lr": KeyRule("fixed", "the checkpoint has the state of different groups of parameters"),
     "optim.lora_b_ratio": KeyRule("fixed", "the checkpoint has the state of different groups of parameters"),
     "optim.schedule": KeyRule("meaning", "the learning rate differs from here on"),
     "optim.schedule_start": KeyRule("meaning", "the learning rate differs from here on"),

@@ -171,7 +171,8 @@ def _code_findings(
     for key in sorted({key for of_plan in digests for key in of_plan if key.startswith(repaired)}):
         old, new = (of_plan.get(key, "") for of_plan in digests)
         if old and new and old != new:
-            text = f"the file of {key} has changed: answers may get other rewards from here on"
+            what = "reward model" if key.endswith(".path") else "file"
+            text = f"the {what} of {key} has changed: answers may get other rewards from here on"
             findings.append(ChangeFinding("", text, old, new))
     return findings
 

@@ -35,6 +35,7 @@ from unisono.guard.supervise.task_process import run_request
 from unisono.jobs.runs.train_request import TrainRequest
 from unisono.trainer.config import LoadedConfig, RunConfig
 from unisono.trainer.config.own_code import own_code_digests, own_code_of, put_path
+from unisono.trainer.config.reward_models import reward_models_of
 from unisono.trainer.config.schema import deciding_keys
 from unisono.trainer.config.sections import path_keys
 from unisono.trainer.plan import DataSummary, ModelFacts, PlanInputs, ResumePoint, RunPlan, resolve_plan
@@ -204,6 +205,7 @@ def make_plan(
             origins=_origins(loaded, local_node, layout),
             faults=request.faults,
             code_digests=own_code_digests(loaded.config),
+            reward_models=list(reward_models_of(loaded.config.rewards)),
         )
     )
 

@@ -24,6 +24,7 @@ from pydantic import field_validator
 
 from unisono.base.errors import IntegrityError, Problem
 from unisono.base.files import open_plain, parse_json, read_bytes
+from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -45,7 +46,6 @@ Pace = Callable[[int], None]
 """Called with the number of bytes just read. It may sleep, and may raise to stop the reading."""
 
 Kind = Literal["manifest", "missing", "size", "content", "step", "run", "foreign", "extra", "edited"]
-MODEL_MANIFEST = "unisono_manifest.json"
 _ADAPTER_SETTINGS = "adapter_config.json"
 _BASE = "base_model_name_or_path"
 # Files that users edit in a finished model; a change in any other file changes the weights or the

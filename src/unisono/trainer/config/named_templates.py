@@ -35,8 +35,10 @@ class NamedTemplate(Protocol):
         """What ends a text in pretraining."""
         ...
 
-    def encoder(self, config: RunConfig, tokenizer: Any) -> Any:
-        """The data.encode.RowEncoder of a config; it adapts the tokenizer."""
+    def encoder(self, config: RunConfig, tokenizer: Any, *, pictures: Any | None = None) -> Any:
+        """The data.encode.RowEncoder of a config; it adapts the tokenizer. `pictures` is a
+        data.pictures.store.PictureStore.
+        """
         ...
 
     def chat_template(self, tokenizer: Any, *, thinking: Thinking) -> Any:

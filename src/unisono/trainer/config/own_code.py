@@ -18,6 +18,7 @@ from unisono.base.errors import ConfigError, storage_words
 from unisono.base.files import SOURCE_BYTES, read_bytes
 from unisono.base.text import nearest, one_line
 from unisono.base.user_code import OwnCode, execute_source, own_code
+from unisono.trainer.config.reward_models import reward_models_of
 from unisono.trainer.config.schema import RunConfig
 
 _REWARDS = "rewards"
@@ -61,15 +62,17 @@ def put_path(body: dict[str, Any], code: OwnCode, path: str) -> None:
 
 
 def own_code_digests(config: RunConfig) -> dict[str, str]:
-    """What decides which code a config executes, by key: of files their digest, of other packages
-    name and version.
+    """What decides which code a config executes, by key: of files and reward models their digest,
+    of other packages name and version.
 
     Nothing is executed.
 
     Raises:
-        ConfigError: if a file cannot be read, is not Python, or has no such class.
+        ConfigError: if a file cannot be read, is not Python, or has no such class; or as
+            `reward_models_of`.
     """
     digests = {code.key: _digest(code) for code in own_code_of(config)} | _schema_digests(config)
+    digests |= {model.key: model.digest for model in reward_models_of(config.rewards)}
     for key, group, name in (
         ("optim.kind", extensions.OPTIMIZERS, config.optim.kind),
         ("optim.schedule", extensions.SCHEDULES, config.optim.schedule),

@@ -34,6 +34,7 @@ REWARDS: dict[str, tuple[str, ...]] = {
     "format": ("tags",),
     "json_schema": ("schema",),
     "math": ("column",),
+    "model": ("path", "device"),
 }
 """The built-in rewards, and the keys that each of them uses beside those of all rewards."""
 
@@ -70,7 +71,7 @@ class RewardSection(Section):
         min_length=1,
         description=(
             "FILE.py:FUNCTION of your own, with `--trust-code`; or exact, contains, regex, length, format,"
-            " json_schema, math"
+            " json_schema, math, model"
         ),
     )
     weight: Number = Field(default=1.0, description="factor of this reward in the sum of rewards")
@@ -101,6 +102,16 @@ class RewardSection(Section):
     )
     schema_: Annotated[str | None, NamesFile()] = Field(
         default=None, alias="schema", min_length=1, description="json_schema: the file of the JSON Schema"
+    )
+
+    path: Annotated[str | None, NamesFile()] = Field(
+        default=None,
+        min_length=1,
+        description="model: the directory of a finished run with `objective: reward`; its value is the reward",
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description="model: what the reward model computes on; cuda: the GPU of the rank, in whose memory it is then",
     )
 
     @model_validator(mode="before")
@@ -138,7 +149,7 @@ class EnvironmentSection(Section):
         description=(
             "what follows if `reset` or `reward` raises, a call misses the deadline, or a process ends. error:"
             " the run ends with exit code 4 and a checkpoint; skip: the answer leaves its group; a number: the"
-            " reward of that answer. What a tool raises is told to the model instead"
+            " reward of that answer. An exception of a tool is given to the model as text"
         ),
     )
 
@@ -248,7 +259,10 @@ class GrpoSection(Section):
     )
     beta: NotNegative = Field(
         default=0.0,
-        description="weight of the divergence (k3, times the ratio) from the model without its adapter; 0: none",
+        description=(
+            "weight of the divergence (k3, times the ratio) from the model as it starts: the model without its"
+            " adapter, or a copy in memory if all weights are trained, or the adapter is not new; 0: none"
+        ),
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         default="none",
@@ -281,7 +295,6 @@ def grpo_contradictions(
     answers: int,
     max_length: int,
     section: GrpoSection,
-    has_reference: bool,
 ) -> list[str]:
     """The keys of rewards and rollouts that contradict each other, or other sections, each as `key:
     problem; remedy`.
@@ -292,7 +305,6 @@ def grpo_contradictions(
         answers: of a step.
         max_length: tokens of prompt and answer.
         section: of the loss.
-        has_reference: whether the model without its adapter is the one that the run starts from.
     """
     size, group = answers, rollout.group
     rules = [
@@ -313,13 +325,6 @@ def grpo_contradictions(
             (
                 f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt; raise"
                 " `data.max_length`, which is that of prompt and answer"
-            ),
-        ),
-        (
-            section.beta > 0 and not has_reference,
-            (
-                "grpo.beta: the reference is the model without its adapter; set `adapter: {kind: lora}` without"
-                " `from` and `modules_to_save`, or `beta: 0`"
             ),
         ),
     ]
@@ -417,7 +422,7 @@ def reward_contradictions(reward: RewardSection, key: str) -> list[str]:
     special = {name for names in REWARDS.values() for name in names}
     given = {name.rstrip("_") for name in reward.model_fields_set} & special - set(reward.keys)
     problems = [f"{key}.{name}: {reward.use} does not use it; remove it" for name in sorted(given)]
-    missing = [name for name in ("pattern", "schema") if name in reward.keys]
+    missing = [name for name in ("pattern", "schema", "path") if name in reward.keys]
     problems += [
         f"{key}.{name}: {reward.use} needs it; set it"
         for name in missing

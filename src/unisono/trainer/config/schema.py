@@ -224,6 +224,13 @@ class AdapterSection(Section):
         return self.kind != "dora" and self.dropout == 0 and not self.modules_to_save
 
 
+def needs_start(adapter: AdapterSection | None) -> bool:
+    """Whether the model that a run starts from is another one than that without its adapter."""
+    if adapter is None:
+        return True
+    return bool(adapter.from_ or adapter.modules_to_save) or adapter.init == "pissa"
+
+
 class TrainOnlySection(Section):
     """The parts of a model that are trained without an adapter; everything else stays as it is."""
 
@@ -563,6 +570,7 @@ class RouterLossSection(Section):
 
 
 ModelPart = Literal["language", "projector", "vision"]
+LANGUAGE: tuple[ModelPart, ...] = ("language",)
 
 
 class OptimSection(Section):
@@ -1254,7 +1262,6 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
             answers=config.batch.global_,
             max_length=config.data.max_length,
             section=config.grpo,
-            has_reference=adapter is not None and not (adapter.modules_to_save or adapter.from_),
         )
         + server_contradictions(
             config.rollout,

@@ -240,6 +240,7 @@ class Exchange:
         tools: function schemas as JSON, or "".
         desirable: whether the answer is a good one; None if the row does not say.
         not_rendered: parts of the row that are in none of these, in words.
+        pictures: of the places PICTURE in its turns, in order.
     """
 
     prompt: list[Turn]
@@ -248,6 +249,7 @@ class Exchange:
     tools: str = ""
     desirable: bool | None = None
     not_rendered: tuple[str, ...] = ()
+    pictures: tuple[PictureSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from unisono.trainer.config.sections import GRPO, PREFERENCE, RATINGS, lf_name, 
 from unisono.trainer.data import Ledger, Place
 from unisono.trainer.data.encode import Encoder, RowEncoder
 from unisono.trainer.data.ingest import Ingest, IngestProgress, UsableRows, expected_rows, explain_fit
-from unisono.trainer.data.pictures.store import Picture, PictureStore
+from unisono.trainer.data.pictures.store import PictureStore, TablePicture
 from unisono.trainer.data.sources import RowSource
 from unisono.trainer.data.token_table import Split, TokenWriter, write_meta, write_split
 from unisono.trainer.plan.run_plan import permutation
@@ -48,7 +48,7 @@ def make_encoder(
     data, pretrain = config.data, config.objective == "pretrain"
     name, named = lf_name(data.template), named_template(data.template, system=data.system)
     if named is not None:
-        encoder: RowEncoder = named.encoder(config, tokenizer)
+        encoder: RowEncoder = named.encoder(config, tokenizer, pictures=pictures)
         return encoder
     unknown = f"there is no template lf:{name} here; rows are rendered with the tokenizer's own chat template"
     return Encoder(
@@ -348,7 +348,7 @@ def _count_pictures(
     count: Ints,
     row: Ints,
     writer: TokenWriter,
-    pictures: Sequence[Picture],
+    pictures: Sequence[TablePicture],
 ) -> None:
     """Adds the pictures of a split to the ledger, as often as they occur in an epoch."""
     if not pictures:

@@ -35,8 +35,8 @@ from unisono.trainer.data.control_tokens import (
     refuse_slow,
 )
 from unisono.trainer.data.formats import FormatName, all_text, to_example
+from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.store import PictureStore
-from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.preference_rows import read_preference, with_answer_of
 from unisono.trainer.data.prompt_rows import read_open_prompt
 from unisono.trainer.data.rendered_parts import RenderedPart, RenderedParts
@@ -607,7 +607,7 @@ class Encoder:
     def _checked_features(self, row: Encoded, job: _EncodeJob) -> Encoded | RowError:
         """The row with its pictures, if any are read; or its error."""
         try:
-            return row if self.pictures is None else _with_features(row, job, self.pictures)
+            return row if self.pictures is None else with_features(row, job.pictures, self.pictures)
         except RowError as error:
             return error
 
@@ -674,14 +674,19 @@ def _with_pictures(job: _EncodeJob, sources: Sequence[PictureSource], store: Pic
     return replace(job, text="".join(pieces), answers=answers, escaped=escaped, pictures=numbers)
 
 
-def _with_features(row: Encoded, job: _EncodeJob, store: PictureStore) -> Encoded:
+def with_features(row: Encoded, numbers: Sequence[int], store: PictureStore) -> Encoded:
     """The row with its pictures; a token of one is never predicted.
+
+    Args:
+        row: with the tokens of pictures.
+        numbers: of its pictures, in order.
+        store: that has them.
 
     Raises:
         RowError: if it has not one token for each feature of them.
     """
     is_feature = np.isin(row.ids, store.processor.image_ids)
-    wanted = sum(store.pictures[number].features for number in job.pictures)
+    wanted = sum(store.pictures[number].features for number in numbers)
     if np.count_nonzero(is_feature) != wanted:
         raise RowError(
             f"it has {np.count_nonzero(is_feature)} tokens for pictures, and the processor gives {wanted} features",
@@ -689,7 +694,7 @@ def _with_features(row: Encoded, job: _EncodeJob, store: PictureStore) -> Encode
         )
     row.targets[is_feature] = False
     end = int(np.flatnonzero(is_feature)[-1]) + 1 if wanted else 0
-    return replace(row, pictures=job.pictures, pictures_end=end)
+    return replace(row, pictures=tuple(numbers), pictures_end=end)
 
 
 def _is_conversation(example: Example) -> bool:

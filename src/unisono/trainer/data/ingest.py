@@ -34,8 +34,13 @@ from unisono.trainer.data import (
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
-from unisono.trainer.data.pictures.rows import PictureColumns, has_picture, take_pictures, with_pictures
-from unisono.trainer.data.pictures.store import Picture, PictureError
+from unisono.trainer.data.pictures.row_pictures import (
+    PictureColumns,
+    has_picture,
+    take_pictures,
+    with_pictures,
+)
+from unisono.trainer.data.pictures.store import PictureError, TablePicture
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
 from unisono.trainer.data.source_format import (
@@ -498,7 +503,7 @@ class Ingest:
         raise DataError(*self._misnamed, *problems)
 
     @property
-    def pictures(self) -> Sequence[Picture]:
+    def pictures(self) -> Sequence[TablePicture]:
         """The pictures of the rows so far."""
         return () if self._encoder.pictures is None else self._encoder.pictures.pictures
 

@@ -40,7 +40,7 @@ from unisono.base.events import Reporter
 from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_json
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
-from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.schema import RunConfig, sources_of
 from unisono.trainer.config.sections import GRPO, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
@@ -317,6 +317,7 @@ def prepare_data(
         UnfitError: if the cache cannot be written.
     """
     report.phase("data", "looking up the rows in the cache")
+    _refuse_media_dirs(config)
     sources = find_sources(config.data, cache_dir=cache_dir)
     gather = partial(
         gather_ingredients,
@@ -350,6 +351,24 @@ def prepare_data(
         with whole_file(ledger) as temporary:
             shutil.copyfile(lookup.directory / "ledger.json", temporary)
     return _summary(config, lookup, ingredients, warnings=warnings)
+
+
+def _refuse_media_dirs(config: RunConfig) -> None:
+    """Refuses a `media_dir` that is not a directory.
+
+    Raises:
+        DataError: with its key.
+    """
+    named = [("data", config.data.media_dir)]
+    named += [(key, section.media_dir) for key, section in sources_of(config.data)]
+    for key, folder in named:
+        if folder is not None and not expand(folder).is_dir():
+            raise DataError.of(
+                f"{folder} is not a directory",
+                where=f"{key}.media_dir",
+                why="relative paths of pictures begin there",
+                fix="check the path",
+            )
 
 
 def _build(
@@ -387,8 +406,8 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
         return "this model reads text only"
     if config.objective != "sft":
         return f"objective {config.objective} trains on text only"
-    if lf_name(config.data.template) is not None:
-        return f"data.template: {config.data.template} writes no places for pictures (the model's own does)"
+    if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
+        return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
     return ""
 
 

@@ -28,7 +28,8 @@ def rows_of(config: RunConfig) -> Preparation:
 
 def training_of(plan: RunPlan) -> Training:
     """How the family of a run trains, and loads what was trained."""
-    module: Training = _module(family_of(plan.model), "trained_model")
+    family = family_of(plan.model)
+    module: Training = _module(family, family.training)
     return module
 
 

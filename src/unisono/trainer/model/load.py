@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from unisono.base.errors import ModelError, Problem
 from unisono.base.text import library_words, nearest
 from unisono.trainer.config.named_templates import named_template
-from unisono.trainer.config.schema import RunConfig, TrainOnlySection
+from unisono.trainer.config.schema import LANGUAGE, RunConfig, TrainOnlySection
 from unisono.trainer.model.adapter import BaseChanges, add_adapter
 from unisono.trainer.model.directory import (
     SCORE,
@@ -36,7 +36,13 @@ from unisono.trainer.model.files import (
     weight_files,
 )
 from unisono.trainer.model.layers import scale_rope
-from unisono.trainer.model.multimodal import auto_class, freeze_parts, release_parts, select_parts
+from unisono.trainer.model.multimodal import (
+    auto_class,
+    count_trained,
+    freeze_parts,
+    release_parts,
+    select_parts,
+)
 from unisono.trainer.model.quantization import (
     QuantizedLoad,
     count_parameters,
@@ -92,6 +98,12 @@ class LoadedModel:
     def collect_trainable(self) -> None:
         """Collects the trained parameters again, after sharding has replaced them."""
         self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def count_parts(self) -> dict[str, list[int]]:
+        """Trained and all parameters of each part of a vision-language model; empty for others, and
+        without its vision part in memory.
+        """
+        return count_trained(self.model, self.base)
 
     @property
     def is_reward(self) -> bool:
@@ -149,7 +161,7 @@ def load_for_training(
     base.config.use_cache = False
     base.to(device)
     model, changes = base, BaseChanges()
-    parts = tuple(config.train_parts) if keeps_parts else ("language",)
+    parts = tuple(config.train_parts) if keeps_parts else LANGUAGE
     if config.adapter is not None:
         model, changes = add_adapter(
             base, config.adapter, seed=config.seed, grown=grown, head=SCORE if reward else None, parts=parts

@@ -130,15 +130,14 @@ def projector_modules(base: Any) -> list[str]:
     return chosen
 
 
-def count_trained(loaded: Any) -> dict[str, list[int]]:
+def count_trained(model: Any, base: Any) -> dict[str, list[int]]:
     """Trained and all parameters of each part of a vision-language model, by part; empty for
     others, and without its vision part in memory.
     """
-    base = loaded.base
     if not hasattr(base, "config") or base.config.get_text_config() is base.config:
         return {}
     inside, counts = text_prefixes(base), dict[str, list[int]]()
-    for name, parameter in loaded.model.named_parameters():
+    for name, parameter in model.named_parameters():
         of_part = counts.setdefault(part_of(name, inside), [0, 0])
         of_part[0] += parameter.numel() * parameter.requires_grad
         of_part[1] += parameter.numel()

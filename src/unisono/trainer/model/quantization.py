@@ -812,6 +812,12 @@ def _put_stored_experts(model: Any, name: str, shapes: list[StoredShape], *, whe
     experts._is_hf_initialized = True  # noqa: SLF001 - otherwise transformers 5.23 draws the parameter
 
 
+_READ_BY_DTYPE = ("weights_proj",)
+"""Layers that stay dense: the indexers of DeepSeek V3.2 and its kin cast what they read to the type
+of these weights, which would be bytes.
+"""
+
+
 @cache
 def _register_quantizers() -> None:
     """Makes transformers quantize experts with the linear layers: each parameter when all of its
@@ -845,6 +851,10 @@ def _register_quantizers() -> None:
             return torch.nn.Parameter(packed, requires_grad=False)
 
     class _Experts:
+        def get_modules_to_not_convert(self, model: Any, *args: Any, **kwargs: Any) -> list[str]:
+            left: list[str] = super().get_modules_to_not_convert(model, *args, **kwargs)  # type: ignore[misc]
+            return [*left, *_READ_BY_DTYPE]
+
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
             super()._process_model_before_weight_loading(model, **kwargs)  # type: ignore[misc]
             self.experts: dict[str, Any] = {  # what dequantizes a parameter, once it is loaded

@@ -31,6 +31,7 @@ from unisono.trainer.objectives.samplers.sampler import AnswerSampler, EndTokens
 from unisono.trainer.objectives.samplers.vllm_checks import check_server
 from unisono.trainer.objectives.samplers.vllm_sampler import VllmSampler
 from unisono.trainer.objectives.signs import Sign, policy_signs
+from unisono.trainer.objectives.starting_model import starting_model
 from unisono.trainer.plan import RunPlan
 
 _SAMPLER = ("sampler_difference", "sampler_kl", "correction", "effective_samples")
@@ -70,8 +71,8 @@ class Grpo(Objective):
             if is_loaded:  # before, the ranks do not yet agree on an end: the first step does
                 group.end_if_stopped()
 
-        digests = group.plan.code_digests
-        pool = RewardPool(config.rewards, digests, on_wait=partial(show_wait, "reward"))
+        digests, threads = group.plan.code_digests, group.plan.threads
+        pool = RewardPool(config.rewards, digests, partial(show_wait, "reward"), threads=threads)
         ends = EndTokens.of(rows, forward)
         sampler: AnswerSampler = (
             VllmSampler(forward, group, rows, ends)
@@ -86,15 +87,16 @@ class Grpo(Objective):
                 environment, config, forward.loaded.tokenizer, stop_ids=ends.stop_ids, table=rows.rows.table
             )
         is_loaded = True
-        return RolloutSource(rows, forward, group, pool, sampler, player)
+        reference = starting_model(group) if self.section.beta else None
+        return RolloutSource(rows, forward, group, pool, sampler, player, reference)
 
     def loss(self, forward: Forward, micro: Micro, *, counts: Counts, known: float = 0.0) -> Part:
         """The micro batch's part of the loss."""
         del known
         rows, columns, temperature = micro.rows, micro.columns, self.rollout.temperature
         new = forward.log_probs(rows, temperature=temperature)
-        reference = None
-        if self.section.beta:
+        reference = columns.get("reference")
+        if self.section.beta and reference is None:
             with torch.no_grad(), forward.without_adapter():
                 reference = forward.log_probs(rows, temperature=temperature)
         sampled, section = columns["sampled"], self.section

@@ -66,6 +66,7 @@ class RolloutSource(BatchSource):
         rewards: RewardPool,
         sampler: AnswerSampler,
         player: EpisodePlayer | None = None,
+        reference: Forward | None = None,
     ) -> None:
         """Nothing is sampled yet.
 
@@ -77,8 +78,11 @@ class RolloutSource(BatchSource):
             sampler: of the answers; `close` closes it.
             player: of the environment in which the model acts; `close` closes it. None: answers
                 have one turn.
+            reference: a model of its own; None: there is none, or it is the one without its
+                adapter.
         """
         config = rank.plan.config
+        self._reference = reference
         self._prompts, self._rank, self._rewards, self._sampler = prompts, rank, rewards, sampler
         self._player = player
         self._tokenizer = forward.loaded.tokenizer
@@ -341,6 +345,10 @@ class RolloutSource(BatchSource):
             device,
             is_sampled=[answer.is_sampled for answer in answers],
         )
+        if self._reference is not None:
+            with torch.no_grad():
+                temperature = self._section.temperature
+                columns["reference"] = self._reference.log_probs(rows, temperature=temperature)
         return Micro(rows, len(units), [group.row for group, _ in units], columns)
 
     def longest(self, sides: Sequence[int], *, padded: bool = False) -> MicroBatch:

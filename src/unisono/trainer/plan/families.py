@@ -24,6 +24,7 @@ class FamilyFacts(ABC):
 
     Attributes:
         folder: of its modules in `trainer.families`.
+        training: of these the one that trains.
         objectives: those that only it has: for each name the class, as `MODULE:NAME`.
         model_types: what the `model_type` of its models begins with.
         packages: needed beside unisono's own dependencies.
@@ -41,6 +42,7 @@ class FamilyFacts(ABC):
     """
 
     folder: ClassVar[str]
+    training: ClassVar[str] = "trained_model"
     objectives: ClassVar[Mapping[str, str]] = {}
     model_types: ClassVar[str]
     packages: ClassVar[tuple[str, ...]] = ()
@@ -235,7 +237,7 @@ class _Pictures(FamilyFacts):
 class _Vision(_Text):
     """Language models that read pictures, with rows that have some."""
 
-    folder, described = "vision", "a vision-language model"
+    folder, training, described = "vision", "vision_model", "a vision-language model"
     can_shard = False
 
     def size(self, data: DataSummary) -> str:

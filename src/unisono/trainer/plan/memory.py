@@ -41,6 +41,8 @@ def estimate_memory(
     one_backward: bool = False,
     optimizer_bytes: int = 8,
     router_loss: bool = False,
+    reward_models: int = 0,
+    keeps_start: bool = False,
 ) -> MemoryEstimate:
     """Bytes for one rank.
 
@@ -70,6 +72,7 @@ def estimate_memory(
       (`plan.families`).
     - dequantized: the largest matrix of a quantized model in `dtype`, and the experts of one layer
       unless their sums are counted.
+    - other models: reward models, and parameters × bytes of `dtype` for a copy of the start.
     - shards: weights and trainable are divided by the ranks, but not the scales of quantized
       weights. Embedding and head are whole during a step, and two layers, or the last layers of up
       to 64 MiB if that is more. With an adapter embedding, head and the last layers of up to 64 MiB
@@ -90,6 +93,8 @@ def estimate_memory(
         one_backward: see `has_one_backward`.
         optimizer_bytes: bytes of the optimizer's state for a trained value.
         router_loss: whether there are losses of routers.
+        reward_models: bytes of those that compute beside the rank.
+        keeps_start: whether there is a copy of the starting weights, which is never sharded.
     """
     rank = _EstimatedRank(
         model=model,
@@ -105,8 +110,12 @@ def estimate_memory(
         one_backward=one_backward,
         optimizer_bytes=optimizer_bytes,
         router_loss=router_loss,
+        reward_models=reward_models,
+        keeps_start=keeps_start,
     )
-    parts = dict.fromkeys(("weights", "trainable", "activations", "loss_head", "dequantized"), 0)
+    parts = dict.fromkeys(
+        ("weights", "trainable", "activations", "loss_head", "dequantized", "other_models"), 0
+    )
     for term in _TERMS:
         if term.applies(rank):
             parts[term.part] += term.bytes(rank)
@@ -132,6 +141,8 @@ class _EstimatedRank:
     one_backward: bool
     optimizer_bytes: int
     router_loss: bool
+    reward_models: int
+    keeps_start: bool
 
     @property
     def size(self) -> int:
@@ -296,7 +307,7 @@ class _Term(NamedTuple):
         applies: whether there is any.
     """
 
-    part: Literal["weights", "trainable", "activations", "loss_head", "dequantized"]
+    part: Literal["weights", "trainable", "activations", "loss_head", "dequantized", "other_models"]
     name: str
     bytes: Callable[[_EstimatedRank], int]
     applies: Callable[[_EstimatedRank], bool] = lambda _rank: True
@@ -348,6 +359,9 @@ _TERMS = (
           lambda r: bool(r.model.quantized)),
     _Term("dequantized", "experts_of_layer", lambda r: r.model.experts_of_layer * r.size,
           lambda r: bool(r.model.quantized) and "experts" not in r.model.adapted_in_out),
+    _Term("other_models", "reward_models", lambda r: r.reward_models),
+    _Term("other_models", "start", lambda r: r.weights or r.model.parameters * r.size,
+          lambda r: r.keeps_start),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Pure; every derived number is stored with its origin.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,8 +14,9 @@ from unisono.base.text import Duration, Warmup, show_bytes
 from unisono.guard.places.ranks import DeviceChoice, NodePlace, RankPlace
 from unisono.trainer.config import optimizers, schedules
 from unisono.trainer.config.optimizers import optimizer_named
+from unisono.trainer.config.reward_models import RewardModel
 from unisono.trainer.config.schedules import schedule_named
-from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, sources_of
+from unisono.trainer.config.schema import BatchSection, RunConfig, config_digest, needs_start, sources_of
 from unisono.trainer.config.sections import Section
 from unisono.trainer.plan.extent import beyond_the_end, period_of, short_run, steps_of
 from unisono.trainer.plan.families import family_for, family_of
@@ -131,6 +132,7 @@ class PlanInputs:
     origins: dict[str, str] = field(default_factory=dict)
     faults: Mapping[str, object] = field(default_factory=dict)
     code_digests: Mapping[str, str] = field(default_factory=dict)
+    reward_models: Sequence[RewardModel] = ()
     nodes: list[NodePlace] = field(default_factory=list)
     """Empty: this node alone."""
     ranks: list[RankPlace] = field(default_factory=list)
@@ -162,6 +164,7 @@ def resolve_plan(given: PlanInputs) -> RunPlan:
     threads = _threads(given, origins)
     dtype = _dtype(config, given.devices, origins)
     _refuse_float16_products(config, given.devices)
+    _refuse_absent_gpu(given.reward_models, given.devices)
     mesh, micro, checkpointing, memory = _fit(given, dtype, origins)
     per_epoch = data.train.sequences / config.rows_per_step
     total_steps, total_sequences = steps_of(config, data)
@@ -301,6 +304,17 @@ def _refuse_float16_products(config: RunConfig, devices: list[DeviceChoice]) -> 
         )
 
 
+def _refuse_absent_gpu(models: Sequence[RewardModel], devices: list[DeviceChoice]) -> None:
+    for model in models:
+        if model.device == "cuda" and any(device.kind != "cuda" for device in devices):
+            raise ConfigError.of(
+                f"the reward model {model.path} cannot compute on the GPU of its rank",
+                where=f"{model.key.removesuffix('path')}device",
+                why="the ranks compute on CPUs",
+                fix="set it to cpu",
+            )
+
+
 @dataclass(frozen=True)
 class _Fitting:
     """One combination of mesh and micro batch, and its memory."""
@@ -415,6 +429,7 @@ def _micro_choices(given: PlanInputs) -> list[int]:
 def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointing: bool) -> MemoryEstimate:
     config, train = given.config, given.data.train
     share = -(-config.batch.global_ // given.world_size)
+    kind = given.device.kind
     return estimate_memory(
         given.model,
         dtype=dtype,
@@ -424,13 +439,15 @@ def _need(given: PlanInputs, mesh: Mesh, dtype: str, *, micro: int, checkpointin
         gradient_checkpointing=checkpointing,
         shards=mesh.weight_shards,
         logits=config.objective != "reward",
-        on_gpu=given.device.kind == "cuda",
+        on_gpu=kind == "cuda",
         fast_layers=expects_fast_layers(config, given.model, dtype=dtype, devices=given.devices),
         one_backward=has_one_backward(
             config, micro=micro, global_batch=config.batch.global_, world_size=given.world_size
         ),
         optimizer_bytes=optimizer_named(config.optim.kind).state_bytes(config.optim.state_dtype),
         router_loss=config.optim.router_loss is not None,
+        keeps_start=config.grpo.beta > 0 and needs_start(config.adapter),
+        reward_models=sum(model.memory_bytes for model in given.reward_models if model.device == kind),
     )
 
 

@@ -158,6 +158,10 @@ class MemoryEstimate(PlanPart):
     loss_head: int
     dequantized: int = 0
     """The largest matrix of a quantized model, which is dequantized for its product."""
+    other_models: int = 0
+    """Models beside the trained one: reward models on the same kind of device, and a copy of the
+    starting weights.
+    """
     total: int
 
 

@@ -178,6 +178,7 @@ class ShownRow(TypedDict, total=False):
         kl: of a rated answer, the same prompt with another row's answer.
         not_rendered: its parts that are in no token.
         columns: of a prompt that the model answers, what rewards get beside it.
+        pictures: its pictures in order, in words: name, size and tokens.
     """
 
     row: str
@@ -192,6 +193,7 @@ class ShownRow(TypedDict, total=False):
     desirable: bool
     not_rendered: list[str]
     columns: dict[str, object]
+    pictures: list[str]
 
 
 class LengthClass(TypedDict):

@@ -2,6 +2,7 @@
 new config), and `rows` (where rows come from).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,13 @@ from unisono.trainer.config.named_templates import NO_TOKEN, named_template
 from unisono.trainer.config.schema import DataSection, RunConfig
 from unisono.trainer.config.sections import PREFERENCE
 from unisono.trainer.data import RawRow, first_notes, read_counts, unrendered_parts
+from unisono.trainer.data.pictures.store import read_image_ids, read_pictures
 from unisono.trainer.data.preference_rows import is_rated, sides_in
 from unisono.trainer.data.prepare import prepare_data
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.sources import find_sources
 from unisono.trainer.data.survey import survey
-from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 from unisono.trainer.data.tokenizer import load_tokenizer
 from unisono.trainer.families import rows_of
 from unisono.trainer.model.directory import (
@@ -94,6 +96,7 @@ def preview(request: PreviewRequest, report: Reporter) -> Preview:
     table = TokenTable.open(Path(data.cache_dir), "train")
     ledger = Path(data.cache_dir) / "ledger.json"
     rows = [shown_unit(table, i, show) for i in range(min(request.rows, table.rows))]
+    add_pictures(rows, table, Path(data.cache_dir), tokenizer)
     lost = unrendered_parts(ledger, [row["row"] for row in rows])
     for row in rows:
         if row["row"] in lost:
@@ -105,6 +108,32 @@ def preview(request: PreviewRequest, report: Reporter) -> Preview:
         "ledger": read_counts(ledger),
         "notes": first_notes(ledger, limit=_NOTES),
     }
+
+
+def add_pictures(rows: list[ShownRow], table: TokenTable, directory: Path, tokenizer: Any) -> None:
+    """Adds the pictures of rows: their names, sizes and tokens; and joins the tokens of a picture
+    in the text of the row, e.g. `<image> × 16`.
+    """
+    pictures, of_rows = read_pictures(directory), read_picture_numbers(directory)
+    if not pictures:
+        return
+    features = [str(tokenizer.convert_ids_to_tokens(i)) for i in read_image_ids(directory)]
+    repeated = re.compile("|".join(f"(?:{re.escape(token)}){{2,}}" for token in features))
+    for i, row in enumerate(rows):
+        numbers = of_rows[int(table.columns["stored"][i])]
+        if numbers:
+            row["pictures"] = [pictures[number].words for number in numbers]
+        for run in row.get("runs", ()):
+            run["text"] = repeated.sub(
+                lambda match: (
+                    f"{next(t for t in features if match[0].startswith(t))} × {_count(match[0], features)}"
+                ),
+                run["text"],
+            )
+
+
+def _count(text: str, tokens: list[str]) -> int:
+    return sum(text.count(token) for token in tokens)
 
 
 def _with_objective_of_rows(config: RunConfig, cache_dir: Path) -> RunConfig:

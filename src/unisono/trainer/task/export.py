@@ -26,7 +26,7 @@ from unisono.base.files import fsync_dir, fsync_tree, read_json, write_json
 from unisono.base.text import parse_bytes
 from unisono.guard.rundir import RunDir
 from unisono.trainer.checkpoint.verify import read_model_manifest, write_model_manifest
-from unisono.trainer.config.schema import CheckpointSection
+from unisono.trainer.config.schema import LANGUAGE, CheckpointSection
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.families.text.written import WrittenModel
 from unisono.trainer.families.vision.sight import WrittenVisionModel, row_with_picture
@@ -288,7 +288,7 @@ def write_merged(
         dtype=dtype,
         max_file_bytes=max_file_bytes,
         original=multimodal_original(target.base),
-        parts=trained_parts(target.plan) if target.plan is not None else ("language",),
+        parts=trained_parts(target.plan) if target.plan is not None else LANGUAGE,
     )
     return {"dtype": dtype, "logits_differ_by": difference, "dequantized": was_quantized}, entries, logits
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.base.errors import DataError, Problem, UsageError
+from unisono.base.errors import DataError, Problem, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of
 from unisono.guard.supervise.codec import decode_message
@@ -482,9 +482,10 @@ class ModelChat:
         try:
             (source,) = sources_of([file], where=_ATTACH)
             seen = see_file(source, processor, self._opened.pixels, where=_ATTACH)
-        except UsageError as error:
+        except UnisonoError as error:
             problem = error.problems[0]
-            self._report.send(encode_news(RefusedTurn(f"{problem.what}: {problem.why}", problem.fix)))
+            why = f"{problem.what}: {problem.why}" if problem.why else problem.what
+            self._report.send(encode_news(RefusedTurn(why, problem.fix)))
             return
         self._attached.append(seen)
         tokens = len(encode_prompt(self._opened.tokenizer, seen.expansion, special=False))

@@ -25,8 +25,8 @@ from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import Messages
+from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.template import with_placeholders
 from unisono.trainer.data.template import (
     ChatTemplate,
     RenderingTimeout,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import UsageError
-from unisono.base.files import expand
+from unisono.base.errors import DataError, UsageError
+from unisono.base.files import expand, fault_of
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PICTURE, PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, decode_all
@@ -59,10 +59,15 @@ def sources_of(names: Sequence[str], *, where: str) -> tuple[PictureSource, ...]
         where: for messages.
 
     Raises:
+        DataError: if there is no such file.
         UsageError: if one cannot be used, or Pillow is missing.
     """
     if names:
         need_pillow(where)
+    for name in names:
+        fault = fault_of(expand(name), name)
+        if fault is not None:
+            raise DataError.of(fault.what, where=where, why=fault.why, fix=fault.fix)
     sources = tuple(PictureSource(str(expand(name).absolute()), None, name) for name in names)
     for source, decoded in zip(sources, decode_all(sources, processes=1), strict=True):
         if isinstance(decoded, Broken):

@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from unisono.base.causes import Verdict
 from unisono.base.errors import EndedByVerdict, Problem, UsageError
 from unisono.base.events import Reporter
@@ -63,8 +65,9 @@ def run(request: EvaluateRewardsRequest, report: Reporter) -> RewardsEvaluated:
     table = TokenTable.open(Path(data.cache_dir), source.split)
     groups = [_group(table, row) for row in range(min(request.limit or table.rows, table.rows))]
     sampler = _AnswerSampler(opened, config, table, request)
+    waiting, threads = partial(_wait, report), torch.get_num_threads()
     with (
-        RewardPool(config.rewards, digests, on_wait=partial(_wait, report)) as pool,
+        RewardPool(config.rewards, digests, on_wait=waiting, threads=threads) as pool,
         sampler.acting_in(config, digests, table, report),
     ):
         failures = _sample_and_score(sampler, pool, groups, report)
@@ -352,7 +355,8 @@ def _report_changes(opened: InferenceModel, digests: Mapping[str, str], report: 
     planned = opened.target.plan.code_digests if opened.target.plan is not None else {}
     for key, digest in digests.items():
         if planned.get(key, digest) != digest:
-            report.warning("reward", f"the file of {key} has changed since the training")
+            what = "reward model" if key.endswith(".path") else "file"
+            report.warning("reward", f"the {what} of {key} has changed since the training")
 
 
 def _report_failures(failures: Sequence[RewardFailure], report: Reporter) -> None:

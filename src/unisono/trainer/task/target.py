@@ -15,9 +15,9 @@ from unisono.base.files import read_json, read_object
 from unisono.base.text import why_unreadable
 from unisono.base.user_key import user_key
 from unisono.guard.facts import read_environment
-from unisono.guard.rundir import RunDir, or_nearest_run, runs_beside
+from unisono.guard.rundir import MODEL_MANIFEST, RunDir, or_nearest_run, runs_beside
 from unisono.trainer.checkpoint.store import CheckpointStore, IntactCheckpoint
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST, check_model, listed_files, read_digest
+from unisono.trainer.checkpoint.verify import check_model, listed_files, read_digest
 from unisono.trainer.config.sections import Thinking
 from unisono.trainer.families import files_of
 from unisono.trainer.families.text.input_files import adapter_settings, check_adapter

@@ -31,7 +31,6 @@ from unisono.trainer.checkpoint.store import step_of
 from unisono.trainer.checkpoint.verify import write_model_manifest
 from unisono.trainer.checkpoint.writer import free_bytes
 from unisono.trainer.model.layers import has_kernels, why_no_kernels
-from unisono.trainer.model.multimodal import count_trained
 from unisono.trainer.plan import RunPlan
 from unisono.trainer.plan.families import family_of
 from unisono.trainer.training.evaluation import exact_match_share, wants_exact_match
@@ -94,7 +93,7 @@ def _ready_facts(run: Run, *, peak: int, kept_every: int | None) -> dict[str, ob
     return {
         "parameters": loaded.parameters,
         "trainable": loaded.trainable_parameters,
-        "parts": count_trained(loaded),
+        "parts": loaded.count_parts(),
         "dtype": run.plan.dtype,
         "layout": forward.layout,
         "head": forward.head,

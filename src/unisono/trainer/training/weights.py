@@ -18,11 +18,11 @@ import torch
 
 from unisono.base.files import read_json, write_json
 from unisono.base.text import parse_bytes
+from unisono.guard.rundir import MODEL_MANIFEST
 from unisono.trainer.checkpoint.manifest import FileEntry
 from unisono.trainer.checkpoint.state import bytes_of, dtype_name
-from unisono.trainer.checkpoint.verify import MODEL_MANIFEST
 from unisono.trainer.checkpoint.writer import TensorPart, file_order, write_tensor_file
-from unisono.trainer.config.schema import ModelPart
+from unisono.trainer.config.schema import LANGUAGE, ModelPart
 from unisono.trainer.data.tokenizer import TOKENIZER_FILES
 from unisono.trainer.data.trained_template import stop_ids_of, trained_template
 from unisono.trainer.families import training_of
@@ -92,7 +92,7 @@ def model_layout(
     dtype: torch.dtype,
     max_file_bytes: int,
     original: Path | None = None,
-    parts: Collection[ModelPart] = ("language",),
+    parts: Collection[ModelPart] = LANGUAGE,
 ) -> FileLayout | None:
     """The layout of a full model; None if a file's tensor is computed from several of the model's,
     which must be gathered together.
@@ -330,7 +330,7 @@ def _write_settings(base: Any, directory: Path) -> None:
 
 def trained_parts(plan: RunPlan) -> Collection[ModelPart]:
     """The parts of a vision-language model that a run has changed; of other models the language."""
-    return plan.config.train_parts if plan.model.reads_pictures else ("language",)
+    return plan.config.train_parts if plan.model.reads_pictures else LANGUAGE
 
 
 def multimodal_original(directory: Path) -> Path | None:
@@ -357,7 +357,7 @@ def write_model(
     dtype: str,
     max_file_bytes: int,
     original: Path | None = None,
-    parts: Collection[ModelPart] = ("language",),
+    parts: Collection[ModelPart] = LANGUAGE,
 ) -> Entries:
     """Writes weights and config of a transformers model, as its `save_pretrained` would;
     `write_generation_config` writes the rest.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from pyarrow import parquet
 
 from tests.trainer.objectives.grpo import rewards
@@ -164,13 +165,64 @@ def test_later_steps_of_a_rollout_have_clipped_ratios(train_here: Train, section
     assert {row["policy"] for row in answers(run.directory)} == {0, 3}
 
 
-def test_divergence_is_that_from_the_model_without_its_adapter(
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"rank": 4, "alpha": 8},
+        {"rank": 4, "alpha": 8, "init": "pissa"},
+        {"rank": 4, "alpha": 8, "modules_to_save": ["norm"]},
+        None,
+    ],
+    ids=["lora", "pissa", "with a whole module", "full"],
+)
+def test_divergence_is_that_from_the_model_as_it_starts(
+    train_here: Train, sections: dict[str, Any], adapter: dict[str, Any] | None
+) -> None:
+    more = {
+        "adapter": adapter,
+        "grpo": {"beta": 0.1, "truncated": "keep"},
+        "batch": {"global": 8, "micro": 4},
+    }
+    run = train_here(**sections | more)
+    start = transformers.AutoModelForCausalLM.from_pretrained(run.plan.model.directory)
+    rows, divergence = answers(run.directory), figures(run, "kl")
+    assert divergence[0] == pytest.approx(0, abs=1e-6)
+    assert divergence[-1] > 1e-4
+    for step, value in enumerate(divergence, 1):
+        of_step = [row for row in rows if row["step"] == step]
+        # The weights of a step are those that sampled. As in TRL: exp(ref - new) - (ref - new) - 1.
+        new = torch.tensor([p for row in of_step for p in row["log_probs"]])
+        delta = torch.cat([log_probs(start, row["prompt_ids"], row["ids"]) for row in of_step]) - new
+        assert value == pytest.approx(float((delta.exp() - delta - 1).mean()), rel=1e-3, abs=1e-6)
+    assert (run.plan.memory.other_models > 0) == (adapter != {"rank": 4, "alpha": 8})
+
+
+def log_probs(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Those of the tokens of an answer."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    values: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return values
+
+
+def test_a_copy_of_the_start_costs_nothing_in_the_first_step(
     train_here: Train, sections: dict[str, Any]
 ) -> None:
-    run = train_here(**sections | {"grpo": {"beta": 0.1, "truncated": "keep"}})
-    divergence = figures(run, "kl")
-    assert divergence[0] == pytest.approx(0, abs=1e-6)
-    assert divergence[-1] > divergence[0]
+    """All weights, and an adapter that is switched off: the same reference, model and answers."""
+    more = {"grpo": {"beta": 0.5, "truncated": "keep"}, "duration": "1 steps"}
+    full, lora = (train_here(**sections | more | {"adapter": one}) for one in (None, {"rank": 4, "alpha": 8}))
+    assert [row["ids"] for row in answers(full.directory)] == [row["ids"] for row in answers(lora.directory)]
+    assert full.losses == pytest.approx(lora.losses, abs=1e-6)
+
+
+def test_a_run_with_a_copy_of_the_start_resumes_bit_by_bit(
+    train_here: Train, sections: dict[str, Any]
+) -> None:
+    sections |= {"adapter": None, "grpo": {"beta": 0.1, "truncated": "keep"}}
+    straight = train_here(**sections)
+    resumed = train_here(**sections, resume=(4, straight.directory / "checkpoints" / "step-00000004"))
+    assert resumed.losses == straight.losses[4:]
+    assert figures(resumed, "kl") == figures(straight, "kl")[4:]
 
 
 def test_groups_with_equal_rewards_change_nothing(train_here: Train, sections: dict[str, Any]) -> None:

@@ -70,10 +70,10 @@ class Broken:
 def decode_all(sources: Sequence[PictureSource], *, processes: int) -> list[Decoded | Broken]:
     """Size and digest of each picture, decoded completely; or why it cannot be used."""
     count = min(processes, 1 + len(sources) // _FEW)
-    decoders: SimpleQueue[_Decoder] = SimpleQueue()
+    decoders: SimpleQueue[_DecoderProcess] = SimpleQueue()
     with contextlib.ExitStack() as stack:
         for _ in range(count):
-            decoders.put(stack.enter_context(contextlib.closing(_Decoder())))
+            decoders.put(stack.enter_context(contextlib.closing(_DecoderProcess())))
 
         def decode(source: PictureSource) -> Decoded | Broken:
             decoder = decoders.get()
@@ -86,7 +86,7 @@ def decode_all(sources: Sequence[PictureSource], *, processes: int) -> list[Deco
             return list(threads.map(decode, sources))
 
 
-class _Decoder:
+class _DecoderProcess:
     """A process that decodes, started when it is needed."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ import xxhash
 
 from unisono.base.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
 from unisono.base.files import read_json, whole_file, write_json
+from unisono.base.text import one_line
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
@@ -28,7 +29,7 @@ PICTURES = "pictures.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class TablePicture:
     """A picture of a table.
 
     Attributes:
@@ -54,6 +55,12 @@ class Picture:
     features: int
     bytes: int
     changed_ns: int
+
+    @property
+    def words(self) -> str:
+        """Its name, size and tokens, for people."""
+        how = ", resized" if self.resized else ""
+        return f"{one_line(self.name, limit=80)}: {self.width} × {self.height}{how}, {self.tokens} tokens"
 
     def pixels(self) -> Any:
         """The picture of Pillow, upright, in RGB, within the bounds.
@@ -81,7 +88,7 @@ class PictureStore:
     def __init__(self, processor: PictureProcessor, pixels: PixelsSection, *, cache_dir: Path) -> None:
         """Has no pictures yet."""
         self.processor = processor
-        self.pictures: list[Picture] = []
+        self.pictures: list[TablePicture] = []
         self._pixels = pixels
         self._inline = cache_dir / "pictures" / "inline"
         self._decoded: dict[str, Decoded | Broken] = {}
@@ -120,7 +127,7 @@ class PictureStore:
         file = source.file or self._keep(source.data or b"", decoded.digest)
         changed = decoded.changed_ns if source.file is not None else 0
         self.pictures.append(
-            Picture(
+            TablePicture(
                 name=source.name,
                 file=file,
                 digest=decoded.digest,
@@ -147,7 +154,9 @@ class PictureStore:
 
     def write(self, directory: Path) -> None:
         """Writes pictures.json of a table."""
-        write_json(directory / PICTURES, {"schema": 1, "pictures": [asdict(one) for one in self.pictures]})
+        pictures = [asdict(one) for one in self.pictures]
+        body = {"schema": 1, "image_ids": list(self.processor.image_ids), "pictures": pictures}
+        write_json(directory / PICTURES, body)
 
     def _keep(self, data: bytes, digest: str) -> str:
         """Copies bytes into the cache; gives the file.
@@ -194,7 +203,7 @@ def _key(source: PictureSource) -> str:
     return f"data {hashlib.sha256(source.data or b'').hexdigest()}"
 
 
-def read_pictures(table: Path) -> list[Picture]:
+def read_pictures(table: Path) -> list[TablePicture]:
     """The pictures of a table; none if its rows are text.
 
     Raises:
@@ -204,7 +213,7 @@ def read_pictures(table: Path) -> list[Picture]:
     if not file.is_file():
         return []
     try:
-        return [Picture(**entry) for entry in read_json(file)["pictures"]]
+        return [TablePicture(**entry) for entry in read_json(file)["pictures"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError.of(
             "the list of pictures of the prepared data cannot be read",
@@ -214,7 +223,13 @@ def read_pictures(table: Path) -> list[Picture]:
         ) from error
 
 
-def changed_picture(pictures: Sequence[Picture]) -> str | None:
+def read_image_ids(table: Path) -> list[int]:
+    """The tokens of which each stands for a feature of a picture, of a table with pictures."""
+    ids: list[int] = read_json(table / PICTURES)["image_ids"]
+    return ids
+
+
+def changed_picture(pictures: Sequence[TablePicture]) -> str | None:
     """Why the first picture is not the one that was prepared; None if all are.
 
     Of a file whose size and time are the same the contents are not read again.

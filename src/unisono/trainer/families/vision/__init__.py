@@ -6,6 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # mypy compares the module with what a family has to provide
     from unisono.trainer.families.family import Training
-    from unisono.trainer.families.vision import trained_model
+    from unisono.trainer.families.vision import vision_model
 
-    TRAINING: Training = trained_model
+    TRAINING: Training = vision_model

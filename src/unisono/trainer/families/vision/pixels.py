@@ -12,7 +12,7 @@ from unisono.base.errors import DataError
 from unisono.trainer.data import RowError
 from unisono.trainer.data.pictures.decoding import BadPictureError
 from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.store import Picture, read_pictures
+from unisono.trainer.data.pictures.store import TablePicture, read_pictures
 from unisono.trainer.data.token_table import read_picture_numbers
 from unisono.trainer.model.forward import PictureInputs
 
@@ -69,7 +69,7 @@ class PixelLoader:
         return made
 
 
-def tensors_of(picture: Picture, processor: PictureProcessor) -> Tensors:
+def tensors_of(picture: TablePicture, processor: PictureProcessor) -> Tensors:
     """What the model gets of a picture.
 
     Raises:

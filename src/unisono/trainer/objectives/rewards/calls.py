@@ -58,10 +58,22 @@ class BuiltInFunction(TypedDict):
     settings: Mapping[str, object]
 
 
-class Setup(TypedDict):
-    """The first line: what to load."""
+@final
+class ModelFunction(TypedDict):
+    """A reward model, which a process has for itself: the directory of its run."""
 
-    functions: Sequence[OwnFunction | BuiltInFunction]
+    use: str
+    run: str
+    threads: int
+
+
+Function = OwnFunction | BuiltInFunction | ModelFunction
+
+
+class Setup(TypedDict):
+    """The first line: what to load, and the bytes that may be mapped beside; 0: any number."""
+
+    functions: Sequence[Function]
     memory_bytes: int
 
 

@@ -29,10 +29,10 @@ from unisono.base.text import nearest, one_line, redact
 from unisono.base.user_code import OwnCode, execute_source
 from unisono.trainer.objectives.rewards.builtin import BUILT_IN, UnusableValueError
 from unisono.trainer.objectives.rewards.calls import (
-    BuiltInFunction,
     CallFailed,
     CallReply,
     CallRequest,
+    Function,
     OwnFunction,
     Reply,
     Setup,
@@ -48,7 +48,7 @@ _MOST_TEXT = 500  # characters of an exception
 
 
 @dataclass(frozen=True)
-class _LoadedFunction:
+class LoadedFunction:
     """A function that can be called.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Notes:
 # ---- loading
 
 
-def _load(functions: Sequence[OwnFunction | BuiltInFunction]) -> list[_LoadedFunction]:
+def _load(functions: Sequence[Function]) -> list[LoadedFunction]:
     """Loads all functions; a file is executed once.
 
     Raises:
@@ -97,12 +97,13 @@ def _load(functions: Sequence[OwnFunction | BuiltInFunction]) -> list[_LoadedFun
     return [_load_from_file(entry, modules) if "path" in entry else _built_in(entry) for entry in functions]
 
 
-def _built_in(entry: BuiltInFunction) -> _LoadedFunction:
+def _built_in(entry: Function) -> LoadedFunction:
+    assert "settings" in entry  # models have a program of their own
     call = BUILT_IN[entry["use"]](entry["settings"])
-    return _LoadedFunction(call, _names(call))
+    return LoadedFunction(call, _names(call))
 
 
-def _load_from_file(entry: OwnFunction, modules: dict[str, ModuleType]) -> _LoadedFunction:
+def _load_from_file(entry: OwnFunction, modules: dict[str, ModuleType]) -> LoadedFunction:
     path = entry["path"]
     code = OwnCode("rewards", "reward", Path(path), entry["name"])
     if str(code.path.parent.absolute()) not in sys.path:
@@ -114,7 +115,7 @@ def _load_from_file(entry: OwnFunction, modules: dict[str, ModuleType]) -> _Load
         call = call() if inspect.isclass(call) else call
         if not callable(call):
             raise TypeError(f"{code.name} is {type(call).__name__}, and cannot be called")
-        return _LoadedFunction(call, _names(call), path, where_defined(call, path))
+        return LoadedFunction(call, _names(call), path, where_defined(call, path))
 
 
 @contextlib.contextmanager
@@ -170,7 +171,7 @@ def where_defined(call: Callable[..., Any], path: str) -> str:
 # ---- calling
 
 
-def _reply(function: _LoadedFunction, request: CallRequest) -> CallReply | CallFailed:
+def _reply(function: LoadedFunction, request: CallRequest) -> CallReply | CallFailed:
     """What comes of one call."""
     count = len(request["completions"])
     notes = _Notes(count)
@@ -244,6 +245,8 @@ def number_of(value: Any) -> float | str | None:
     """A reward as a number; None: it does not apply; or what is wrong with it."""
     if value is None:
         return None
+    if isinstance(value, UnusableValueError):
+        return str(value)
     shown = one_line(repr(value), limit=60)
     if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
         return f"it gives {shown}: give 1.0 or 0.0"
@@ -268,11 +271,14 @@ def _encoded(reply: Reply) -> bytes:
 
 
 def bound_memory(spare_bytes: int) -> None:
-    """Bounds the address space; and should the machine's memory end, the kernel ends this process
-    rather than the rank.
+    """Bounds the address space, unless 0 is to be spare; and should the machine's memory end, the
+    kernel ends this process rather than the rank.
     """
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/oom_score_adj").write_text("500")
+    if not spare_bytes:
+        return
+    with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = pages * resource.getpagesize() + spare_bytes
@@ -289,8 +295,15 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def main(words: Sequence[str]) -> None:
-    """Answers until the socket is closed."""
+def main(
+    words: Sequence[str], load: Callable[[Sequence[Function]], Sequence[LoadedFunction]] = _load
+) -> None:
+    """Answers until the socket is closed.
+
+    Args:
+        words: of the command line.
+        load: gives the functions of a setup.
+    """
     fd, parent = map(int, words)
     os.set_inheritable(fd, False)
     end_with(parent)
@@ -298,12 +311,12 @@ def main(words: Sequence[str]) -> None:
     requests = connection.makefile("rb")
     setup: Setup = json.loads(requests.readline())
     try:
-        functions = _load(setup["functions"])
+        functions = load(setup["functions"])
     except Exception as error:
         # Imported here, as it takes long; any other exception is a defect, and ends this process.
-        from unisono.base.errors import ConfigError
+        from unisono.base.errors import UnisonoError
 
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, UnisonoError):
             raise
         connection.sendall(_encoded({"refused": [asdict(problem) for problem in error.problems]}))
         return

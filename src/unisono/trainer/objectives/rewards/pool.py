@@ -15,14 +15,14 @@ from unisono.base.files import parse_json
 from unisono.base.text import parse_seconds, why_unreadable
 from unisono.base.user_code import OwnCode, own_class
 from unisono.trainer.config.own_code import agreed_source, schema_file
+from unisono.trainer.config.reward_models import MODEL, reward_model
 from unisono.trainer.config.rollout_sections import REWARDS, RewardSection
 from unisono.trainer.objectives.rewards.calls import (
-    BuiltInFunction,
     CallReply,
     CallRequest,
     FailureKind,
+    Function,
     FunctionResult,
-    OwnFunction,
     Reply,
     RewardCall,
     RewardError,
@@ -33,9 +33,10 @@ from unisono.trainer.objectives.rewards.calls import (
     cut,
     reward_names,
 )
-from unisono.trainer.objectives.rewards.process import RewardProcess, encoded
+from unisono.trainer.objectives.rewards.process import ModelProcess, RewardProcess, encoded
 
 PROCESSES = 2
+"""That call functions; each reward model has one more for itself."""
 MEMORY_BYTES = 4 << 30
 """That a process may map beside what its functions have loaded."""
 LOAD_S = 600.0
@@ -79,16 +80,39 @@ class _Attempt:
             return range(self.answer, self.answer + 1)
         return range(len(self.scoring.call.completions))
 
-    def request(self) -> CallRequest:
-        """The message to a process."""
+    def request(self, function: int) -> CallRequest:
+        """The message to a process; `function` is the index in its setup."""
         call = self.scoring.call
         return {
-            "function": self.scoring.index,
+            "function": function,
             "prompt": call.prompt,
             "completions": [call.completions[answer] for answer in self.answers],
             "completion_ids": [list(call.completion_ids[answer]) for answer in self.answers],
             "columns": dict(call.columns),
         }
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What processes are for.
+
+    Attributes:
+        functions: that they call, by their index in the config.
+        setup: the first line for them.
+        processes: how many there are.
+        process: of what kind they are.
+        environment: changes of theirs.
+    """
+
+    functions: Sequence[int]
+    setup: bytes
+    processes: int = 1
+    process: type[RewardProcess] = RewardProcess
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self) -> RewardProcess:
+        """A process."""
+        return self.process(self.setup, environment=self.environment)
 
 
 @dataclass(eq=False)
@@ -100,6 +124,7 @@ class _Worker:
         attempt: that it works on.
     """
 
+    role: _Role
     process: RewardProcess
     since: float = field(default_factory=time.monotonic)
     is_loading: bool = True
@@ -121,20 +146,24 @@ class RewardPool:
         *,
         processes: int = PROCESSES,
         memory_bytes: int = MEMORY_BYTES,
+        threads: int = 1,
     ) -> None:
         """A pool whose processes start with its context.
 
         Args:
             entries: of `rewards`.
-            digests: of the files of the user's own, by key, e.g. `rewards.0`.
+            digests: of the files of the user's own and of reward models, by key, e.g. `rewards.0`.
             on_wait: called about every second with what is being waited for, e.g.
                 `rewards.py:exact on train.jsonl:17 for 8 s`; what it raises ends the call of
                 `score`.
-            processes: that score at the same time.
-            memory_bytes: address space of a process beside what its functions have loaded.
+            processes: that call functions at the same time.
+            memory_bytes: address space of such a process beside what its functions have loaded.
+            threads: that all reward models together compute with, which the caller does not need
+                while it waits.
         """
         self._entries, self._digests, self._on_wait = list(entries), digests, on_wait
-        self._processes, self._memory_bytes = processes if entries else 0, memory_bytes
+        self._processes, self._memory_bytes, self._threads = processes, memory_bytes, threads
+        self._roles: list[_Role] = []
         self.names = reward_names(entries)
         self._deadlines = [parse_seconds(entry.deadline) for entry in entries]
         self._wheres = [""] * len(self._entries)
@@ -152,13 +181,11 @@ class RewardPool:
         """Starts the processes, and waits until all functions are loaded.
 
         Raises:
-            ConfigError: if a file has changed since the plan was made, cannot be loaded, or has no
-                such function; or if a package is missing.
+            ConfigError: if a file or a reward model has changed since the plan was made, cannot be
+                loaded, or has no such function; or if a package is missing.
         """
-        functions = [self._function(index, entry) for index, entry in enumerate(self._entries)]
-        setup: Setup = {"functions": functions, "memory_bytes": self._memory_bytes}
         # The files are read once: they may be edited while the run uses them.
-        self._setup = encoded(setup)
+        self._roles = self._make_roles()
         try:
             self._told = time.monotonic()
             self._fill_up()
@@ -222,7 +249,42 @@ class RewardPool:
 
     # ---- what the processes load
 
-    def _function(self, index: int, entry: RewardSection) -> OwnFunction | BuiltInFunction:
+    def _make_roles(self) -> list[_Role]:
+        models = [index for index, entry in enumerate(self._entries) if entry.use == MODEL]
+        functions = [index for index in range(len(self._entries)) if index not in models]
+        roles = []
+        if functions:
+            setup: Setup = {
+                "functions": [self._function(index, self._entries[index]) for index in functions],
+                "memory_bytes": self._memory_bytes,
+            }
+            roles.append(_Role(functions, encoded(setup), self._processes))
+        threads = max(1, self._threads // max(1, len(models)))
+        return roles + [self._role_of_model(index, threads) for index in models]
+
+    def _role_of_model(self, index: int, threads: int) -> _Role:
+        """A process for a reward model alone, with torch.
+
+        Raises:
+            ConfigError: if the model has changed, or is refused.
+        """
+        entry = self._entries[index]
+        model = reward_model(Path(entry.path or ""), f"rewards.{index}.path", device=entry.device)
+        if model.digest != self._digests.get(model.key):
+            raise ConfigError.of(
+                f"the reward model {model.path} has changed since the plan was made",
+                where=model.key,
+                fix="start again, with the same reward model on all nodes",
+            )
+        setup: Setup = {
+            "functions": [{"use": entry.use, "run": str(model.path), "threads": threads}],
+            "memory_bytes": 0,  # its batches are bounded
+        }
+        hidden = {} if entry.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **hidden}
+        return _Role((index,), encoded(setup), process=ModelProcess, environment=environment)
+
+    def _function(self, index: int, entry: RewardSection) -> Function:
         """What a process needs to load a function.
 
         Raises:
@@ -267,20 +329,25 @@ class RewardPool:
         )
 
     def _label(self, index: int) -> str:
-        parts = own_class(self._entries[index].use)
-        return f"{parts[0].name}:{parts[1]}" if parts else self._entries[index].use
+        entry = self._entries[index]
+        parts = own_class(entry.use)
+        if parts:
+            return f"{parts[0].name}:{parts[1]}"
+        return f"{entry.use} {Path(entry.path).name}" if entry.path else entry.use
 
     # ---- one look at the processes
 
     def _fill_up(self) -> None:
-        while len(self._workers) < self._processes:
-            self._workers.append(_Worker(RewardProcess(self._setup)))
+        for role in self._roles:
+            present = sum(worker.role is role for worker in self._workers)
+            for _ in range(role.processes - present):
+                self._workers.append(_Worker(role, role.start()))
 
     def _turn(self) -> None:
         """Gives work to idle processes, waits for a moment, and takes what they have done."""
         for worker in self._workers:
-            if self._queue and not worker.is_loading and worker.attempt is None:
-                self._begin(worker, self._queue.popleft())
+            if not worker.is_loading and worker.attempt is None:
+                self._begin_next(worker)
         readable = select.poll()
         for worker in self._workers:
             readable.register(worker.process, worker.process.events)
@@ -295,9 +362,14 @@ class RewardPool:
         now = time.monotonic()
         return [max(0.0, w.since + w.attempt.scoring.left_s - now) for w in self._workers if w.attempt]
 
-    def _begin(self, worker: _Worker, attempt: _Attempt) -> None:
-        worker.attempt, worker.since = attempt, time.monotonic()
-        worker.process.send(attempt.request())
+    def _begin_next(self, worker: _Worker) -> None:
+        """Gives a process the first call that it can make, if there is one."""
+        functions = worker.role.functions
+        attempt = next((one for one in self._queue if one.scoring.index in functions), None)
+        if attempt is not None:
+            self._queue.remove(attempt)
+            worker.attempt, worker.since = attempt, time.monotonic()
+            worker.process.send(attempt.request(functions.index(attempt.scoring.index)))
 
     def _look_at(self, worker: _Worker) -> None:
         try:
@@ -308,9 +380,7 @@ class RewardPool:
             return
         seconds = time.monotonic() - worker.since
         if worker.is_loading and seconds > LOAD_S:
-            self._refuse(
-                Problem(f"the rewards were not loaded within {LOAD_S:.0f} s", fix="load less in the file")
-            )
+            self._refuse(self._loads_too_long(worker.role))
         if worker.attempt and seconds > worker.attempt.scoring.left_s:
             self._take_timeout(worker, worker.attempt)
 
@@ -319,7 +389,9 @@ class RewardPool:
             fields = ("what", "where", "why", "fix")
             self._refuse(*(Problem(**{f: str(p.get(f, "")) for f in fields}) for p in message["refused"]))
         elif "ready" in message:
-            worker.is_loading, self._wheres = False, message["ready"]
+            worker.is_loading = False
+            for index, where in zip(worker.role.functions, message["ready"], strict=True):
+                self._wheres[index] = where
         elif worker.attempt is not None:
             attempt, seconds = worker.attempt, time.monotonic() - worker.since
             worker.attempt = None
@@ -341,16 +413,30 @@ class RewardPool:
         code = self._end(worker, patience_s=_END_S)
         words = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         if worker.is_loading:
-            self._refuse(
-                Problem(
-                    f"a process of the rewards ended {words} while it loaded its functions",
-                    "; ".join(entry.use for entry in self._entries),
-                    fix="import the file with Python: the log has what it printed",
-                )
-            )
+            self._refuse(self._died_loading(worker.role, words))
         if attempt is not None:
             self._fail(attempt, "died", f"its process ended {words}", seconds=seconds, where=where)
             self._spend(attempt, max(seconds, self._deadlines[attempt.scoring.index] * _LEAST_COST))
+
+    def _loads_too_long(self, role: _Role) -> Problem:
+        names = ", ".join(map(self._label, role.functions))
+        fix = "load less in the file" if role.process is RewardProcess else "use a smaller reward model"
+        return Problem(f"the rewards were not loaded within {LOAD_S:.0f} s", names, fix=fix)
+
+    def _died_loading(self, role: _Role, words: str) -> Problem:
+        """The problem of a process that ended before it was ready."""
+        entries = [self._entries[index] for index in role.functions]
+        if role.process is ModelProcess:
+            return Problem(
+                f"the process of a reward model ended {words} while it loaded the model",
+                str(entries[0].path),
+                fix="check that the memory suffices: the log has what it printed",
+            )
+        return Problem(
+            f"a process of the rewards ended {words} while it loaded its functions",
+            "; ".join(entry.use for entry in entries),
+            fix="import the file with Python: the log has what it printed",
+        )
 
     def _line_of(self, worker: _Worker) -> str:
         """Where the function is that a process calls; empty for a built-in one."""
@@ -402,7 +488,7 @@ class RewardPool:
             if attempt := oldest.attempt:
                 self._on_wait(f"{self._label(attempt.scoring.index)} on {attempt.scoring.call.row} {seconds}")
             else:
-                self._on_wait(f"loading {', '.join(map(self._label, range(len(self._entries))))} {seconds}")
+                self._on_wait(f"loading {', '.join(map(self._label, oldest.role.functions))} {seconds}")
 
     # ---- what comes of a call
 

@@ -114,11 +114,12 @@ class RewardProcess(ProcessLink):
 
     module = "unisono.trainer.objectives.rewards.child"
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self, setup: bytes, *, environment: Mapping[str, str] | None = None) -> None:
         """Starts it.
 
         Args:
             setup: the first line for it.
+            environment: changes of its environment.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -128,7 +129,7 @@ class RewardProcess(ProcessLink):
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=_environment(),
+                env=_environment() | dict(environment or {}),
             )
         super().__init__(ours, self._process.pid)
         self._unsent += setup
@@ -148,6 +149,12 @@ class RewardProcess(ProcessLink):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_KILLED_S)
         return -signal.SIGKILL
+
+
+class ModelProcess(RewardProcess):
+    """The process of a reward model, which imports torch."""
+
+    module = "unisono.trainer.task.reward_model"
 
 
 def encoded(message: Mapping[str, object]) -> bytes:

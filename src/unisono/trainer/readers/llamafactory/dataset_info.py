@@ -55,7 +55,7 @@ _TAGS: dict[str, str | None] = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
-_MEDIA = ("images", "videos", "audios")
+_OTHER_MEDIA = ("videos", "audios")
 _FILE_TYPES = ("arrow", "csv", "json", "jsonl", "ndjson", "parquet", "tsv", "txt")
 _CLOUDS = ("s3://", "gs://", "gcs://")
 _ALPACA = {
@@ -67,7 +67,7 @@ _ALPACA = {
     "tools": "tools",
 }
 """Our columns, and those of an entry."""
-_OF_PREFERENCES = ("chosen", "rejected", "label")
+_KEPT = ("chosen", "rejected", "label", "images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,16 +449,28 @@ class _DatasetEntry:
                 f"the dataset {self._name} has a kto_tag, and stage is {stage}", "columns", "kto_tag", fix=fix
             )
 
-    def _check_columns(self, stage: str) -> None:
-        columns, tags, form = self._columns, self._tags, self._formatting
-        for name in _MEDIA:
+    def _check_media(self, stage: str) -> None:
+        columns = self._columns
+        for name in _OTHER_MEDIA:
             if columns[name]:
                 self._add(
-                    f"the dataset {self._name} has {name}, and unisono trains on text only",
+                    f"the dataset {self._name} has {name}, and unisono trains on text and pictures only",
                     "columns",
                     name,
-                    fix=f"remove columns.{name} if its rows are text",
+                    fix=f"remove columns.{name} if its rows have none",
                 )
+        if columns["images"] and stage != "sft":
+            self._add(
+                f"the dataset {self._name} has images, and stage is {stage}",
+                "columns",
+                "images",
+                why="pictures are trained with stage sft only",
+                fix="remove columns.images if its rows are text",
+            )
+
+    def _check_columns(self, stage: str) -> None:
+        columns, tags, form = self._columns, self._tags, self._formatting
+        self._check_media(stage)
         trap = "naming one of the {0} switches all others off that are not named"
         if self._value.get("ranking") is True and not (columns["chosen"] and columns["rejected"]):
             self._add(
@@ -531,6 +543,8 @@ class _DatasetEntry:
         else:
             column, other = ("conversations", "messages")[:: 1 if form == "sharegpt" else -1]
             columns = {column: theirs["messages"], other: None} | {n: theirs[n] for n in ("system", "tools")}
+        if theirs["images"]:
+            columns["images"] = theirs["images"]
         if is_pairs or is_kto:
             unread = ("conversations", "messages") if form == "alpaca" else ("instruction",)
             columns = dict.fromkeys(unread) | columns
@@ -541,8 +555,6 @@ class _DatasetEntry:
             columns |= {"label": theirs["kto_tag"], "chosen": None, "rejected": None}
         shape: dict[str, object] = {
             "format": "preference" if is_pairs or is_kto else form,
-            "columns": {
-                ours: name for ours, name in columns.items() if ours != name or ours in _OF_PREFERENCES
-            },
+            "columns": {ours: name for ours, name in columns.items() if ours != name or ours in _KEPT},
         }
         return shape | ({} if form == "alpaca" else {"tags": dict(self._tags)})

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,16 +19,18 @@ from unisono.base.errors import DataError
 from unisono.trainer.config.named_templates import NamedTemplate, local_day
 from unisono.trainer.config.schema import RunConfig, SourceSection
 from unisono.trainer.config.sections import LF_PREFIX, Thinking
-from unisono.trainer.data import Example, Exchange, Messages, RowError, Turn
+from unisono.trainer.data import PICTURE, Example, Exchange, Messages, RowError, Turn
 from unisono.trainer.data.control_tokens import (
     ControlTokens,
     ControlTokensMode,
     refuse_control_tokens,
     refuse_slow,
 )
-from unisono.trainer.data.encode import LossOn
+from unisono.trainer.data.encode import LossOn, with_features
 from unisono.trainer.data.formats import FormatName, all_text, refuse_surrogates
 from unisono.trainer.data.ingest import balance
+from unisono.trainer.data.pictures.picture_template import picture_mark
+from unisono.trainer.data.pictures.store import PictureStore
 from unisono.trainer.data.preference_rows import JOINT, read_exchange
 from unisono.trainer.data.template import CHARACTERS, ChatTemplate
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, share_of
@@ -82,7 +86,9 @@ class LfNamedTemplate(NamedTemplate):
         """What ends a text in pretraining."""
         return end_of_text(tokenizer, self.template)
 
-    def encoder(self, config: RunConfig, tokenizer: Any) -> "LfEncoder":
+    def encoder(
+        self, config: RunConfig, tokenizer: Any, *, pictures: PictureStore | None = None
+    ) -> "LfEncoder":
         """The encoder of a config's rows; it adapts the tokenizer."""
         data, pretrain = config.data, config.objective == "pretrain"
         return LfEncoder(
@@ -94,6 +100,7 @@ class LfNamedTemplate(NamedTemplate):
             pretrain=pretrain,
             control_tokens=data.control_tokens,
             today=None if data.date is None else date.fromisoformat(data.date),
+            pictures=pictures,
         )
 
     def chat_template(self, tokenizer: Any, *, thinking: Thinking) -> "LfChatTemplate":
@@ -126,9 +133,8 @@ class LfEncoder:
         template: the same prompts as a chat template; None for pretraining.
         stop_ids: the tokens that end an answer.
         warnings: warnings for the user, each once.
+        pictures: of the rows; None if only text is read.
     """
-
-    pictures = None
 
     def __init__(
         self,
@@ -141,6 +147,7 @@ class LfEncoder:
         pretrain: bool = False,
         today: date | None = None,
         control_tokens: ControlTokensMode = "keep",
+        pictures: PictureStore | None = None,
     ) -> None:
         """Adapts the tokenizer to the template.
 
@@ -153,6 +160,7 @@ class LfEncoder:
             pretrain: whether rows are plain text, of which every token is trained.
             today: the date that the tool prompt of Llama 3 states; None: that of this machine.
             control_tokens: data.control_tokens.
+            pictures: of the rows; None if only text is read.
 
         Raises:
             DataError: if the template cannot train on prompts, or the tokenizer cannot escape
@@ -179,6 +187,7 @@ class LfEncoder:
         self._loss_on = loss_on
         self._cut_at = cut_at
         self._pretrain = pretrain
+        self.pictures = pictures
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -216,11 +225,63 @@ class LfEncoder:
         """The tokens of each example, or its error."""
         if self._pretrain:
             return self._encode_texts(examples)
+        if self.pictures is not None:
+            of_rows = (one.pictures for one in examples if isinstance(one, Exchange))
+            self.pictures.decode(chain.from_iterable(of_rows))
         rows = self._each(examples, self._conversation, self._row)
         return [
-            row if isinstance(row, RowError) else self._noted(row, example)
+            row if isinstance(row, RowError) else self._finished(row, example)
             for row, example in zip(rows, examples, strict=True)
         ]
+
+    def _finished(self, row: Encoded, example: Example) -> Encoded | RowError:
+        """A row with its pictures, of which none may be cut, and with its notes."""
+        assert isinstance(example, Exchange)
+        if self.pictures is None:
+            return self._noted(row, example)
+        numbers = [self.pictures.number(source) for source in example.pictures]
+        try:
+            return self._noted(with_features(row, numbers, self.pictures), example)
+        except RowError as error:
+            if not row.cut:
+                return error
+            return RowError(
+                f"it has {len(row.ids) + row.cut} tokens, and a picture would be cut",
+                "raise data.max_length, or set data.pixels: {max: N} for smaller pictures",
+            )
+
+    @cached_property
+    def _picture_mark(self) -> str:
+        """See `picture_mark`."""
+        assert self.pictures is not None, "there are pictures"
+        processor = self.pictures.processor
+        return picture_mark(
+            processor.template, placeholder=processor.placeholder, tokenizer=processor.processor.tokenizer
+        )
+
+    def _with_expansions(self, example: Exchange) -> Exchange:
+        """The exchange with the text that stands for each picture.
+
+        Raises:
+            PictureError: if one cannot be used.
+        """
+        store = self.pictures
+        if store is None or not example.pictures:
+            return example
+        placeholder, mark = store.processor.placeholder, self._picture_mark
+        texts = iter(
+            mark.replace(placeholder, store.expansion(store.number(source))) for source in example.pictures
+        )
+
+        def expanded(turn: Turn) -> Turn:
+            first, *others = turn.content.split(PICTURE)
+            return replace(turn, content=first + "".join(next(texts) + part for part in others))
+
+        return replace(
+            example,
+            prompt=[expanded(turn) for turn in example.prompt],
+            answers=[expanded(turn) for turn in example.answers],
+        )
 
     def encode_pairs(self, examples: Sequence[Example]) -> list[EncodedUnit | RowError]:
         """For each example the prompt with the chosen answer, and with the rejected one; or its
@@ -325,6 +386,7 @@ class LfEncoder:
         return EncodedUnit((self._noted(sides[0], example), *sides[1:]), label)
 
     def _conversation(self, _: int, example: Exchange) -> list[QuestionAnswer[Pieces]]:
+        example = self._with_expansions(example)
         if len(example.answers) != 1:
             why = (
                 "no answer" if not example.answers else "a pair of answers, which is for preference training"

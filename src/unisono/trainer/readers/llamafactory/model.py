@@ -200,6 +200,7 @@ def fill_data(draft: Draft) -> None:
     if "data" in draft.config:
         _rows(draft)
         _mix(draft)
+        _pictures(draft, [*sources, *evaluated])
 
 
 def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, object]]:
@@ -219,6 +220,45 @@ def _sources(draft: Draft, names: list[str] | None, key: str) -> list[dict[str, 
     except ConfigError as error:
         draft.problems += error.problems
         return []
+
+
+_OF_PICTURES = (
+    "image_max_pixels", "image_min_pixels", "media_dir",
+    "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model",
+)  # fmt: skip
+
+
+def _pictures(draft: Draft, sources: list[dict[str, object]]) -> None:
+    """The sizes of pictures and the trained parts, if a dataset has pictures."""
+    values = draft.values
+    columns = [source.get("columns") for source in sources]
+    if not any(isinstance(one, dict) and one.get("images") for one in columns):
+        for key in _OF_PICTURES:
+            if values.is_set(key):
+                draft.ignore(key, "only with images")
+        return
+    for key in ("image_do_pan_and_scan", "crop_to_patches"):
+        if values[key]:
+            draft.refuse(key, "pictures are cut as the model's processor does by default", "set it to false")
+    draft.put("data.pixels.min", values["image_min_pixels"], "image_min_pixels")
+    draft.put("data.pixels.max", values["image_max_pixels"], "image_max_pixels")
+    folder = values["media_dir"] or values["dataset_dir"]
+    if folder != "ONLINE" and not folder.startswith("REMOTE:"):
+        draft.put("data.media_dir", folder, "media_dir", "dataset_dir")
+    frozen = {
+        "language": "freeze_language_model",
+        "projector": "freeze_multi_modal_projector",
+        "vision": "freeze_vision_tower",
+    }
+    trained = [part for part, key in frozen.items() if not values[key]]
+    if not trained:
+        draft.refuse("freeze_language_model", "nothing is trained", "set it to false, or train another part")
+        return
+    draft.put("train_parts", trained, *frozen.values())
+    if "projector" in trained and values["finetuning_type"] == "lora":
+        draft.warnings.append(
+            "freeze_multi_modal_projector: LLaMA-Factory adapts the projector; here it is trained in full"
+        )
 
 
 def _rows(draft: Draft) -> None:

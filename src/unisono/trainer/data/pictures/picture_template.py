@@ -1,7 +1,7 @@
 """Chat templates of vision-language models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,14 +15,16 @@ _QUESTION, _ANSWER = "unisonoquestion", "unisonoanswer"
 class PictureTemplate(ChatTemplate):
     """A chat template that writes a placeholder for each PICTURE in the contents of messages.
 
-    Most templates read contents as lists of parts, some as text, in which the placeholder itself is
-    written then.
+    Most templates read contents as lists of parts, some as text, in which the mark is written then.
 
     Attributes:
         placeholder: of the processor.
+        mark: what stands for a picture: the placeholder, with the tokens that the model's own
+            template writes around it.
     """
 
     placeholder: str = ""
+    mark: str = ""
 
     def as_read(self, messages: Messages) -> Messages:
         """The messages with their contents as the template reads them."""
@@ -35,7 +37,7 @@ class PictureTemplate(ChatTemplate):
         if not isinstance(content, str):
             return message
         if not self._reads_parts:
-            return {**message, "content": content.replace(PICTURE, self.placeholder)}
+            return {**message, "content": content.replace(PICTURE, self.mark or self.placeholder)}
         return {**message, "content": parts_of(content)}
 
     @cached_property
@@ -43,16 +45,17 @@ class PictureTemplate(ChatTemplate):
         """Whether it writes one placeholder for a part of the type image, and the text beside
         it.
         """
-        text = self._tried(parts_of(f"{PICTURE}{_QUESTION}"))
+        text = self.tried(parts_of(f"{PICTURE}{_QUESTION}"))
         return text is not None and text.count(self.placeholder) == 1 and _QUESTION in text
 
     @cached_property
     def _reads_text(self) -> bool:
         """Whether it writes a content of text as it does one of parts."""
-        as_text = self._tried(_QUESTION)
-        return as_text is not None and (not self._reads_parts or as_text == self._tried(parts_of(_QUESTION)))
+        as_text = self.tried(_QUESTION)
+        return as_text is not None and (not self._reads_parts or as_text == self.tried(parts_of(_QUESTION)))
 
-    def _tried(self, content: object) -> str | None:
+    def tried(self, content: object) -> str | None:
+        """Its text for a question with a content and a short answer; None if it refuses it."""
         answer = parts_of(_ANSWER) if isinstance(content, list) else _ANSWER
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         try:
@@ -96,5 +99,27 @@ def with_placeholders(
         return PictureTemplate(tokenizer, text, origin, tuple(stops), placeholder)
     if template is None:
         return None
-    values = {field.name: getattr(template, field.name) for field in fields(template)}
-    return PictureTemplate(**values, placeholder=placeholder)
+    values = {name: getattr(template, name) for name in ("tokenizer", "text", "origin", "known_stops")}
+    mark = picture_mark(own, placeholder=placeholder, tokenizer=tokenizer)
+    return PictureTemplate(**values, placeholder=placeholder, mark=mark)
+
+
+def picture_mark(own: str | None, *, placeholder: str, tokenizer: Any) -> str:
+    """What the model's own chat template writes for a picture, without spaces around it, e.g.
+    `<|vision_start|><|image_pad|><|vision_end|>`; the placeholder if that cannot be seen.
+
+    Args:
+        own: the processor's template; None: the tokenizer's.
+        placeholder: of the processor.
+        tokenizer: of transformers.
+    """
+    text = own if own is not None else getattr(tokenizer, "chat_template", None)
+    if not isinstance(text, str):
+        return placeholder
+    template = PictureTemplate(tokenizer, text, "the model's own", placeholder=placeholder)
+    whole, bare = (template.tried(parts_of(one + _QUESTION)) for one in (PICTURE, ""))
+    if whole is None or bare is None or whole.count(placeholder) != 1 or _QUESTION not in bare:
+        return placeholder
+    before = bare[: bare.index(_QUESTION)]
+    text = whole[len(before) : whole.index(_QUESTION)] if whole.startswith(before) else ""
+    return text.strip() if placeholder in text else placeholder

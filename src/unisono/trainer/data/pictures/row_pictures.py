@@ -26,9 +26,11 @@ from unisono.trainer.data import (
     Completion,
     Conversation,
     Example,
+    Exchange,
     Message,
     PictureSource,
     RowError,
+    Turn,
 )
 
 TAG = "<image>"
@@ -110,7 +112,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    reader = _Reader(listed, columns)
+    reader = _RowReader(listed, columns)
     value = {name: part for name, part in row.items() if name not in columns.pictures}
     for name in columns.turns:
         if name in value:
@@ -139,6 +141,12 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
             {"role": "assistant", "content": example.completion},
         ]
         example = Conversation(turns)
+    if isinstance(example, Exchange):
+        if row.inserted:
+            example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
+        texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
+        _check_places(texts, row)
+        return replace(example, pictures=row.pictures)
     if not isinstance(example, Conversation):
         raise RowError(
             "it has pictures, and rows of this format have no messages for them",
@@ -146,18 +154,27 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
         )
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
-    places = [message for message in example.messages for _ in range(message["content"].count(PICTURE))]
-    if len(places) != len(row.pictures):
+    _check_places([(message["role"], message["content"]) for message in example.messages], row)
+    return replace(example, pictures=row.pictures)
+
+
+def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
+    """Refuses places for pictures that are not read, or are in an answer; `texts` are roles and
+    contents.
+
+    Raises:
+        RowError: then.
+    """
+    roles = [role for role, content in texts for _ in range(content.count(PICTURE))]
+    if len(roles) != len(row.pictures):
         raise RowError(
-            f"of its {len(row.pictures)} pictures {len(places)} have a place in messages that are read",
+            f"of its {len(row.pictures)} pictures {len(roles)} have a place in messages that are read",
             f"write {TAG} in the text of messages",
         )
-    answer = next((message for message in places if message["role"] == "assistant"), None)
-    if answer is not None:
+    if "assistant" in roles:
         raise RowError(
             "a picture is in an answer, and models write text", f"move {TAG} to a message of the user"
         )
-    return replace(example, pictures=row.pictures)
 
 
 def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
@@ -169,7 +186,13 @@ def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
     return [*messages[:first], marked, *messages[first + 1 :]]
 
 
-class _Reader:
+def _with_first_turn(turns: Sequence[Turn], count: int) -> list[Turn]:
+    """The turns with places at the beginning of the first question."""
+    first, *others = turns
+    return [replace(first, content=PICTURE * count + first.content), *others]
+
+
+class _RowReader:
     """Puts marks into the text of one row, and pictures in their order.
 
     Attributes:

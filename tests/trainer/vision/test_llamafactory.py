@@ -1,0 +1,160 @@
+"""Files of LLaMA-Factory with pictures: its templates, its dataset_info.json, and its keys.
+
+Run: pytest tests/trainer/vision/test_llamafactory.py
+
+The texts that stand for a picture are those which LLaMA-Factory's own tests/data/test_mm_plugin.py
+expects, with the number of tokens of the processors here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.trainer.vision.conftest import Gallery
+from tests.vision_models import draw
+from unisono.base.errors import DataError
+from unisono.trainer.config import RunConfig
+from unisono.trainer.data.pictures.picture_template import picture_mark
+from unisono.trainer.data.pictures.processor import PictureProcessor
+from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.readers.llamafactory.reader import read_llamafactory
+
+pytestmark = [pytest.mark.processes]
+QUESTION, ANSWER = "what is this?", "a red square"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    draw("red", "square").save(tmp_path / "a.png")
+    row = {
+        "messages": [
+            {"role": "user", "content": f"<image>{QUESTION}"},
+            {"role": "assistant", "content": ANSWER},
+        ],
+        "images": ["a.png"],
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "before", "token", "after"),
+    [
+        ("llava", "llava", "", "<image>", ""),
+        ("qwen2_5_vl", "qwen2_vl", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+        ("qwen3_vl", "qwen3_vl_nothink", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    ],
+)
+def test_a_picture_is_what_llama_factory_expects(
+    gallery: Gallery, rows: Path, family: str, template: str, before: str, token: str, after: str
+) -> None:
+    config = {"train": str(rows), "template": f"lf:{template}"}
+    plan = gallery.plan(family, data=config, batch={"global": 1, "micro": 1})
+    processor = PictureProcessor(gallery.model(family))
+    ids, loss = TokenTable.open(Path(plan.data.cache_dir), "train").row(0)[:2]
+    text = processor.processor.tokenizer.decode(ids)
+    count = text.count(token)
+    assert count > 1
+    assert f"{before}{token * count}{after}{QUESTION}" in text
+    assert not any(
+        token_id in processor.image_ids for token_id, counts in zip(ids, loss, strict=True) if counts
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("gemma3", "\n\n<start_of_image>" + 4 * "<image_soft_token>" + "<end_of_image>\n\n"),
+        ("llava", 16 * "<image>"),
+    ],
+)
+def test_the_text_of_a_picture_in_the_middle_of_a_template(gallery: Gallery, family: str, text: str) -> None:
+    processor = PictureProcessor(gallery.model(family))
+    mark = picture_mark(
+        processor.template, placeholder=processor.placeholder, tokenizer=processor.processor.tokenizer
+    )
+    assert mark.replace(processor.placeholder, processor.expansion((64, 64))) == text
+
+
+def test_a_run_with_its_template_trains(gallery: Gallery, rows: Path) -> None:
+    data = {"template": "lf:qwen2_vl", "on_bad_row": "skip", "too_long": "balanced"}
+    done = gallery.alone(gallery.plan("qwen2_5_vl", data=data, duration="3 steps"))
+    assert done.losses[-1] < done.losses[0]
+
+
+def test_a_picture_is_not_cut_by_its_cut(gallery: Gallery, rows: Path) -> None:
+    data = {"train": str(rows), "template": "lf:qwen2_vl", "too_long": "balanced", "max_length": 24}
+    with pytest.raises(DataError) as error:
+        gallery.plan("qwen2_5_vl", data=data, batch={"global": 1, "micro": 1})
+    assert any("a picture would be cut" in f"{one.what} {one.why}" for one in error.value.problems)
+
+
+def llamafactory(folder: Path, **keys: Any) -> Path:
+    columns = {"messages": "messages", "images": "images"}
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entries = {
+        "shapes": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags},
+        "texts": {"file_name": "texts.jsonl"},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(entries))
+    (folder / "texts.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
+    values = {
+        "model_name_or_path": "some/model", "stage": "sft", "do_train": True, "finetuning_type": "lora",
+        "dataset": "shapes", "dataset_dir": str(folder), "template": "qwen2_vl", "output_dir": "out",
+    }  # fmt: skip
+    file = folder / "train.yaml"
+    file.write_text(yaml.safe_dump(values | keys))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("keys", "pixels", "parts"),
+    [
+        ({}, (1024, 589824), ["language"]),
+        ({"image_max_pixels": 262144, "image_min_pixels": 256}, (256, 262144), ["language"]),
+        ({"freeze_vision_tower": False}, None, ["language", "vision"]),
+        ({"freeze_multi_modal_projector": False}, None, ["language", "projector"]),
+        (
+            {"freeze_multi_modal_projector": False, "freeze_language_model": True, "finetuning_type": "full"},
+            None,
+            ["projector"],
+        ),
+    ],
+)
+def test_keys_of_pictures_are_carried(
+    rows: Path, keys: dict[str, Any], pixels: tuple[int, int] | None, parts: list[str]
+) -> None:
+    config = RunConfig.model_validate(read_llamafactory(llamafactory(rows.parent, **keys)).config)
+    assert config.train_parts == parts
+    assert config.data.media_dir == str(rows.parent)
+    if pixels is not None:
+        assert (config.data.pixels.min, config.data.pixels.max) == pixels
+
+
+def test_keys_of_pictures_have_no_effect_on_texts(rows: Path) -> None:
+    keys = {"dataset": "texts", "image_max_pixels": 99, "freeze_vision_tower": False}
+    file = read_llamafactory(llamafactory(rows.parent, **keys))
+    config = RunConfig.model_validate(file.config)
+    assert config.train_parts == ["language"]
+    assert config.data.pixels.max is None
+    assert {key.key for key in file.keys if key.fate == "ignored"} >= {
+        "image_max_pixels",
+        "freeze_vision_tower",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"crop_to_patches": True}, "crop_to_patches"),
+        ({"image_do_pan_and_scan": True}, "image_do_pan_and_scan"),
+        ({"freeze_language_model": True}, "nothing is trained"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(rows: Path, keys: dict[str, Any], what: str) -> None:
+    problems = read_llamafactory(llamafactory(rows.parent, **keys)).problems
+    assert any(what in f"{problem.what} {problem.why}" for problem in problems)
