@@ -73,7 +73,7 @@ def test_a_picture_that_cannot_be_used_is_refused_and_the_conversation_goes_on(
     for why in (
         "name of the file is missing",
         "truncated or damaged",
-        "there is no such file",
+        "none.png",
         "/image FILE ",
     ):
         assert why in done.stderr

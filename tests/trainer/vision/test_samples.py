@@ -5,14 +5,14 @@ Run: pytest tests/trainer/vision/test_samples.py
 
 from pathlib import Path
 
-from PIL import Image, ImageChops
+from PIL import Image, ImageChops, ImageStat
 
 from tests.trainer.vision.conftest import Gallery
 from unisono.trainer.data.pictures.store import read_pictures
 
 
 def test_a_sample_has_thumbnails_of_the_pictures_of_its_row(gallery: Gallery) -> None:
-    sections = {"data": {"eval": 8, "max_length": 256}, "eval": {"samples": 8, "sample_tokens": 4}}
+    sections = {"data": {"eval": 18, "max_length": 256}, "eval": {"samples": 18, "sample_tokens": 4}}
     plan = gallery.plan("llava", duration="1 steps", **sections)
 
     done = gallery.alone(plan)
@@ -29,4 +29,4 @@ def test_a_sample_has_thumbnails_of_the_pictures_of_its_row(gallery: Gallery) ->
             assert small.format == "JPEG"
             assert max(small.size) <= 256
             differences = ImageChops.difference(small, by_digest[name].pixels().resize(small.size))
-            assert max(high for _, high in differences.getextrema()) < 80  # of JPEG
+            assert max(ImageStat.Stat(differences).mean) < 8  # of JPEG
