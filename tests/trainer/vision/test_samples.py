@@ -4,6 +4,7 @@ Run: pytest tests/trainer/vision/test_samples.py
 """
 
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageChops, ImageStat
 
@@ -12,7 +13,10 @@ from unisono.trainer.data.pictures.store import read_pictures
 
 
 def test_a_sample_has_thumbnails_of_the_pictures_of_its_row(gallery: Gallery) -> None:
-    sections = {"data": {"eval": 18, "max_length": 256}, "eval": {"samples": 18, "sample_tokens": 4}}
+    sections: dict[str, Any] = {
+        "data": {"eval": 18, "max_length": 256},
+        "eval": {"samples": 18, "sample_tokens": 4},
+    }
     plan = gallery.plan("llava", duration="1 steps", **sections)
 
     done = gallery.alone(plan)

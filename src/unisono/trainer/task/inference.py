@@ -10,7 +10,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,19 +195,30 @@ def open_requested(
         )
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
+    if sees is not None:
+        return _open(target, _processor_of(target) if sees else None)
+    processor, blind = _sight_of(target, report)
+    if processor is not None:
+        try:
+            return _open(target, processor)
+        except ModelError as error:  # it may be of the pictures alone
+            blind = _why_blind(error, report)
+    return replace(_open(target, None), blind=blind)
+
+
+def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
+    """The model, with its vision part if there is a processor of pictures."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
-    processor, blind = _sight_of(target, report) if sees is None else (None, "")
-    if sees:
-        processor = _processor_of(target)
     loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
+    plan = target.plan
     if processor is not None:
         template = with_placeholders(
             template,
-            own=processor.template,
+            own=None if plan is not None and not plan.model.reads_pictures else processor.template,
             placeholder=processor.placeholder,
             tokenizer=loaded.tokenizer,
             stops=known_stops(loaded.tokenizer, _places(target)),
@@ -221,9 +232,8 @@ def open_requested(
         pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
-    pixels = target.plan.config.data.pixels if target.plan is not None else PixelsSection()
-    context = _context(loaded.base)
-    return InferenceModel(target, forward, template, context, dtype, processor, pixels, blind)
+    pixels = plan.config.data.pixels if plan is not None else PixelsSection()
+    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor, pixels)
 
 
 def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None, str]:
@@ -231,10 +241,15 @@ def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None
     try:
         return _processor_of(target), ""
     except UnisonoError as error:
-        problem = error.problems[0]
-        if picture_processor(target.base) is not None:
-            report.warning("no_pictures", f"{problem.what}: prompts cannot have pictures")
-        return None, f"{problem.what}: {problem.why}" if problem.why else problem.what
+        return None, _why_blind(error, report if picture_processor(target.base) is not None else None)
+
+
+def _why_blind(error: UnisonoError, report: Reporter | None) -> str:
+    """Why prompts cannot have pictures, which is a warning for a model that should read them."""
+    problem = error.problems[0]
+    if report is not None:
+        report.warning("no_pictures", f"{problem.what}: prompts cannot have pictures")
+    return f"{problem.what}: {problem.why}" if problem.why else problem.what
 
 
 def _processor_of(target: Target) -> PictureProcessor:
