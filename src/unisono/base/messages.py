@@ -92,13 +92,18 @@ class EvalMessage(_Fields):
 
 
 class SampleMessage(_Fields):
-    """An answer of the model in training; `reference` is that of the row."""
+    """An answer of the model in training; `reference` is that of the row.
+
+    `pictures` are names of thumbnails of the row's pictures, `drawn` of one that the model drew.
+    """
 
     kind: Literal["sample"]
     step: int
     prompt: str
     text: str
     reference: NotRequired[str]
+    pictures: NotRequired[Sequence[str]]
+    drawn: NotRequired[str]
 
 
 class CheckpointMessage(_Fields):

@@ -23,6 +23,7 @@ from board_pictures import take_pictures
 from tests import front_server
 from tests.front.board.boards import board_of, chromium
 from tests.front.board.made_runs import append, groups_of, make_hostile, make_run, write
+from tests.front.board.test_sample_pictures import make_run_with_pictures
 from tests.jobs.nodes.harness import ENTRY, PACED
 from tests.needs import lacking
 from unisono.front.board.page import runs_file
@@ -114,6 +115,21 @@ def test_the_file_asks_for_nothing_and_shows_every_region(
     assert page.locator("[data-region=verdict] details").get_attribute("open") is not None
     assert page.locator("tr.culprit").get_attribute("data-rank") == "1"
     assert errors == []
+
+
+def test_pictures_are_beside_their_samples_live_and_in_the_file(
+    browser: Browser, tmp_path: Path, errors: list[str]
+) -> None:
+    root = make_run_with_pictures(tmp_path / "run")
+    with board_of(root) as board:
+        for url in (board.url, file_of(tmp_path, root)):
+            page = opened(browser, url, errors)
+            images = page.locator("[data-region=samples] td img")
+            images.first.scroll_into_view_if_needed()
+            widths = "images => images.map((image) => image.naturalWidth)"
+            until(lambda: images.evaluate_all(widths).count(40) == 2)  # noqa: B023 - called at once
+            assert images.first.get_attribute("alt") == "Picture 1"
+            assert images.count() == 6
 
 
 def test_on_paper_every_region_is_there_with_whole_curves_in_light_colours(

@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.base._version import __version__
 from unisono.front.board.follow import FollowedRun, find_runs
-from unisono.front.board.regions import REGIONS, harmless, show_region
+from unisono.front.board.regions import REGIONS, harmless, pictures_in, read_picture, show_region
 
 STATIC = Path(__file__).parent / "static"
 NO_ICON = '<link rel="icon" href="data:,">'
@@ -79,8 +79,20 @@ def runs_file(paths: list[Path], *, key: bytes) -> tuple[list[dict[str, str]], s
         run.look()
         query = {"points": str(points), "spread": "1"}
         regions = {region: show_region(run, region, query, key=key) for region in REGIONS}
+        regions["samples"]["inline"] = _inline_pictures(run)
         runs.append({"name": harmless(name), "path": harmless(str(root)), "regions": regions})
     return [{"name": name, "path": str(root)} for name, root in named], file_html({"schema": 1, "runs": runs})
+
+
+def _inline_pictures(run: FollowedRun) -> dict[str, str]:
+    """The pictures of a run's samples as data URLs, by name."""
+    names = {name for message in run.samples for name in pictures_in(message)}
+    read = {name: read_picture(run, name) for name in sorted(names)}
+    return {
+        name: f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+        for name, data in read.items()
+        if data is not None
+    }
 
 
 def _document(language: str, *, head: str, end: str) -> str:

@@ -6,8 +6,9 @@ All text is made harmless, and secrets are masked.
 
 import functools
 import math
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypedDict, get_args
 from unisono.base.causes import find_cause
 from unisono.base.causes.verdict import EXIT_CODES, Cause, Verdict
 from unisono.base.errors import ConfigError
-from unisono.base.files import objects_of, read_object
+from unisono.base.files import objects_of, open_plain, read_object
 from unisono.base.locale import Chinese, chinese
 from unisono.base.text import is_secret, names_secret, one_line, plain, redact, why_unreadable
 from unisono.front.board.curves import TIME
@@ -440,15 +441,45 @@ def _samples(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes)
         step = _whole(message.get("step"))
         if step is not None:
             fields = {name: message.get(name) for name in ("prompt", "text", "reference")}
-            by_step.setdefault(step, {})[str(message.get("prompt"))] = (
-                fields  # of a step that was done twice, the second
-            )
+            fields |= {"pictures": _names(message.get("pictures")), "drawn": _names([message.get("drawn")])}
+            row = f"{message.get('prompt')} {fields['pictures']}"
+            by_step.setdefault(step, {})[row] = fields  # of a step that was done twice, the second
     return {
         "evaluations": [
             {"step": step, "samples": list(by_step[step].values())}
             for step in sorted(by_step, reverse=True)[:50]
         ]
     }
+
+
+_PICTURE = re.compile(r"[0-9a-f]{32}\.jpg")
+_PICTURE_BYTES = 1 << 19  # of one of 256 × 256 pixels; they have a tenth of it
+_JPEG = b"\xff\xd8\xff"
+
+
+def pictures_in(message: Mapping[str, Any]) -> list[str]:
+    """The names of the pictures of a sample: those of its prompt, and the one that was drawn."""
+    return [*_names(message.get("pictures")), *_names([message.get("drawn")])]
+
+
+def _names(value: object) -> list[str]:
+    names = value if isinstance(value, list) else []
+    return [name for name in names if isinstance(name, str) and _PICTURE.fullmatch(name)]
+
+
+def read_picture(run: FollowedRun, name: str) -> bytes | None:
+    """The thumbnail of a picture that a sample of the run names; None if there is none."""
+    if not any(name in pictures_in(message) for message in list(run.samples)):
+        return None
+    path = run.run.thumbnails / name
+    if not run.accepts(path):
+        return None
+    try:
+        with open_plain(path) as stream:
+            data = stream.read(_PICTURE_BYTES + 1)
+    except OSError:
+        return None
+    return data if data.startswith(_JPEG) and len(data) <= _PICTURE_BYTES else None
 
 
 def _rollouts(run: FollowedRun, reader: _RunFileReader, query: Query, key: bytes) -> Region:

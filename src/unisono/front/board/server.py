@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
-from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, show_region
+from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, read_picture, show_region
 from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
 
 LOOK_S = 0.3
@@ -125,6 +125,11 @@ class Board:
             body = show_region(run, region, query, key=self._key)
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
+    def picture(self, name: str, picture: str) -> bytes | None:
+        """A picture of a run's samples; None if it has none of this name."""
+        run = self.runs.get(name)
+        return read_picture(run, picture) if run is not None else None
+
 
 class _Follower:
     """Looks at the runs while somebody is listening, and passes on what has changed."""
@@ -196,6 +201,13 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
             return PlainTextResponse("there is no such run or region", 404)
         return Response(body, media_type="application/json")
 
+    async def show_picture(request: Request) -> Response:
+        name, picture = request.path_params["name"], request.path_params["picture"]
+        data = await asyncio.to_thread(board.picture, name, picture)
+        if data is None:
+            return PlainTextResponse("there is no such run or picture", 404)
+        return Response(data, media_type="image/jpeg")
+
     async def show_events(request: Request) -> Response:
         return StreamingResponse(follower.listen(), media_type="text/event-stream")
 
@@ -204,6 +216,7 @@ def build_app(board: Board, follower: _Follower, **gate: Any) -> ASGIApp:
         Route("/static/{name}", show_static),
         Route("/api/runs", show_runs),
         Route("/api/runs/{name}/{region}", show_one),
+        Route("/api/runs/{name}/pictures/{picture}", show_picture),
         Route("/events", show_events),
     ]
     return Gate(Starlette(routes=routes), **gate)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from unisono.trainer.plan.talk_messages import ChatInput, Ready, TurnAnswer
 
 _HELP = (
+    ("/image FILE", "attach a picture to the next message; several may be attached"),
     ("/clear", "forget the conversation"),
     ("/save FILE", "write the conversation to a new file, as a row that training reads"),
     ("/exit", "end; so do /quit, /bye, a line with `exit` or `quit` alone, and Ctrl-D"),
@@ -59,7 +60,8 @@ def chat(
 ) -> None:
     """Chat with a model.
 
-    Commands: /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the conversation.
+    Commands: /image FILE, /clear, /save FILE, /exit, /help; Ctrl-C ends an answer, Ctrl-D the
+    conversation.
     """
     from unisono.front.cli.llamafactory_file import read_inference_request
     from unisono.front.cli.terminal import TaskProgress
@@ -123,12 +125,16 @@ class ChatSession:
 
     def _forget(self) -> None:
         self._turns = [{"role": "system", "content": self._system}] if self._system is not None else []
+        self._images: list[str] = []
+        self._attached: list[str] = []
 
     def _command(self, text: str) -> None:
         from unisono.trainer.plan.talk_messages import Clear
 
         name, _, argument = text.partition(" ")
-        if name == "/clear":
+        if name == "/image":
+            self._attach(argument.strip())
+        elif name == "/clear":
             self._forget()
             self._send(Clear())
             self._printer.notify("forgotten")
@@ -153,12 +159,36 @@ class ChatSession:
             self._printer.warn(f"{path} exists and is not overwritten; name a new file")
             return
         try:
-            write_text(path, json.dumps({"messages": self._turns}, ensure_ascii=False) + "\n")
+            write_text(path, json.dumps(self._row(), ensure_ascii=False) + "\n")
         except OSError as error:
             self._printer.warn(f"nothing can be written to {path}: {storage_reason(error)}")
             return
         self._saved.add(path)
         self._printer.notify(f"saved {len(self._turns)} messages to {path}")
+
+    def _row(self) -> dict[str, object]:
+        """The conversation as a row."""
+        return {"messages": self._turns, **({"images": self._images} if self._images else {})}
+
+    def _attach(self, name: str) -> None:
+        from unisono.base.files import expand
+        from unisono.guard.supervise.codec import decode_message
+        from unisono.trainer.plan.talk_messages import Attach, Attached, ChatNews, RefusedTurn
+
+        if not name:
+            self._printer.warn("/image FILE: the name of the file is missing")
+            return
+        self._send(Attach(name))
+        for message in self._messages:
+            news: ChatNews | None = decode_message(message, ChatNews)
+            if isinstance(news, RefusedTurn):
+                self._printer.warn(f"error: {news.text}; {news.fix}")
+                return
+            if isinstance(news, Attached):
+                self._attached.append(str(expand(name).absolute()))
+                size = f"{news.width} × {news.height} pixels, {news.tokens} tokens"
+                self._printer.notify(f"attached {name} to the next message: {size}")
+                return
 
     def _send(self, message: "ChatInput") -> None:
         from unisono.guard.supervise.codec import encode_message
@@ -167,7 +197,14 @@ class ChatSession:
 
     def _notify(self, text: str) -> None:
         from unisono.guard.supervise.codec import decode_message
-        from unisono.trainer.plan.talk_messages import ChatNews, RefusedTurn, Say, TokenText, TurnAnswer
+        from unisono.trainer.plan.talk_messages import (
+            ChatNews,
+            RefusedTurn,
+            Say,
+            TokenText,
+            TurnAnswer,
+            with_places,
+        )
 
         self._send(Say(text))
         with _ctrl_c_ends_the_answer(self._task):
@@ -180,8 +217,11 @@ class ChatSession:
                         self._printer.warn(f"error: {why}; {fix}")
                         return
                     case TurnAnswer() as answer:
+                        said = with_places(text, len(self._attached)) if self._attached else text
+                        self._images += self._attached
+                        self._attached = []
                         self._turns += [
-                            {"role": "user", "content": text},
+                            {"role": "user", "content": said},
                             {"role": "assistant", "content": answer.text},
                         ]
                         self._end(answer)

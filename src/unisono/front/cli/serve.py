@@ -34,6 +34,22 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    image_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,…",
+            help="Hosts from which pictures may be fetched that a request names by http or https URLs.",
+            show_default=False,
+        ),
+    ] = None,
+    image_folders: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR,…",
+            help="Directories whose pictures a request may name by file URLs.",
+            show_default=False,
+        ),
+    ] = None,
     grace: Annotated[
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="Seconds for running answers after SIGTERM or Ctrl-C."),
@@ -53,6 +69,7 @@ def serve(
     refuse_without_extra("unisono serve", why="the HTTP server is an extra")
     from unisono.front.http_server import address_of
     from unisono.front.serve.model_process import ModelProcess
+    from unisono.front.serve.picture_addresses import PictureAddresses
     from unisono.front.serve.server import listen, read_keys
     from unisono.front.serve.server import serve as serve_model
     from unisono.trainer.plan.task_requests import RequestedModel
@@ -60,6 +77,7 @@ def serve(
     printer = output()
     given = read_inference_file(target, overrides or [])
     requested = replace(given.model if given else RequestedModel(target), step=step)
+    addresses = PictureAddresses.of(image_hosts, image_folders)
     keys = read_keys(key_file, key, warn=printer.warn)
     name = target.rstrip("/") or target
     with listen(host, port, keys) as listener, TaskProgress(printer) as progress:
@@ -85,6 +103,7 @@ def serve(
                     listener,
                     name=name,
                     keys=keys,
+                    addresses=addresses,
                     grace_s=grace,
                     on_ready=say_ready,
                     created=int(time.time()),

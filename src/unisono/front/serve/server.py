@@ -25,6 +25,7 @@ from unisono.base.files import open_given
 from unisono.base.text import one_line
 from unisono.front.http_server import HttpConnection, host_name, origin_host, running_server
 from unisono.front.serve.model_process import ModelProcess, PendingAsk
+from unisono.front.serve.picture_addresses import MOST_PICTURES, PictureAddresses, picture_parts
 from unisono.front.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -133,8 +134,11 @@ def listen(host: str, port: int | None, keys: ApiKeys) -> socket.socket:
 class Api:
     """The application: routes, keys, and answers in OpenAI's form."""
 
-    def __init__(self, model: ModelProcess, *, name: str, keys: ApiKeys, created: int) -> None:
+    def __init__(
+        self, model: ModelProcess, *, name: str, keys: ApiKeys, addresses: PictureAddresses, created: int
+    ) -> None:
         self._model = model
+        self._addresses = addresses
         self._name = name
         self._keys = keys
         self._created = created
@@ -229,9 +233,27 @@ class Api:
         async with self._parsing:
             return await asyncio.to_thread(read_request, kind, data, model=self._name)
 
+    async def _fetch_pictures(self, request: Request, messages: Sequence[Any]) -> None:
+        """Replaces the addresses of pictures in messages by data URLs.
+
+        Raises:
+            ApiError: if the model reads no pictures, they are too many, or one cannot be fetched.
+        """
+        parts = list(picture_parts(messages))
+        blind = self._model.facts.blind
+        if parts and blind:
+            raise ApiError(400, blind, param="messages", code="invalid_value")
+        if len(parts) > MOST_PICTURES:
+            what = f"the request has {len(parts)} pictures, and at most {MOST_PICTURES} are read"
+            raise ApiError(400, what, param="messages", code="invalid_value")
+        if parts:
+            await _while_connected(request, self._addresses.fill(parts))
+
     async def _answer(self, request: Request, kind: Any) -> Response:
         parsed = await self._read(kind, request)
-        asks = self._model.submit(parsed.questions())
+        questions = parsed.questions()
+        await self._fetch_pictures(request, questions[0].messages or ())
+        asks = self._model.submit(questions)
         answer = _Answer(
             asks,
             Objects(self._name, is_chat=kind is ChatRequest),
@@ -465,6 +487,7 @@ async def serve(
     *,
     name: str,
     keys: ApiKeys,
+    addresses: PictureAddresses,
     grace_s: float,
     on_ready: Callable[[], None],
     created: int,
@@ -479,6 +502,7 @@ async def serve(
         listener: from `listen`.
         name: of the model, for clients.
         keys: that clients may send.
+        addresses: of pictures, that requests may name.
         grace_s: seconds that running answers have after SIGTERM or Ctrl-C; a second signal ends
             them at once.
         on_ready: called when the model is loaded, and a request to the server's own address has
@@ -494,7 +518,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     stop = asyncio.create_task(signals.get())
-    api = Api(model, name=name, keys=keys, created=created)
+    api = Api(model, name=name, keys=keys, addresses=addresses, created=created)
     settings = {"timeout_keep_alive": _KEEP_ALIVE_S, "timeout_graceful_shutdown": _CLOSE_S}
     try:
         async with running_server(api, listener, connection=_ClientConnection, send_s=_SEND_S, **settings):

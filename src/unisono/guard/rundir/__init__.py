@@ -138,6 +138,11 @@ class RunDir:
         return self.root / "samples"
 
     @property
+    def thumbnails(self) -> Path:
+        """Small pictures that belong to sample answers, by their digests."""
+        return self.samples / "thumbnails"
+
+    @property
     def rollouts(self) -> Path:
         """Sampled answers with their rewards, `step-00000001.0.parquet` and so on; only with
         `objective: grpo`.

@@ -99,11 +99,14 @@ class TableRows:
         question = question_of(self.table, row)
         if question is None or self.contents is None:
             return question
-        pictures = self.contents.loader.load_evaluation([int(self.table.columns["stored"][row])], [0])
+        stored = int(self.table.columns["stored"][row])
+        pictures = self.contents.loader.load_evaluation([stored], [0])
         if not isinstance(pictures, PictureInputs):
             return question
         behind = self.table.row(row)[0][len(question.prompt) :]
-        return None if np.isin(behind, pictures.image_ids).any() else replace(question, pictures=pictures)
+        if np.isin(behind, pictures.image_ids).any():
+            return None
+        return replace(question, pictures=pictures, stored=stored)
 
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""
@@ -296,11 +299,13 @@ class PromptAnswer:
 
     Attributes:
         pictures: of the prompt; None: it has none.
+        stored: the row in the file of tokens, if it has pictures.
     """
 
     prompt: list[int]
     answer: list[int]
     pictures: PictureInputs | None = None
+    stored: int = -1
 
 
 def question_of(table: TokenTable, row: int) -> PromptAnswer | None:

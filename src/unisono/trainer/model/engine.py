@@ -4,7 +4,8 @@ tokens.
 The answer to a prompt is that of `model.generate`: the same tokens in float32, whatever else is
 computed beside it. A long prompt is read in parts, with a token of every running answer between two
 of them (as in Sarathi, arXiv:2308.16369), so that a prompt delays a stream only by one part.
-Answers to the same prompt that begin together read it once.
+Answers to the same prompt that begin together read it once. A prompt with pictures is read alone
+and as a whole, since what the model makes of its pictures may depend on all of it.
 
 Letters: B answers of a batch, P their different prompts, L tokens so far of the longest, V
 vocabulary.
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import DynamicCache
 
+from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.generate import (
     GREEDY,
     IsDone,
@@ -60,6 +62,7 @@ class GeneratedAnswer:
         stop_token: the token that ended it, if one did.
         log_probs: of each token, and of the stop token, at the temperature of the sampling; if the
             engine has them.
+        pictures: of the prompt; None: it has none.
     """
 
     prompt: Sequence[int]
@@ -71,6 +74,7 @@ class GeneratedAnswer:
     numbers: list[float] | None = None
     stop_token: int | None = None
     log_probs: list[float] = field(default_factory=list)
+    pictures: PictureInputs | None = None
 
 
 class Engine:
@@ -205,8 +209,9 @@ class Engine:
         most_s = max(_DELAY_S, time.perf_counter() - since) if self._batches else _PART_S
         columns = max(1, self._part_tokens(most_s) // len(batch.unread))
         began, moved = time.perf_counter(), []
-        tokens = len(batch.unread) * min(columns, batch.unread.shape[1])
-        if columns < batch.unread.shape[1]:
+        is_whole = columns >= batch.unread.shape[1] or batch.pictures is not None
+        tokens = len(batch.unread) * (batch.unread.shape[1] if is_whole else columns)
+        if not is_whole:
             batch.read(self._base, self._takes, columns)
             self._reading.append(batch)
         else:
@@ -248,6 +253,8 @@ class Engine:
                 break
             prompts.add(tuple(answer.prompt))
             if begun and len(prompts) * read > _PROMPT_TOKENS:
+                break
+            if self._together and begun and (answer.pictures or begun[-1].pictures):
                 break
             begun.append(answer)
         self.waiting = self.waiting[len(begun) :]
@@ -382,6 +389,9 @@ class _Batch:
         mask: (B, L), 1: a token, of the cache and what is unread of prompts; (P, L) while these are
             read.
         unread: (B, n) tokens that the cache does not have; (P, n) while prompts are read.
+        pictures: of the only prompt, until it has been read; else None.
+        shifts: (B,), or (P,) while prompts are read: what is added to the place of a token for its
+            position. Pictures have fewer positions than tokens in some models.
     """
 
     def __init__(
@@ -396,6 +406,8 @@ class _Batch:
         self.answers = answers
         self.mask = mask
         self.unread = unread
+        self.pictures = answers[0].pictures
+        self.shifts = mask.new_zeros(len(mask))
         self._cache = cache
         self._prompts: list[int] | None = prompts  # None: they have been read
 
@@ -432,7 +444,7 @@ class _Batch:
         if rows == [*range(len(self.mask))]:
             return logits
         index = torch.tensor(rows, device=self.mask.device)
-        self.mask = self.mask[index]
+        self.mask, self.shifts = self.mask[index], self.shifts[index]
         for layer in self.layers():
             layer.keys, layer.values = layer.keys[index], layer.values[index]
         return logits[index]
@@ -443,13 +455,30 @@ class _Batch:
         if self.mask.shape[1] < length:
             self.mask = torch.nn.functional.pad(self.mask, (0, self.unread.shape[1]), value=1)
         mask = self.mask[:, :length]
-        inputs: dict[str, torch.Tensor | int] = {"input_ids": self.unread, "attention_mask": mask}
-        if "position_ids" in takes:
-            places = (mask.cumsum(-1) - 1).clamp(min=0)
+        inputs: dict[str, Any] = {"input_ids": self.unread, "attention_mask": mask}
+        if self.pictures is not None:
+            inputs |= self._first_inputs(base, takes)
+        elif "position_ids" in takes:
+            places = (mask.cumsum(-1) - 1 + self.shifts[:, None]).clamp(min=0)
             inputs["position_ids"] = places[:, -self.unread.shape[1] :]
         if "logits_to_keep" in takes:
             inputs["logits_to_keep"] = 1
         return base(**inputs, past_key_values=self._cache, use_cache=True).logits[:, -1].float()
+
+    def _first_inputs(self, base: Any, takes: Any) -> dict[str, torch.Tensor]:
+        """The pictures of the prompt, and positions as the model counts them."""
+        assert self.pictures is not None
+        inputs = self.pictures.arguments(self.unread, takes)
+        self.pictures = None
+        if "position_ids" in takes:
+            # Of transformers 5: models whose pictures have positions of their own override it.
+            prepare = base._prepare_position_ids_for_generation  # noqa: SLF001 - there is no public way
+            positions = prepare(self.unread, {"attention_mask": self.mask, **inputs})
+            # (1, T), or (axes, 1, T), which are the same at the last token, but for a first axis
+            # that counts tokens.
+            self.shifts = positions.flatten(0, -2)[-1, -1:] + 1 - self.unread.shape[1]
+            inputs["position_ids"] = positions
+        return inputs
 
     @property
     def _length(self) -> int:
@@ -469,7 +498,7 @@ class _Batch:
             self._prompts = [self._prompts[row] for row in kept]
             return True
         rows = torch.tensor(kept, device=self.mask.device)
-        self.mask, self.unread = self.mask[rows], self.unread[rows]
+        self.mask, self.unread, self.shifts = self.mask[rows], self.unread[rows], self.shifts[rows]
         gap = int(self.mask.argmax(dim=1).min())  # columns that are padding in every row
         self.mask = self.mask[:, gap:]
         self.unread = self.unread[:, max(0, gap - self._length) :]
@@ -483,6 +512,7 @@ class _Batch:
         longest = max(length, added)
         self.answers = [*self.answers, *other.answers]
         self.unread = torch.cat([self.unread, other.unread])
+        self.shifts = torch.cat([self.shifts, other.shifts])
         self.mask = torch.cat(
             [_pad_left(self.mask, longest - length), _pad_left(other.mask, longest - added)]
         )

@@ -7,6 +7,16 @@ from unisono.base.messages import TalkNews
 from unisono.guard.supervise.codec import encode_message
 from unisono.trainer.plan.task_requests import SamplingParams
 
+PICTURE_TAG = "<image>"
+"""Where a picture belongs in a text, as in rows."""
+
+
+def with_places(text: str, count: int) -> str:
+    """A message with a tag for each of its pictures: its own if there are as many, else before
+    it.
+    """
+    return text if text.count(PICTURE_TAG) == count else PICTURE_TAG * count + text
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -16,6 +26,7 @@ class Ready:
         note: a warning for the user; may be empty.
         context: tokens of prompt and answer; 0 in a chat.
         in_parts: whether long prompts are read in parts.
+        blind: why the model reads no pictures; empty if it does.
     """
 
     kind: ClassVar = "opened"
@@ -23,6 +34,7 @@ class Ready:
     note: str
     context: int = 0
     in_parts: bool = False
+    blind: str = ""
 
 
 # ---- to a chat
@@ -37,13 +49,31 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class Attach:
+    """A picture belongs to the next message of the user."""
+
+    kind: ClassVar = "attach"
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
-    """The conversation is to be forgotten."""
+    """The conversation is to be forgotten, with what is attached."""
 
     kind: ClassVar = "clear"
 
 
 # ---- from a chat
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A picture can be used; `tokens`: of a prompt, which stand for it."""
+
+    kind: ClassVar = "attached"
+    width: int
+    height: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +96,7 @@ class TurnAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RefusedTurn:
-    """Why a turn cannot be answered."""
+    """Why a turn cannot be answered, or a picture cannot be attached."""
 
     kind: ClassVar = "refused_turn"
     text: str
@@ -177,8 +207,8 @@ class FailedAsk:
     where: str
 
 
-ChatInput = Say | Clear
-ChatNews = Ready | TokenText | TurnAnswer | RefusedTurn
+ChatInput = Say | Attach | Clear
+ChatNews = Ready | Attached | TokenText | TurnAnswer | RefusedTurn
 ServeInput = Ask | Drop | Ping
 ServeNews = Ready | Begun | Pieces | Answered | RefusedAsk | FailedAsk
 

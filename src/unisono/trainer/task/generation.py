@@ -8,23 +8,21 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from unisono.base.errors import DataError, Problem, UsageError
+from unisono.base.errors import DataError, Problem, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of
 from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data import PICTURE, BadRow, Message, PictureSource, RawRow, RowError, RowFile
-from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
-from unisono.trainer.data.pictures.processor import PictureProcessor
-from unisono.trainer.data.pictures.row_pictures import TAG
 from unisono.trainer.data.readers import kind_of, read_rows
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.generate import generate
 from unisono.trainer.plan.talk_messages import (
+    Attach,
+    Attached,
     ChatInput,
     Clear,
     Ready,
@@ -49,8 +47,17 @@ from unisono.trainer.task.inference import (
     open_requested,
     prompt_ids,
 )
+from unisono.trainer.task.prompt_pictures import (
+    SeenPicture,
+    inputs_of,
+    marked,
+    see_file,
+    sources_of,
+    with_expansions,
+)
 
 _SHOWN = 20  # problems of a file
+_ATTACH = "/image"
 _COLUMNS = ("messages", "prompt", "text")
 
 
@@ -97,7 +104,13 @@ def read_prompts(file: str) -> list[Prompt]:
 
 
 def encode_prompts(
-    opened: InferenceModel, prompts: Sequence[Prompt], *, raw: bool, system: str | None, max_new_tokens: int
+    opened: InferenceModel,
+    prompts: Sequence[Prompt],
+    *,
+    raw: bool,
+    system: str | None,
+    max_new_tokens: int,
+    expansions: Sequence[Sequence[str]] = (),
 ) -> tuple[list[list[int]], ChatTemplate | None]:
     """The tokens of each prompt, and the template that rendered them; None if they are continued
     without a template.
@@ -108,6 +121,7 @@ def encode_prompts(
         raw: whether to continue texts without a chat template.
         system: a system message before each prompt.
         max_new_tokens: tokens that must be left for the answer.
+        expansions: of the pictures of each prompt; empty: none has any.
 
     Raises:
         DataError: with every prompt that cannot be rendered or is too long.
@@ -124,9 +138,9 @@ def encode_prompts(
         template = opened.chat_template()[0]
     ids: list[list[int]] = []
     problems: list[Problem] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         try:
-            ids.append(_ids_of(opened, prompt, template, system))
+            ids.append(_ids_of(opened, prompt, template, system, expansions[number] if expansions else ()))
         except RowError as error:
             ids.append([])
             problems.append(Problem(f"a prompt cannot be rendered: {error.why}", prompt.where, "", error.fix))
@@ -144,7 +158,11 @@ def encode_prompts(
 
 
 def _ids_of(
-    opened: InferenceModel, prompt: Prompt, template: ChatTemplate | None, system: str | None
+    opened: InferenceModel,
+    prompt: Prompt,
+    template: ChatTemplate | None,
+    system: str | None,
+    expansions: Sequence[str],
 ) -> list[int]:
     """The tokens that the model continues.
 
@@ -158,12 +176,28 @@ def _ids_of(
         [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
     )
     before: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+    return ids_with_pictures(opened, template, [*before, *turns], expansions)
+
+
+def ids_with_pictures(
+    opened: InferenceModel,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    expansions: Sequence[str],
+    tools: list[Any] | None = None,
+    *,
+    most: int | None = None,
+) -> list[int]:
+    """The tokens of a conversation with the generation prompt, and with those of its pictures.
+
+    Raises:
+        RowError: if the template refuses the messages, or pictures and their places do not match.
+        TooManyTokens: as `encode_prompt`.
+    """
     if opened.processor is None:
-        return prompt_ids(opened.tokenizer, template, [*before, *turns])
-    text = template.render([*before, *turns], prompt=True)
-    return encode_prompt(
-        opened.tokenizer, with_features(text, prompt.pictures, opened.processor), special=False
-    )
+        return prompt_ids(opened.tokenizer, template, messages, tools, most=most)
+    text = with_expansions(template.render(messages, tools, prompt=True), expansions, opened.processor)
+    return encode_prompt(opened.tokenizer, text, special=False, most=most)
 
 
 def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None) -> list[int]:
@@ -253,8 +287,14 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     if sees and request.raw:
         raise UsageError.of("--raw has no messages for pictures", where="--image", fix="omit --raw")
     opened = open_requested(request.model, report, sees=sees)
+    pictures = [_see(opened, prompt) for prompt in prompts]
     ids, template = encode_prompts(
-        opened, prompts, raw=request.raw, system=request.system, max_new_tokens=request.max_tokens or 1
+        opened,
+        prompts,
+        raw=request.raw,
+        system=request.system,
+        max_new_tokens=request.max_tokens or 1,
+        expansions=[[one.expansion for one in seen] for seen in pictures],
     )
     limit = request.max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
     if template is None and not request.raw:
@@ -277,7 +317,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
                 sampling=request.sampling,
                 on_token=None if stream is None else _sender(stream, report),
                 is_done=is_done,
-                pictures=[_seen(opened, prompt) for prompt in prompts],
+                pictures=[_inputs(opened, seen) for seen in pictures],
             )
         else:
             answers = answer_prompts(
@@ -299,6 +339,21 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     }
 
 
+def _see(opened: InferenceModel, prompt: Prompt) -> list[SeenPicture]:
+    """The pictures of a prompt.
+
+    Raises:
+        UsageError: if one cannot be used.
+    """
+    if opened.processor is None:
+        return []
+    return [see_file(one, opened.processor, opened.pixels, where="--image") for one in prompt.pictures]
+
+
+def _inputs(opened: InferenceModel, pictures: Sequence[SeenPicture]) -> PictureInputs | None:
+    return inputs_of(pictures, opened.processor, opened.device) if opened.processor is not None else None
+
+
 def _prompts(request: GenerateRequest) -> list[Prompt]:
     if request.file is not None:
         return read_prompts(request.file)
@@ -308,66 +363,11 @@ def _prompts(request: GenerateRequest) -> list[Prompt]:
             where="PROMPT",
             fix="pass it on the command line, pipe it in, or use --file",
         )
-    for name in request.images:
-        fault = fault_of(expand(name), name)
-        if fault is not None:
-            raise DataError.of(fault.what, where="--image", why=fault.why, fix=fault.fix)
-    pictures = tuple(PictureSource(str(expand(name).absolute()), None, name) for name in request.images)
+    pictures = sources_of(request.images, where="--image")
     if not pictures:
         return [Prompt("", request.prompt)]
-    content = request.prompt
-    if content.count(TAG) == len(pictures):
-        content = content.replace(TAG, PICTURE)
-    else:
-        content = PICTURE * len(pictures) + content
+    content = marked(request.prompt, len(pictures))
     return [Prompt("", [{"role": "user", "content": content}], pictures)]
-
-
-def _seen(opened: InferenceModel, prompt: Prompt) -> PictureInputs | None:
-    """The pictures of a prompt as the model gets them.
-
-    Raises:
-        UsageError: if one cannot be used.
-    """
-    if opened.processor is None or not prompt.pictures:
-        return None
-    parts = [opened.processor.inputs(picture_of(source)) for source in prompt.pictures]
-    return PictureInputs.of(parts, opened.processor.image_ids, opened.device)
-
-
-def with_features(text: str, sources: Sequence[PictureSource], processor: PictureProcessor) -> str:
-    """A rendered prompt with the tokens of its pictures instead of their placeholders.
-
-    Raises:
-        RowError: if the template did not write one placeholder for each.
-    """
-    pieces = text.split(processor.placeholder)
-    if len(pieces) - 1 != len(sources):
-        raise RowError(
-            f"it has {len(pieces) - 1} × {processor.placeholder} for {len(sources)} pictures",
-            "write <image> where each picture belongs, and pass as many pictures",
-        )
-    texts = [processor.expansion(picture_of(source).size) for source in sources]
-    return pieces[0] + "".join(made + piece for made, piece in zip(texts, pieces[1:], strict=True))
-
-
-def picture_of(source: PictureSource) -> Any:
-    """The picture of Pillow, upright, in RGB.
-
-    Raises:
-        UsageError: if it cannot be used.
-    """
-    try:
-        data = source.data if source.data is not None else read_picture_file(Path(str(source.file)))
-        with decoding(data) as image:
-            return upright_rgb(image)
-    except BadPictureError as error:
-        raise UsageError.of(
-            f"the picture {source.name} cannot be used",
-            where="--image",
-            why=str(error),
-            fix="use another picture",
-        ) from error
 
 
 def _sender(stream: TextStream, report: Reporter) -> Callable[[int], None]:
@@ -410,20 +410,22 @@ def run_chat(request: ConversationRequest, report: Reporter) -> Mapping[str, obj
     """Chats until stdin ends.
 
     It reads JSON lines from stdin, ChatInput; the end of stdin ends the chat, SIGINT ends the
-    present answer. It sends `Ready`, then for each `Say`: `TokenText` as they are generated and
-    `TurnAnswer`, or `RefusedTurn`. Result: turns.
+    present answer. It sends `Ready`, then for each `Attach`: `Attached` or `RefusedTurn`; for each
+    `Say`: `TokenText` as they are generated and `TurnAnswer`, or `RefusedTurn`. Result: turns.
     """
-    opened = open_requested(request.model, report)
+    opened = open_requested(request.model, report, sees=None)
     template, note = opened.chat_template()
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
     conversation = ModelChat(opened, template, request, report, interrupt)
-    report.send(encode_news(Ready(opened.target.description, note)))
+    report.send(encode_news(Ready(opened.target.description, note, blind=opened.blind)))
     for line in sys.stdin:
         message: ChatInput | None = decode_message(json.loads(line), ChatInput)
         match message:
             case Clear():
                 conversation.clear()
+            case Attach(file):
+                conversation.attach(file)
             case Say(text):
                 conversation.answer(text)
             case None:
@@ -468,13 +470,38 @@ class ModelChat:
         """Removes all messages but the system message."""
         system = self._request.system
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._pictures: list[SeenPicture] = []
+        self._attached: list[SeenPicture] = []
+
+    def attach(self, file: str) -> None:
+        """Attaches a picture to the next message."""
+        processor = self._opened.processor
+        if processor is None:
+            self._report.send(encode_news(RefusedTurn(self._opened.blind, "ask without pictures")))
+            return
+        try:
+            (source,) = sources_of([file], where=_ATTACH)
+            seen = see_file(source, processor, self._opened.pixels, where=_ATTACH)
+        except UnisonoError as error:
+            problem = error.problems[0]
+            why = f"{problem.what}: {problem.why}" if problem.why else problem.what
+            self._report.send(encode_news(RefusedTurn(why, problem.fix)))
+            return
+        self._attached.append(seen)
+        tokens = len(encode_prompt(self._opened.tokenizer, seen.expansion, special=False))
+        self._report.send(encode_news(Attached(seen.width, seen.height, tokens)))
 
     def answer(self, text: str) -> None:
-        """Answers a message; if it cannot be answered, it is removed."""
-        self._messages.append({"role": "user", "content": text})
+        """Answers a message, with the pictures that are attached; if it cannot be answered, it is
+        removed, and they stay.
+        """
+        self._messages.append({"role": "user", "content": marked(text, len(self._attached))})
+        pictures = [*self._pictures, *self._attached]
         self._interrupt.pressed = False
         try:
-            ids = prompt_ids(self._opened.tokenizer, self._template, self._messages)
+            ids = ids_with_pictures(
+                self._opened, self._template, self._messages, [one.expansion for one in pictures]
+            )
         except RowError as error:
             self._refuse(error.why, error.fix)
             return
@@ -485,6 +512,7 @@ class ModelChat:
                 "/clear starts a new conversation",
             )
             return
+        self._pictures, self._attached = pictures, []
         answer, shown = self._answer(ids, limit=min(room, self._request.max_tokens))
         self._messages.append({"role": "assistant", "content": shown})
         self.turns += 1
@@ -515,6 +543,7 @@ class ModelChat:
                 sampling=replace(self._request.sampling, seed=self._request.sampling.seed + self.turns),
                 on_token=send,
                 is_done=lambda *_: self._interrupt.pressed,
+                pictures=[_inputs(self._opened, self._pictures)],
             )
         rest = stream.close()
         if rest:

@@ -10,19 +10,20 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unisono.base.errors import ModelError, UsageError
+from unisono.base.errors import ModelError, UnisonoError, UsageError
 from unisono.base.events import Reporter
 from unisono.base.text import library_words
 from unisono.guard.facts import no_gpus, read_machine
 from unisono.trainer.config.named_templates import named_template
 from unisono.trainer.config.schema import RunConfig
+from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import Messages
 from unisono.trainer.data.pictures.picture_template import with_placeholders
 from unisono.trainer.data.pictures.processor import PictureProcessor
@@ -92,6 +93,8 @@ class InferenceModel:
         context: maximum tokens of prompt and answer together.
         dtype: of untrained weights, and of the computation.
         processor: of pictures; None if prompts have none.
+        pixels: the bounds of pictures in training.
+        blind: why prompts have no pictures.
     """
 
     target: Target
@@ -100,6 +103,8 @@ class InferenceModel:
     context: int
     dtype: str
     processor: PictureProcessor | None = None
+    pixels: PixelsSection = field(default_factory=PixelsSection)
+    blind: str = ""
 
     @property
     def tokenizer(self) -> Any:
@@ -159,7 +164,7 @@ def open_for_inference(name: str, *, step: int | None = None, report: Reporter) 
 
 
 def open_requested(
-    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool = False
+    request: RequestedModel, report: Reporter, *, answers: bool = True, sees: bool | None = False
 ) -> InferenceModel:
     """Finds and loads what a task's request names.
 
@@ -167,7 +172,7 @@ def open_requested(
         request: what to load.
         report: to the front.
         answers: whether it has to write answers, which a reward model cannot.
-        sees: whether prompts have pictures.
+        sees: whether prompts have pictures; None: they may, if the model reads any.
 
     Raises:
         UnisonoError: as `open_for_inference`.
@@ -190,17 +195,30 @@ def open_requested(
         )
     verify_target(target, report)
     report.phase("load_model", f"loading {target.description}")
+    if sees is not None:
+        return _open(target, _processor_of(target) if sees else None)
+    processor, blind = _sight_of(target, report)
+    if processor is not None:
+        try:
+            return _open(target, processor)
+        except ModelError as error:  # it may be of the pictures alone
+            blind = _why_blind(error, report)
+    return replace(_open(target, None), blind=blind)
+
+
+def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
+    """The model, with its vision part if there is a processor of pictures."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = dtype_of(target, device)
-    processor = _processor_of(target) if sees else None
-    loaded = load_target(target, dtype=dtype, device=device, keeps_parts=sees)
+    loaded = load_target(target, dtype=dtype, device=device, keeps_parts=processor is not None)
     probe_tokenizer(loaded.tokenizer)
     loaded.model.eval()
     template = template_of(target, loaded.tokenizer)
+    plan = target.plan
     if processor is not None:
         template = with_placeholders(
             template,
-            own=processor.template,
+            own=None if plan is not None and not plan.model.reads_pictures else processor.template,
             placeholder=processor.placeholder,
             tokenizer=loaded.tokenizer,
             stops=known_stops(loaded.tokenizer, _places(target)),
@@ -214,7 +232,24 @@ def open_requested(
         pictures=None if processor is None else probe_of(processor, device),
     )
     loaded.model.eval()
-    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor)
+    pixels = plan.config.data.pixels if plan is not None else PixelsSection()
+    return InferenceModel(target, forward, template, _context(loaded.base), dtype, processor, pixels)
+
+
+def _sight_of(target: Target, report: Reporter) -> tuple[PictureProcessor | None, str]:
+    """The processor of the target's model; or None, and why it reads no pictures."""
+    try:
+        return _processor_of(target), ""
+    except UnisonoError as error:
+        return None, _why_blind(error, report if picture_processor(target.base) is not None else None)
+
+
+def _why_blind(error: UnisonoError, report: Reporter | None) -> str:
+    """Why prompts cannot have pictures, which is a warning for a model that should read them."""
+    problem = error.problems[0]
+    if report is not None:
+        report.warning("no_pictures", f"{problem.what}: prompts cannot have pictures")
+    return f"{problem.what}: {problem.why}" if problem.why else problem.what
 
 
 def _processor_of(target: Target) -> PictureProcessor:

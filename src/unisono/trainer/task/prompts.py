@@ -1,5 +1,5 @@
-"""Turns requests of `unisono serve` into tokens, in a process of its own, so that none costs more
-than itself.
+"""Turns requests of `unisono serve` into tokens and pictures, in a process of its own, so that none
+costs more than itself.
 """
 
 import contextlib
@@ -11,28 +11,40 @@ import queue
 import resource
 import signal
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from unisono.base import child
 from unisono.base.errors import UnisonoError
 from unisono.base.events import describe_crash
+from unisono.guard.facts.limits import memory_limited
 from unisono.guard.supervise.task_process import how_it_ended
-from unisono.trainer.data import RowError
+from unisono.trainer.config.sections import PixelsSection
+from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.formats import messages_of
+from unisono.trainer.data.pictures.decoding import MOST_PIXELS, BadPictureError
 from unisono.trainer.data.template import ChatTemplate
+from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.plan.talk_messages import Ask, FailedAsk, PromptRequest, RefusedAsk
-from unisono.trainer.task.generation import tokens_of_text
-from unisono.trainer.task.inference import InferenceModel, TooManyTokens, prompt_ids
+from unisono.trainer.task.generation import ids_with_pictures, tokens_of_text
+from unisono.trainer.task.inference import InferenceModel, TooManyTokens
+from unisono.trainer.task.prompt_pictures import read_picture, take_sent
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _CPU_S = 20.0
 """CPU seconds for one prompt; a prompt of a million tokens takes two or three."""
 _WALL_S = 10 * _CPU_S
 _OUT_OF_TIME = (-signal.SIGXCPU, -child.TEMPLATE_HAS_NO_END, -child.TOKENIZER_HAS_NO_END)
 """Return codes of a process that the kernel ended for its CPU time."""
+_MEMORY_BYTES = 2 << 30
+_TOO_MUCH = f"more than {_MEMORY_BYTES >> 30} GiB of memory"
 _ROLES = {"developer": "system"}
 """Roles of OpenAI's protocol that no template knows, and what they mean."""
 _PROBE = [{"role": "user", "content": "hello"}]
@@ -54,8 +66,21 @@ class RefusedPrompt(Exception):  # noqa: N818 - named for what happened
         self.problem, self.text, self.fix = problem, text, fix
 
 
-ReadPrompt = Sequence[int] | RefusedAsk | FailedAsk
-"""The tokens of a prompt, or why there are none."""
+@dataclass(frozen=True)
+class PromptInputs:
+    """A prompt as the model gets it.
+
+    Attributes:
+        ids: its tokens.
+        pictures: arguments of the forward for its pictures, by name; empty: it has none.
+    """
+
+    ids: Sequence[int]
+    pictures: Mapping[str, "np.ndarray[Any, Any]"] = field(default_factory=dict)
+
+
+ReadPrompt = PromptInputs | RefusedAsk | FailedAsk
+"""A prompt, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +103,28 @@ class PromptReader:
     opened: InferenceModel
     template: ChatTemplate | None
 
-    def read(self, question: PromptRequest) -> Sequence[int]:
-        """The tokens that the model continues; fewer than its context has.
+    def read(self, question: PromptRequest) -> PromptInputs:
+        """What the model continues: fewer tokens than its context has, and pictures.
 
         Raises:
             RefusedPrompt: if there are none, or too many.
         """
         context = self.opened.context
+        images: list[Any] = []
         try:
-            ids = self._ids_of(question)
+            if question.messages is not None:
+                ids = self._ids_of_chat(question.messages, question.tools, images)
+            else:
+                ids = self._ids_of_text(question.prompt)
         except TooManyTokens as error:
             what = f"the prompt has more than {error.least} tokens, and the model reads {context}"
             raise RefusedPrompt("length", what, "shorten it") from None
         if len(ids) >= context:
             what = f"the prompt has {len(ids)} tokens, and the model reads {context}"
             raise RefusedPrompt("length", what, "shorten it")
-        return ids
+        return PromptInputs(ids, self._inputs_of(images))
 
-    def _ids_of(self, question: PromptRequest) -> Sequence[int]:
-        if question.messages is not None:
-            return self._ids_of_chat(question.messages, question.tools)
-        prompt = question.prompt
+    def _ids_of_text(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
             try:
                 ids = tokens_of_text(self.opened, prompt, most=self.opened.context)
@@ -112,9 +138,15 @@ class PromptReader:
             raise RefusedPrompt("prompt", f"the model has no token {odd}", f"it has those from 0 to {last}")
         if not ids:
             raise RefusedPrompt("prompt", "the prompt is empty", "write one")
+        of_pictures = set(self.opened.processor.image_ids) if self.opened.processor is not None else set()
+        odd = next((i for i in ids if i in of_pictures), None)
+        if odd is not None:
+            what = f"the token {odd} stands for a part of a picture"
+            raise RefusedPrompt("prompt", what, "send pictures in messages, to /v1/chat/completions")
         return ids
 
-    def _ids_of_chat(self, messages: list[Any], tools: list[Any] | None) -> Sequence[int]:
+    def _ids_of_chat(self, messages: list[Any], tools: list[Any] | None, images: list[Any]) -> Sequence[int]:
+        """The tokens of a chat; its pictures are added to `images`."""
         if self.template is None:
             raise RefusedPrompt(
                 "messages",
@@ -124,15 +156,61 @@ class PromptReader:
         if tools and not self._writes_tools:
             raise RefusedPrompt("tools", "the model's chat template does not write tools", "omit them")
         try:
+            sources: list[PictureSource] = []
+            if self.opened.processor is not None:
+                messages, sources = take_sent(messages, self.opened.processor)
             turns = [
                 turn | {"role": _ROLES.get(turn["role"], turn["role"])}
                 for turn in messages_of(messages, "messages")
             ]
-            return prompt_ids(self.opened.tokenizer, self.template, turns, tools, most=self.opened.context)
+            images += self._images(sources)
+            return ids_with_pictures(
+                self.opened,
+                self.template,
+                turns,
+                self._expansions(images),
+                tools,
+                most=self.opened.context,
+            )
         except RowError as error:
             raise RefusedPrompt("messages", error.why, error.fix) from error
         except UnisonoError as error:
             raise RefusedPrompt("messages", error.problems[0].what, error.problems[0].fix) from error
+
+    def _images(self, sources: Sequence[PictureSource]) -> list[Any]:
+        """The pictures of Pillow.
+
+        Raises:
+            RefusedPrompt: if one cannot be used, or they are too large together.
+        """
+        images: list[Any] = []
+        pixels = 0
+        for source in sources:
+            images.append(_decoded(source, self.opened.pixels))
+            pixels += images[-1].width * images[-1].height
+            if pixels > MOST_PIXELS:
+                what = f"the pictures have more than {MOST_PIXELS:,} pixels together"
+                raise RefusedPrompt("messages", what, "send smaller ones, or fewer")
+        return images
+
+    def _expansions(self, images: Sequence[Any]) -> list[str]:
+        processor = self.opened.processor
+        return [processor.expansion(image.size) for image in images] if processor is not None else []
+
+    def _inputs_of(self, images: Sequence[Any]) -> Mapping[str, "np.ndarray[Any, Any]"]:
+        processor = self.opened.processor
+        if processor is None or not images:
+            return {}
+        try:
+            with memory_limited(_MEMORY_BYTES):
+                parts = [processor.inputs(image) for image in images]
+        except MemoryError:
+            raise RefusedPrompt("messages", f"the pictures need {_TOO_MUCH}", "send smaller ones") from None
+        except RowError as error:
+            raise RefusedPrompt("messages", error.why, "send a different picture") from error
+        seen = PictureInputs.of(parts, processor.image_ids, torch.device("cpu"))
+        assert seen is not None
+        return {name: tensor.numpy() for name, tensor in seen.tensors.items()}
 
     @cached_property
     def _vocabulary(self) -> int:
@@ -147,6 +225,22 @@ class PromptReader:
             return text != self.template.render(_PROBE, prompt=True)
         except (RowError, UnisonoError):
             return False
+
+
+def _decoded(source: PictureSource, pixels: PixelsSection) -> Any:
+    """The picture of Pillow.
+
+    Raises:
+        RefusedPrompt: if it cannot be decoded.
+    """
+    try:
+        with memory_limited(_MEMORY_BYTES):
+            return read_picture(source, pixels)
+    except (BadPictureError, MemoryError) as error:
+        is_large = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)
+        why = f"decoding it needs {_TOO_MUCH}" if is_large else str(error)
+        what = f"{source.name} cannot be used: {why}"
+        raise RefusedPrompt("messages", what, "send a different one") from error
 
 
 class PromptProcess:
@@ -228,6 +322,7 @@ def _read_prompts(reader: PromptReader, connection: Connection, parents: Connect
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process that exceeds its limits
+    torch.set_num_threads(1)  # the threads of the parent are not in this process
     gc.freeze()  # the model's objects are shared with the parent as long as nothing looks at them
     with contextlib.suppress(EOFError, OSError):
         while True:

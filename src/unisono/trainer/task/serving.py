@@ -17,6 +17,7 @@ from unisono.base.events import Reporter
 from unisono.guard.supervise.codec import decode_message
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import Engine, GeneratedAnswer
+from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.plan.talk_messages import (
     Answered,
     Ask,
@@ -33,7 +34,13 @@ from unisono.trainer.plan.talk_messages import (
 )
 from unisono.trainer.plan.task_requests import ServeRequest
 from unisono.trainer.task.inference import InferenceModel, StopStrings, TextStream, open_requested
-from unisono.trainer.task.prompts import Prepared, PromptProcess, PromptReader, describe_failure
+from unisono.trainer.task.prompts import (
+    Prepared,
+    PromptInputs,
+    PromptProcess,
+    PromptReader,
+    describe_failure,
+)
 
 DeskMessage = ServeInput | Prepared | None
 """None: the end of stdin."""
@@ -47,7 +54,7 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
     """
     with contextlib.suppress(OSError, ValueError):  # without it only a verdict on a hang lacks the stack
         faulthandler.register(signal.SIGUSR2, file=2)
-    opened = open_requested(request.model, report)
+    opened = open_requested(request.model, report, sees=None)
     template, note = (opened.template, "") if opened.template else _fallback(opened)
     lines: queue.SimpleQueue[DeskMessage] = queue.SimpleQueue()
     prompts = PromptProcess(PromptReader(opened, template), lines)
@@ -63,7 +70,9 @@ def run(request: ServeRequest, report: Reporter) -> Mapping[str, object]:
         desk = _Desk(opened, engine, prompts, report)
         engine.on_failure = desk.fail
         with engine.ready():
-            ready = Ready(opened.target.description, note, opened.context, engine.in_parts)
+            ready = Ready(
+                opened.target.description, note, opened.context, engine.in_parts, blind=opened.blind
+            )
             report.send(encode_news(ready))
             while desk.take(lines):
                 desk.step()
@@ -156,15 +165,27 @@ class _Desk:
         else:
             self._add(ask.id, ask.question, prompt)
 
-    def _add(self, number: int, question: PromptRequest, ids: Sequence[int]) -> None:
+    def _add(self, number: int, question: PromptRequest, prompt: PromptInputs) -> None:
+        ids = prompt.ids
         room = self._opened.context - len(ids)
         limit = min(room, question.max_tokens or room)
-        answer = GeneratedAnswer(ids, limit, question.sampling, place=question.place)
+        answer = GeneratedAnswer(
+            ids, limit, question.sampling, place=question.place, pictures=self._pictures(prompt)
+        )
         tokenizer, stops = self._opened.tokenizer, question.stop
         stream = TextStream(tokenizer, stops, marks=question.marks)
         self._places[number] = _Place(answer, stream, StopStrings(tokenizer, stops) if stops else None, limit)
         self._engine.add(answer)
         self._report.send(encode_news(Begun(number, len(ids))))
+
+    def _pictures(self, prompt: PromptInputs) -> PictureInputs | None:
+        if not prompt.pictures:
+            return None
+        assert self._opened.processor is not None
+        tensors = {
+            name: torch.from_numpy(values).to(self._opened.device) for name, values in prompt.pictures.items()
+        }
+        return PictureInputs(tensors, self._opened.processor.image_ids)
 
     def fail(self, answers: Sequence[GeneratedAnswer], error: Exception) -> None:
         """Ends answers that could not be computed; the others continue.

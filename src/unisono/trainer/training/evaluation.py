@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,10 @@ from unisono.trainer.families.family import Sampler
 from unisono.trainer.model.generate import generate
 from unisono.trainer.training.front_io import STOP_FLAGS, flags_of, outcome_of
 from unisono.trainer.training.run import Run
+from unisono.trainer.training.thumbnails import SampleThumbnails, drawn_thumbnail
+
+if TYPE_CHECKING:
+    from unisono.base.messages import SampleMessage
 
 _AGREE_EVERY_TOKENS = 8
 _REPORT_EVERY_S = 2.0  # a short evaluation reports its result only
@@ -166,16 +171,22 @@ def show_samples(run: Run, *, step: int) -> None:
     if not run.group.is_main and run.sharded is None:
         return
     questions = list(islice(run.evaluation.questions(), section.samples))
-    for question, answer in _answers(run, questions, among=questions, limit=section.sample_tokens):
-        run.report.send(
-            {
-                "kind": "sample",
-                "step": step,
-                "prompt": _text(run, question.prompt),
-                "text": answer,
-                "reference": _text(run, question.answer),
-            }
-        )
+    answers = _answers(run, questions, among=questions, limit=section.sample_tokens)
+    has_pictures = run.group.is_main and any(question.stored >= 0 for question in questions)
+    thumbnails = (
+        SampleThumbnails(Path(run.plan.data.cache_dir), run.files.thumbnails) if has_pictures else None
+    )
+    for question, answer in answers:
+        message: SampleMessage = {
+            "kind": "sample",
+            "step": step,
+            "prompt": _text(run, question.prompt),
+            "text": answer,
+            "reference": _text(run, question.answer),
+        }
+        if thumbnails is not None and question.stored >= 0:
+            message["pictures"] = thumbnails.of(question.stored)
+        run.report.send(message)
 
 
 def wants_exact_match(run: Run) -> bool:
@@ -422,6 +433,14 @@ def _draw_samples(run: Run, sampler: Sampler, *, step: int) -> None:
     for prompt, file in sampler.draw_all(
         prompts, run.files.samples, step=step, seed=config.seed, name=run.files.root.name, is_over=is_over
     ):
-        run.report.send(
-            {"kind": "sample", "step": step, "prompt": plain(prompt), "text": str(file), "reference": ""}
-        )
+        message: SampleMessage = {
+            "kind": "sample",
+            "step": step,
+            "prompt": plain(prompt),
+            "text": str(file),
+            "reference": "",
+        }
+        thumbnail = drawn_thumbnail(file, run.files.thumbnails)
+        if thumbnail is not None:
+            message["drawn"] = thumbnail
+        run.report.send(message)

@@ -469,11 +469,12 @@
     put(bodies.checkpoints, problems("checkpoints"), rows.length ? table(t("checkpoints"), [{ text: t("step"), cls: "n" }, { text: t("size"), cls: "n" }, t("state"), t("verified"), t("created"), t("host")],
       rows.map((one) => h("tr", {}, h("th", { scope: "row", class: "n" }, number(one.step)), cell(bytes(one.bytes), "n"), cell([h("span", { class: `badge ${one.intact ? "good" : "bad"}` }, t(one.intact ? "intact" : "damaged")), one.foreign ? [" ", h("span", { class: "badge warn" }, t("foreign"))] : null, one.best ? [" ", h("span", { class: "badge" }, `${t("best")} · ${region.best_by}`)] : null]), cell(one.verified_at ? when(one.verified_at) : "–"), cell(one.created ? when(one.created) : "–"), cell(one.holder ?? "–")))) : empty("no_checkpoints"));
   };
+  const thumbnails = (names) => names.length ? h("span", { class: "thumbs" }, names.map((name, i) => h("img", { src: get("samples").inline?.[name] ?? `/api/runs/${encodeURIComponent(current)}/pictures/${name}`, alt: t("picture", { n: i + 1 }), loading: "lazy" }))) : null;
   const drawSamples = () => {
     const region = get("samples");
     if (!region) return;
     const all = region.evaluations ?? [];
-    const one = (evaluation) => table(t("at_step", { step: number(evaluation.step) }), [t("prompt"), t("reference"), t("answer")], evaluation.samples.map((sample) => h("tr", {}, cell(sample.prompt ?? "", "text"), cell(sample.reference ?? "–", "text"), cell([sample.text ?? "", sample.reference !== null && sample.reference === sample.text ? [" ", h("span", { class: "badge good" }, t("equal"))] : null], "text"))));
+    const one = (evaluation) => table(t("at_step", { step: number(evaluation.step) }), [t("prompt"), t("reference"), t("answer")], evaluation.samples.map((sample) => h("tr", {}, cell([thumbnails(sample.pictures ?? []), sample.prompt ?? ""], "text"), cell(sample.reference ?? "–", "text"), cell([thumbnails(sample.drawn ?? []), sample.text ?? "", sample.reference !== null && sample.reference === sample.text ? [" ", h("span", { class: "badge good" }, t("equal"))] : null], "text"))));
     put(bodies.samples, problems("samples"), all.length ? [h("h3", {}, t("at_step", { step: number(all[0].step) })), one(all[0]), all.slice(1).map((each) => fold(`s${each.step}`, t("at_step", { step: number(each.step) }), one(each)))] : empty("no_samples"));
   };
 
