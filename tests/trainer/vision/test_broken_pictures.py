@@ -21,6 +21,8 @@ from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
 from unisono.trainer.data.pictures.decoding import decoding, upright_rgb
 from unisono.trainer.data.pictures.store import read_pictures
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 
 def _row(*images: str, text: str = "") -> dict[str, Any]:
     question = text or "<image>" * len(images) + "what is this?"

@@ -15,6 +15,8 @@ from tests.trainer.vision.conftest import write_rows
 from tests.vision_models import llava
 from unisono.trainer.plan import RunPlan
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 CONFIG = """
 model: {path: ./model, dtype: float32}
 adapter: {rank: 4}

@@ -17,6 +17,8 @@ from unisono.trainer.plan.task_requests import RequestedModel, SamplingParams
 from unisono.trainer.task.generation import ids_with_pictures
 from unisono.trainer.task.inference import InferenceModel, open_requested
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 QUESTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("what is red?", ()),
     ("\ue010what is this?", (draw("red", "circle"),)),

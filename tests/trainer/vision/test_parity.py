@@ -21,6 +21,8 @@ from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import training_of
 from unisono.trainer.plan import RunPlan, SequenceStream
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 Row = dict[str, Any]
 
 

@@ -20,6 +20,8 @@ from unisono.base.errors import DataError
 from unisono.trainer.data.pictures.store import read_pictures
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 OTHER = saved(draw("blue", "circle", size=(64, 64)), "PNG")
 FIRST, SECOND = "what is this?", "and this?"
 ANSWERS = ("a red square", "a blue circle")

@@ -27,6 +27,8 @@ from unisono.trainer.plan.task_requests import (
 )
 from unisono.trainer.task import export, generation, read_back
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 PROMPT = "what is this?"
 _Runs = dict[str, Done]
 

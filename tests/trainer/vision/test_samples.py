@@ -6,10 +6,13 @@ Run: pytest tests/trainer/vision/test_samples.py
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image, ImageChops, ImageStat
 
 from tests.trainer.vision.conftest import Gallery
 from unisono.trainer.data.pictures.store import read_pictures
+
+pytestmark = pytest.mark.processes  # pictures are decoded in them
 
 
 def test_a_sample_has_thumbnails_of_the_pictures_of_its_row(gallery: Gallery) -> None:

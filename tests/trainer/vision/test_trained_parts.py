@@ -21,6 +21,8 @@ from unisono.trainer.plan.task_requests import ExportRequest, ReadBackRequest, R
 from unisono.trainer.task import export, read_back
 from unisono.trainer.training.optim import build_optimizers, rates_of
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 PARTS = [["language"], ["projector"], ["vision"], ["language", "projector", "vision"]]
 _OF_PROJECTOR = ("projector", "connector", "merger")
 
