@@ -61,7 +61,9 @@ def test_samples_are_drawn_at_each_evaluation_and_joined_in_a_strip(studio: Stud
     run = studio.alone(plan)
     samples = run.directory / "samples"
     wanted = {f"step-{step:08d}-{prompt:03d}.png" for step in (0, 2, 4) for prompt in (0, 1)}
-    assert {file.name for file in samples.iterdir()} == wanted | {"strip.png"}
+    assert {file.name for file in samples.iterdir()} == wanted | {"strip.png", "thumbnails"}
+    drawn = {message["drawn"] for message in run.ended.of_kind(0, "sample")}
+    assert {file.name for file in (samples / "thumbnails").iterdir()} == drawn
     with Image.open(samples / "strip.png") as strip:
         assert strip.width >= 3 * 32
     evaluations = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
