@@ -220,6 +220,8 @@ _REWARD = {
     "rewards.max": "[{use: length, ",
     "rewards.tags": "[{use: format, ",
     "rewards.schema": "[{use: json_schema, ",
+    "rewards.path": "[{use: model, ",
+    "rewards.device": "[{use: model, path: runs/reward, ",
 }
 """Of an example its beginning: the reward that has the key."""
 

@@ -60,10 +60,10 @@ def test_a_deadline_is_that_of_the_whole_answer(sends: bytes, *, drips: bool) ->
     with server(sends=sends, drips=drips) as url:
         client = HttpClient(url, None)
         began = time.monotonic()
-        with pytest.raises(NoAnswer, match=r"no answer within 0\.5 s") as refusal:
-            client.start("GET", "/", deadline_s=0.5, most_bytes=1 << 20).result()
-        assert time.monotonic() - began < 5
-        assert refusal.value.waited_s == 0.5
+        with pytest.raises(NoAnswer, match="no answer within 3 s") as refusal:
+            client.start("GET", "/", deadline_s=3, most_bytes=1 << 20).result()
+        assert time.monotonic() - began < 20
+        assert refusal.value.waited_s == 3
         client.close()
 
 
