@@ -77,9 +77,12 @@ NO_PATH_KEYS = {
 CONFIG_KEYS: dict[str, list[str]] = {
     "model.path": [], "model.tokenizer": [], "adapter.from": [], "adapter.merge": [], "data.train": [], "data.eval": [], "data.template": [],
     "objective": ["--trust-code"], "optim.kind": ["--trust-code"], "preference.reference": ["objective=dpo", "data.train=pairs.jsonl"], "output_dir": [],
+    "rollout.environment": ["objective=grpo", "--trust-code"], "rollout.environment.use": ["objective=grpo", "--trust-code"],
     "checkpoint.storage": [], **{f"{source}path": [] for source in SOURCES},
 }  # fmt: skip
 """Keys that name a file or a directory, and what else makes them read."""
+OWN_CODE = ("objective", "optim.kind", "rollout.environment", "rollout.environment.use")
+"""Those with a file of code, and a class in it."""
 REWARD_KEYS: dict[str, tuple[str, str]] = {
     "rewards[].use": ("{0}.py:score", ".py"), "rewards[].schema": ("{0}", ""), "rewards[].path": ("{0}", ""),
 }  # fmt: skip
@@ -260,9 +263,10 @@ def test_every_path_in_a_config(place: Path) -> None:
         for kind in KINDS:
             if kind == "directory" and key in DIRECTORIES:
                 continue
-            suffix = ".py" if key in ("objective", "optim.kind") else ""
+            suffix = ".py" if key in OWN_CODE else ""
             path = make(kind, place / f"{kind}-{key}{suffix}")
-            value = filled([{"path": "{0}"}] if is_source else forms[key], path.removesuffix(suffix))
+            usual: Any = [{"path": "{0}"}] if is_source else forms[key]
+            value = filled("{0}.py:A" if key in OWN_CODE else usual, path.removesuffix(suffix))
             commands.append((["train", "c.yaml", f"{source}={json.dumps(value)}", *more, "--dry-run"], path))
     refused(commands)
 
