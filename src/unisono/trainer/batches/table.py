@@ -103,7 +103,11 @@ class TableRows:
         if not isinstance(pictures, PictureInputs):
             return question
         behind = self.table.row(row)[0][len(question.prompt) :]
-        return None if np.isin(behind, pictures.image_ids).any() else replace(question, pictures=pictures)
+        return (
+            None
+            if np.isin(behind, pictures.image_ids).any()
+            else replace(question, pictures=pictures.in_full())
+        )
 
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""

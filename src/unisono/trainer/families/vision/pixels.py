@@ -1,5 +1,5 @@
 """The pixels of rows: made by the model's processor when a micro batch is loaded, and kept in
-memory by picture.
+memory by picture; or features in their place, where the vision part is not trained.
 """
 
 from collections import OrderedDict
@@ -15,6 +15,7 @@ from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.pictures.store import Picture, read_pictures
 from unisono.trainer.data.token_table import read_picture_numbers
 from unisono.trainer.model.forward import PictureInputs
+from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures
 
 _IN_MEMORY_BYTES = 1 << 28
 
@@ -22,7 +23,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PixelLoader:
-    """Loads the pictures of the rows of a table, as `families.family.ContentsLoader`."""
+    """Loads the pictures of the rows of a table, as `families.family.ContentsLoader`.
+
+    Attributes:
+        processor: of the model.
+        vision: if set, it keeps the features of pictures, whose pixels are then loaded once.
+    """
 
     def __init__(self, table: Path, processor: PictureProcessor, device: torch.device) -> None:
         """Reads the list of pictures.
@@ -32,8 +38,9 @@ class PixelLoader:
         """
         self._pictures = read_pictures(table)
         self._of_rows = read_picture_numbers(table)
-        self._processor = processor
+        self.processor = processor
         self._device = device
+        self.vision: FrozenVision | None = None
         self._kept: OrderedDict[int, Tensors] = OrderedDict()
         self._bytes = 0
 
@@ -50,8 +57,17 @@ class PixelLoader:
             DataError: if a picture is not the one that was prepared.
         """
         del seeds, steps
-        made = [self._tensors(picture) for row in numbers for picture in self._of_rows[row]]
-        return PictureInputs.of(made, self._processor.image_ids, self._device)
+        pictures = [picture for row in numbers for picture in self._of_rows[row]]
+        vision, ids = self.vision, self.processor.image_ids
+        if vision is None or not pictures:
+            return PictureInputs.of([self._tensors(one) for one in pictures], ids, self._device)
+        made = {one: self._tensors(one) for one in pictures if one not in vision.kept}
+
+        def pixels(number: int) -> Tensors:
+            tensors = made[number] if number in made else self._tensors(number)
+            return {name: value.to(self._device) for name, value in tensors.items()}
+
+        return PictureInputs({}, ids, KeptPictures(vision, pictures, pixels))
 
     def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> PictureInputs | None:
         """Those of rows in an evaluation."""
@@ -61,7 +77,9 @@ class PixelLoader:
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
-        made = tensors_of(self._pictures[number], self._processor)
+        made = tensors_of(self._pictures[number], self.processor)
+        if self.vision is not None and not self.vision.is_full:
+            return made
         self._kept[number] = made
         self._bytes += _bytes_of(made)
         while self._bytes > _IN_MEMORY_BYTES and len(self._kept) > 1:
