@@ -45,18 +45,38 @@ TEMPLATE = (
     "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
     "{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
 )
-_WORDS = ["a", "red", "green", "blue", "picture", "of", "the", "shape", "with", "corners", "and", "light", "near", "its", "middle", "where", "two", "lines", "meet"]
+_WORDS = [
+    "a",
+    "red",
+    "green",
+    "blue",
+    "picture",
+    "of",
+    "the",
+    "shape",
+    "with",
+    "corners",
+    "and",
+    "light",
+    "near",
+    "its",
+    "middle",
+    "where",
+    "two",
+    "lines",
+    "meet",
+]
 
 
-def make_rows(folder: Path) -> Path:
+def make_rows(folder: Path, rows: int = ROWS) -> Path:
     """Pictures of noise with a rectangle, larger than the tower's, and a text about each."""
     import numpy as np
     from PIL import Image
 
     draw, noise = random.Random(0), np.random.default_rng(0)
     (folder / "pictures").mkdir(parents=True)
-    rows = []
-    for number in range(ROWS):
+    lines = []
+    for number in range(rows):
         coarse = Image.fromarray(noise.integers(0, 255, (40, 56, 3), dtype=np.uint8))
         picture = coarse.resize((448, 320))
         picture.paste(tuple(draw.choices(range(256), k=3)), (100, 80, 300, 240))
@@ -67,9 +87,9 @@ def make_rows(folder: Path) -> Path:
             {"role": "user", "content": "<image>What is in the picture?"},
             {"role": "assistant", "content": answer},
         ]
-        rows.append({"messages": messages, "images": [name]})
+        lines.append(json.dumps({"messages": messages, "images": [name]}) + "\n")
     file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(lines))
     return file
 
 
@@ -120,6 +140,18 @@ def make_model(directory: Path) -> None:
     processor.save_pretrained(directory)
 
 
+def trl_row(line: str, folder: Path) -> dict[str, Any]:
+    """A row in TRL's columns."""
+    row = json.loads(line)
+    question, answer = (turn["content"] for turn in row["messages"])
+    parts = [{"type": "image"}, {"type": "text", "text": question.removeprefix("<image>")}]
+    return {
+        "prompt": [{"role": "user", "content": parts}],
+        "completion": [{"role": "assistant", "content": [{"type": "text", "text": answer}]}],
+        "images": [str(folder / image) for image in row["images"]],
+    }
+
+
 # ---- arms, each in a process of its own
 
 
@@ -144,17 +176,7 @@ def trl_arm(name: str, model: Path, rows: Path, out: Path) -> dict[str, Any]:
             seen[0] += int(inputs["attention_mask"].sum())
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def row_of(line: str) -> dict[str, Any]:
-        row = json.loads(line)
-        question, answer = (turn["content"] for turn in row["messages"])
-        parts = [{"type": "image"}, {"type": "text", "text": question.removeprefix("<image>")}]
-        return {
-            "prompt": [{"role": "user", "content": parts}],
-            "completion": [{"role": "assistant", "content": [{"type": "text", "text": answer}]}],
-            "images": [str(rows.parent / image) for image in row["images"]],
-        }
-
-    data = Dataset.from_list([row_of(line) for line in rows.read_text().splitlines()])
+    data = Dataset.from_list([trl_row(line, rows.parent) for line in rows.read_text().splitlines()])
     full = name.endswith("-full")
     settings: dict[str, Any] = {}
     if name.startswith("trl-tuned"):
@@ -269,17 +291,17 @@ def compare(args: argparse.Namespace, work: Path) -> None:
     make_model(work / "model")
     arms = FULL_ARMS if args.full else ARMS
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    earlier = json.loads(args.out.read_text()) if args.out.exists() else {"arms": {}, "ratios": {}}
     for repetition in range(args.repetitions):
         for arm in arms:
             found[arm].append(run_arm(arm, work / "model", rows))
             print(f"{repetition + 1}, {arm}: {json.dumps(found[arm][-1])}", flush=True)
-    earlier = json.loads(args.out.read_text()) if args.out.exists() else {"arms": {}, "ratios": {}}
-    result = {
-        "schema": 1, "rows": ROWS, "batch": BATCH, "steps_of_an_epoch": STEPS, "warm_up": WARMUP, "threads": 1,
-        "machine": machine(), "arms": {**earlier["arms"], **found}, "ratios": {**earlier["ratios"], **ratios(found)},
-    }  # fmt: skip
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["ratios"], indent=1))
+        result = {
+            "schema": 1, "rows": ROWS, "batch": BATCH, "steps_of_an_epoch": STEPS, "warm_up": WARMUP, "threads": 1,
+            "machine": machine(), "arms": {**earlier["arms"], **found}, "ratios": {**earlier["ratios"], **ratios(found)},
+        }  # fmt: skip
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(ratios(found), indent=1))
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ class PictureInputs:
         if self.kept is None:
             return self
         made = self.of(self.kept.tensors(), self.image_ids, self.kept.vision.device)
-        assert made is not None, "there are pictures"
+        assert made is not None
         return made
 
     def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, Any]:

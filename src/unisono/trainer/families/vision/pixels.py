@@ -2,18 +2,22 @@
 memory by picture; or features in their place, where the vision part is not trained.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from unisono.base.causes import Evidence, Verdict, find_cause
 from unisono.base.errors import DataError
+from unisono.guard.facts import read_environment
 from unisono.trainer.data import RowError
 from unisono.trainer.data.pictures.decoding import BadPictureError
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.pictures.store import Picture, read_pictures
-from unisono.trainer.data.token_table import read_picture_numbers
+from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures
 
@@ -36,6 +40,7 @@ class PixelLoader:
         Raises:
             OSError, IntegrityError: if it cannot be read.
         """
+        self._table = table
         self._pictures = read_pictures(table)
         self._of_rows = read_picture_numbers(table)
         self.processor = processor
@@ -77,7 +82,11 @@ class PixelLoader:
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
-        made = tensors_of(self._pictures[number], self.processor)
+        picture = self._pictures[number]
+        try:
+            made = self.processor.inputs(picture.pixels())
+        except (BadPictureError, RowError) as error:
+            raise _changed(picture, error, self._row_of(number)) from error
         if self.vision is not None and not self.vision.is_full:
             return made
         self._kept[number] = made
@@ -86,22 +95,34 @@ class PixelLoader:
             self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return made
 
+    def _row_of(self, picture: int) -> str:
+        """The origin of the first row with a picture."""
+        stored = next(row for row, pictures in enumerate(self._of_rows) if picture in pictures)
+        for split in ("train", "eval"):
+            with contextlib.suppress(OSError):  # not every table has both
+                table = TokenTable.open(self._table, split)
+                rows = np.flatnonzero(table.columns["stored"] == stored)
+                if len(rows):
+                    return table.row_id(int(rows[0]))
+        return f"row {stored}"
 
-def tensors_of(picture: Picture, processor: PictureProcessor) -> Tensors:
-    """What the model gets of a picture.
 
-    Raises:
-        DataError: if it is not the one that was prepared.
-    """
-    try:
-        return processor.inputs(picture.pixels())
-    except (BadPictureError, RowError) as error:
-        raise DataError.of(
-            f"the picture {picture.name} cannot be read any more",
-            where=picture.file,
-            why=str(error),
-            fix="put the picture back, or start again: rows are then prepared with the present files",
-        ) from error
+def _changed(picture: Picture, error: Exception, row: str) -> DataError:
+    """The error of a picture that is not the one that was prepared, with its row."""
+    what = f"the picture {picture.name} of {row} cannot be read any more"
+    entry = find_cause("picture_changed")
+    rank = read_environment().rank
+    verdict = Verdict(
+        cause="picture_changed",
+        when="during",
+        summary=f"{what}: {error}",
+        ranks=(rank or 0,),
+        phase="data",
+        evidence=(Evidence(where=picture.file, text=str(error)),),
+        fix=entry.remedy if entry else (),
+    )
+    fix = "put the picture back, or start again: rows are then prepared with the present files"
+    return DataError.of(what, where=picture.file, why=str(error), fix=fix, verdict=verdict)
 
 
 def _bytes_of(tensors: Tensors) -> int:
