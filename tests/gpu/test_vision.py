@@ -23,8 +23,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_in_bfloat16_are_those_of_transformers(
-    gallery: Gallery,  # noqa: F811
-    picture_rows: Path,  # noqa: F811
+    gallery: Gallery,
+    picture_rows: Path,
     family: str,
 ) -> None:
     plan = gallery.plan(
