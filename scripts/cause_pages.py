@@ -94,7 +94,7 @@ KINDS = {
         "env_suspicious", "code_mismatch", "ulimit",
     ),
     "Config, data and model": (
-        "config_mismatch", "plan_mismatch", "data_mismatch", "split_mismatch", "dataset_cache_race",
+        "config_mismatch", "plan_mismatch", "data_mismatch", "picture_changed", "split_mismatch", "dataset_cache_race",
         "tokenizer_files_mismatch", "tokenizer_mismatch", "weights_mismatch", "model_path_missing", "gated_model",
         "nan_loss", "replicas_diverged",
     ),

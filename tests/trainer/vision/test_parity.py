@@ -69,16 +69,18 @@ class _Collator:
         )
 
 
-def _by_hand(plan: RunPlan, file: Path) -> list[float]:
+def by_hand(plan: RunPlan, file: Path, *, device: str = "cpu") -> list[float]:
+    """The losses of plain transformers and peft, in the dtype of the plan."""
     directory = Path(plan.model.directory)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     collate = _Collator(processor_of(directory), file.parent)
-    base = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(directory, dtype=getattr(torch, plan.dtype))
     targets = r".*(language_model|text_model).*(q|k|v|o|gate|up|down)_proj"
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)).train()
+    adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    model = peft.get_peft_model(base, adapter).to(device).train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     seed_torch(plan.config.seed, "weights")
-    begun = training_of(plan).load(plan, torch.device("cpu")).trainable
+    begun = training_of(plan).load(plan, torch.device(device)).trainable
     assert begun.keys() == trained.keys()
     with torch.no_grad():
         for name, value in begun.items():
@@ -95,8 +97,10 @@ def _by_hand(plan: RunPlan, file: Path) -> list[float]:
         total = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         losses.append(0.0)
         for batch in batches:
-            labels = batch.pop("labels")
-            logits = model(**batch).logits[:, :-1].flatten(0, 1)
+            labels = batch.pop("labels").to(device)
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            with torch.autocast(device, torch.bfloat16, enabled=plan.dtype == "bfloat16"):
+                logits = model(**inputs).logits[:, :-1].float().flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / total
             loss.backward()
             losses[-1] += loss.item()
@@ -116,4 +120,4 @@ def test_losses_are_those_of_transformers_with_a_collator_by_hand(
     losses = gallery.alone(plan).losses
 
     assert plan.data.ledger["pictures"] == 28
-    assert losses == pytest.approx(_by_hand(plan, picture_rows), abs=1e-5)
+    assert losses == pytest.approx(by_hand(plan, picture_rows), abs=1e-5)

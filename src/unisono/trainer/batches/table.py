@@ -106,7 +106,7 @@ class TableRows:
         behind = self.table.row(row)[0][len(question.prompt) :]
         if np.isin(behind, pictures.image_ids).any():
             return None
-        return replace(question, pictures=pictures, stored=stored)
+        return replace(question, pictures=pictures.in_full(), stored=stored)
 
     def counts(self, sequences: Sequence[int]) -> Counts:
         """The counts of some sequences."""

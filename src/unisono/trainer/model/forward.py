@@ -48,6 +48,7 @@ from unisono.trainer.model.decoder import (
     speed_up_layers,
 )
 from unisono.trainer.model.directory import SCORE
+from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures
 from unisono.trainer.model.layers import (
     head_log_probs,
     head_loss,
@@ -78,10 +79,13 @@ class PictureInputs:
         tensors: arguments of its forward, e.g. `pixel_values`; the first axis of each is of
             pictures, tiles or patches.
         image_ids: the tokens of which each stands for a feature.
+        kept: in place of tensors, pictures whose features a vision part that is not trained
+            computes once.
     """
 
     tensors: Mapping[str, torch.Tensor]
     image_ids: Sequence[int]
+    kept: KeptPictures | None = None
 
     @classmethod
     def of(
@@ -97,7 +101,15 @@ class PictureInputs:
         tensors = {name: _behind_each_other([part[name] for part in parts]).to(device) for name in parts[0]}
         return cls(tensors, image_ids)
 
-    def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def in_full(self) -> "PictureInputs":
+        """The same with tensors, for a model that gets pixels."""
+        if self.kept is None:
+            return self
+        made = self.of(self.kept.tensors(), self.image_ids, self.kept.vision.device)
+        assert made is not None
+        return made
+
+    def arguments(self, ids: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
         """The arguments for rows of tokens (…, T).
 
         Args:
@@ -106,7 +118,8 @@ class PictureInputs:
         """
         kinds = torch.isin(ids, torch.tensor(self.image_ids, device=ids.device)).long()
         kinds_names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in names]
-        return {**self.tensors, **dict.fromkeys(kinds_names, kinds)}
+        tensors = self.tensors if self.kept is None else self.kept.arguments()
+        return {**tensors, **dict.fromkeys(kinds_names, kinds)}
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,11 @@ class Forward:
         if self.layout == "padded":
             return f"all layers: {self.why}; {states}" if states else f"all layers: {self.why}"
         return "" if self.states_reset else states
+
+    def frozen_vision(self, sample: Mapping[str, torch.Tensor]) -> FrozenVision | None:
+        """The vision part if its features of pictures can be kept, tested with one; else None."""
+        with self._precision():
+            return FrozenVision.of(self.loaded.base, sample)
 
     def within(self, use: Callable[[], T]) -> T:
         """Returns the result of `use`, called while all weights are unsharded.

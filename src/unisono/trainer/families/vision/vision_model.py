@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
+from unisono.guard.facts.limits import available_memory
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families.text.trained_model import read_outputs, write_result
 from unisono.trainer.families.vision.pixels import PixelLoader
-from unisono.trainer.families.vision.sight import WrittenVisionModel, probe_of_rows, row_with_picture
+from unisono.trainer.families.vision.sight import (
+    WrittenVisionModel,
+    drawn,
+    probe_of_rows,
+    row_with_picture,
+)
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.forward import Forward, PictureProbe
 from unisono.trainer.model.forward import choose_forward as choose_text_forward
@@ -22,6 +28,7 @@ from unisono.trainer.plan import RunPlan
 __all__ = ["choose_forward", "load", "open_contents", "outputs", "read_outputs", "write_result", "written"]
 
 _PROBED_ROWS = 2
+_SHARE = 0.25  # of the host memory that is available, for features of all ranks of a node
 
 
 def load(plan: RunPlan, device: torch.device) -> LoadedModel:
@@ -53,9 +60,16 @@ def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | N
 def open_contents(
     plan: RunPlan, forward: Forward, device: torch.device, *, draws: bool
 ) -> tuple[PixelLoader, None]:
-    """The loader of pictures."""
-    del forward, draws
-    return _loader(plan, device), None
+    """The loader of pictures; of a vision part that is not trained it keeps the features."""
+    del draws
+    loader = _loader(plan, device)
+    processor = loader.processor
+    sample = {name: value.to(device) for name, value in processor.inputs(drawn()).items()}
+    loader.vision = forward.frozen_vision(sample)
+    if loader.vision is not None:
+        ranks = max(len(plan.on_node(node.node_rank)) for node in plan.nodes)
+        loader.vision.most_bytes = int(_SHARE * available_memory() / ranks)
+    return loader, None
 
 
 def outputs(model: Any, plan: RunPlan, examples: Callable[[], list[list[int]]]) -> ResultLogits:
