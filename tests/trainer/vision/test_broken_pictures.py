@@ -201,7 +201,7 @@ def test_a_picture_that_changed_is_prepared_again_and_named_in_mid_run(
     assert again.data.digest != plan.data.digest
     gallery.alone(again)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(DataError, match=r"the picture a\.png cannot be read any more"):
+    with pytest.raises(DataError, match=r"the picture a\.png of .*rows\.jsonl:1 cannot be read any more"):
         gallery.alone(again)
 
 
