@@ -5,8 +5,8 @@ demo`, `make demo-dpo`, `make demo-grpo` and `make demo-vision`.
 
 `sft` teaches answers to requests (`unisono train examples/demo.yaml`), `dpo` which of two answers
 is preferred (`examples/demo-dpo.yaml`), `grpo` which of the model's own answers is right, by a
-reward (`examples/demo-grpo.yaml`), `vision` what pictures show (`examples/demo-vision.yaml`). The run measures all figures; this program reads them from its
-directory.
+reward (`examples/demo-grpo.yaml`), `vision` what pictures show (`examples/demo-vision.yaml`). The
+run measures all figures; this program reads them from its directory.
 """
 
 import argparse

@@ -261,6 +261,15 @@ def storage_remedy(
     return "check that file system, and run the same command again"
 
 
+def cache_remedy(error: BaseException) -> str:
+    """How to fix it where a cache cannot be written; see `storage_remedy`."""
+    return storage_remedy(
+        error,
+        full="free space there, or set XDG_CACHE_HOME to a disk with free space",
+        else_="fix that file system, or set XDG_CACHE_HOME to a different place",
+    )
+
+
 def require_writable(folder: Path, *, where: str, why: str, fix: str) -> None:
     """Refuses a directory that cannot be made or used, by making a file in it, or in the nearest
     parent; nothing is left of it.

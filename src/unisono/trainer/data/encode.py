@@ -356,7 +356,7 @@ class Encoder:
             stops = tuple(str(self.tokenizer.convert_ids_to_tokens(i)) for i in sorted(self.stop_ids))
             template = with_placeholders(
                 template,
-                own=processor.template,
+                of_processor=processor.template,
                 placeholder=processor.placeholder,
                 tokenizer=self.tokenizer,
                 stops=stops,
@@ -686,14 +686,14 @@ def with_features(row: Encoded, numbers: Sequence[int], store: PictureStore) -> 
         RowError: if it has not one token for each feature of them.
     """
     is_feature = np.isin(row.ids, store.processor.image_ids)
-    wanted = sum(store.pictures[number].features for number in numbers)
-    if np.count_nonzero(is_feature) != wanted:
+    features = sum(store.pictures[number].features for number in numbers)
+    if np.count_nonzero(is_feature) != features:
         raise RowError(
-            f"it has {np.count_nonzero(is_feature)} tokens for pictures, and the processor gives {wanted} features",
+            f"it has {np.count_nonzero(is_feature)} tokens for pictures, and the processor gives {features} features",
             f"write {store.processor.placeholder} only where a picture is",
         )
     row.targets[is_feature] = False
-    end = int(np.flatnonzero(is_feature)[-1]) + 1 if wanted else 0
+    end = int(np.flatnonzero(is_feature)[-1]) + 1 if features else 0
     return replace(row, pictures=tuple(numbers), pictures_end=end)
 
 

@@ -32,8 +32,8 @@ from unisono.base.errors import (
     DataError,
     ModelError,
     UnfitError,
+    cache_remedy,
     storage_reason,
-    storage_remedy,
     storage_words,
 )
 from unisono.base.events import Reporter
@@ -208,11 +208,7 @@ def writing_table(directory: Path) -> Iterator[Path]:
             f"the cache of token tables cannot be written: {storage_words(error)}",
             where=str(root),
             why=storage_reason(error),
-            fix=storage_remedy(
-                error,
-                full="free space there, or set XDG_CACHE_HOME to a disk with free space",
-                else_="fix that file system, or set XDG_CACHE_HOME to a different place",
-            ),
+            fix=cache_remedy(error),
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -143,7 +143,7 @@ class FrozenVision:
             return self._run({**_constants(pixels, device), **tensors})
 
     def _repeats(self, sample: Tensors) -> bool:
-        """Whether kept features of a picture are those of the vision part, to the bit."""
+        """Whether kept features of a picture are bit for bit those of the vision part."""
         try:
             with torch.no_grad():
                 direct = self._run(sample)

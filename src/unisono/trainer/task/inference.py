@@ -218,7 +218,7 @@ def _open(target: Target, processor: PictureProcessor | None) -> InferenceModel:
     if processor is not None:
         template = with_placeholders(
             template,
-            own=None if plan is not None and not plan.model.reads_pictures else processor.template,
+            of_processor=None if plan is not None and not plan.model.reads_pictures else processor.template,
             placeholder=processor.placeholder,
             tokenizer=loaded.tokenizer,
             stops=known_stops(loaded.tokenizer, _places(target)),

@@ -341,8 +341,7 @@ def _refuse_on_storage_error(run: Run, temporary: Path, target: Path) -> Iterato
     """
     try:
         yield
-    # errors of other kinds are raised again; safetensors has its own exception for a failed write
-    except Exception as error:
+    except Exception as error:  # safetensors has its own for a failed write; others are raised again
         if not isinstance(error, OSError) and error_number(error) is None:
             raise
         shutil.rmtree(temporary, ignore_errors=True)

@@ -43,6 +43,8 @@ class Odd:
             time.sleep(1e6)
         if what == "number":
             return 7
+        if what == "a set":
+            return [{"role": "user", "content": "x", "tags": {1}}]
         return what
 
     def add(self, a: int, b: int = 1) -> int:

@@ -129,6 +129,7 @@ def test_what_a_tool_gives_or_why_it_does_not_is_told_to_the_model(
         (None, None),
         ("hello", [{"role": "user", "content": "hello"}]),
         ([{"role": "system", "content": "x"}], [{"role": "system", "content": "x"}]),
+        ("a set", [{"role": "user", "content": "x", "tags": "{1}"}]),
     ],
 )
 def test_messages_of_reset(opened: Open, reset: Any, messages: Any) -> None:
@@ -227,6 +228,14 @@ def test_a_killed_process_of_the_class_is_replaced(opened: Open) -> None:
         (
             "class A:\n    def reset(self, row): pass\n    def add(self, a):\n        'Adds.'\n",
             "the tool add cannot be described to the model",
+        ),
+        (
+            "class A:\n    def reset(self, row): pass\n    def add(self, a: Nothing):\n        'Adds.'\n",
+            "cannot be made: NameError",
+        ),
+        (
+            "class A:\n    def reset(self, row): pass\n    def add(self, a: 'Nothing'):\n        'Adds.'\n",
+            "cannot be made: NameError",
         ),
         ("import nothing_of_that_name\nclass A: pass\n", "cannot be made: ModuleNotFoundError"),
         ("import os\nos._exit(3)\nclass A: pass\n", "the environment own.py:A was not loaded"),

@@ -79,7 +79,7 @@ def parts_of(content: str) -> list[dict[str, str]]:
 def with_placeholders(
     template: ChatTemplate | None,
     *,
-    own: str | None,
+    of_processor: str | None,
     placeholder: str,
     tokenizer: Any,
     stops: Sequence[str] = (),
@@ -88,32 +88,32 @@ def with_placeholders(
 
     Args:
         template: of the config or the tokenizer.
-        own: the processor's, which goes before the tokenizer's.
+        of_processor: the processor's, which goes before the tokenizer's.
         placeholder: of the processor.
         tokenizer: of transformers.
         stops: known stop tokens.
     """
-    if own is not None and (template is None or template.text is None):
-        text = None if own == getattr(tokenizer, "chat_template", None) else own
+    if of_processor is not None and (template is None or template.text is None):
+        text = None if of_processor == getattr(tokenizer, "chat_template", None) else of_processor
         origin = "the tokenizer's own" if text is None else "the processor's own"
         return PictureTemplate(tokenizer, text, origin, tuple(stops), placeholder)
     if template is None:
         return None
     values = {name: getattr(template, name) for name in ("tokenizer", "text", "origin", "known_stops")}
-    mark = picture_mark(own, placeholder=placeholder, tokenizer=tokenizer)
+    mark = picture_mark(of_processor, placeholder=placeholder, tokenizer=tokenizer)
     return PictureTemplate(**values, placeholder=placeholder, mark=mark)
 
 
-def picture_mark(own: str | None, *, placeholder: str, tokenizer: Any) -> str:
+def picture_mark(of_processor: str | None, *, placeholder: str, tokenizer: Any) -> str:
     """What the model's own chat template writes for a picture, without spaces around it, e.g.
     `<|vision_start|><|image_pad|><|vision_end|>`; the placeholder if that cannot be seen.
 
     Args:
-        own: the processor's template; None: the tokenizer's.
+        of_processor: the processor's template; None: the tokenizer's.
         placeholder: of the processor.
         tokenizer: of transformers.
     """
-    text = own if own is not None else getattr(tokenizer, "chat_template", None)
+    text = of_processor if of_processor is not None else getattr(tokenizer, "chat_template", None)
     if not isinstance(text, str):
         return placeholder
     template = PictureTemplate(tokenizer, text, "the model's own", placeholder=placeholder)

@@ -77,8 +77,8 @@ class PictureProcessor:
     @cached_property
     def template(self) -> str | None:
         """Its own chat template; None if it has none, or the tokenizer has the same."""
-        own = getattr(self.processor, "chat_template", None)
-        return own if isinstance(own, str) and own else None
+        text = getattr(self.processor, "chat_template", None)
+        return text if isinstance(text, str) and text else None
 
     def expansion(self, size: Size) -> str:
         """The text that takes the place of a picture of this size, with a token for each feature.

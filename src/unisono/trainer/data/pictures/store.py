@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from unisono.base.errors import IntegrityError, UnfitError, storage_reason, storage_remedy, storage_words
+from unisono.base.errors import IntegrityError, UnfitError, cache_remedy, storage_reason, storage_words
 from unisono.base.files import read_json, whole_file, write_json
 from unisono.base.text import one_line
 from unisono.trainer.config.sections import PixelsSection
@@ -175,11 +175,7 @@ class PictureStore:
                     f"the cache of pictures cannot be written: {storage_words(error)}",
                     where=str(file),
                     why=storage_reason(error),
-                    fix=storage_remedy(
-                        error,
-                        full="free space there, or set XDG_CACHE_HOME to a disk with free space",
-                        else_="fix that file system, or set XDG_CACHE_HOME to a different place",
-                    ),
+                    fix=cache_remedy(error),
                 ) from error
         return str(file)
 

@@ -77,11 +77,11 @@ class _Environment:
             kind = getattr(module, code.name)
             if not inspect.isclass(kind):
                 raise TypeError(f"{code.name} is {type(kind).__name__}, and not a class")
-        tools = {
-            name: _as_called(kind, name)
-            for name, method in inspect.getmembers(kind, inspect.isroutine)
-            if not name.startswith("_") and name not in (RESET, REWARD) and inspect.getdoc(method)
-        }
+            tools = {
+                name: _as_called(kind, name)
+                for name, method in inspect.getmembers(kind, inspect.isroutine)
+                if not name.startswith("_") and name not in (RESET, REWARD) and inspect.getdoc(method)
+            }
         problem = (
             f"the environment {code.name} has no method `reset`"
             if not callable(getattr(kind, RESET, None))
@@ -222,7 +222,7 @@ def _failed(kind: Any, text: str, where: str) -> MethodReply:
 
 
 def _encoded(reply: LoadReply | MethodReply) -> bytes:
-    line = json.dumps(reply).encode() + b"\n"
+    line = json.dumps(reply, default=str).encode() + b"\n"  # messages of `reset` may hold anything
     if len(line) <= MOST_BYTES:
         return line
     return _encoded(_failed("value", f"it gives {len(line):,} bytes, more than {MOST_BYTES:,}", ""))

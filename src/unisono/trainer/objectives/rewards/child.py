@@ -312,9 +312,8 @@ def main(
     setup: Setup = json.loads(requests.readline())
     try:
         functions = load(setup["functions"])
-    except Exception as error:
-        # Imported here, as it takes long; any other exception is a defect, and ends this process.
-        from unisono.base.errors import UnisonoError
+    except Exception as error:  # a refusal is sent; any other is a defect, and ends this process
+        from unisono.base.errors import UnisonoError  # not at the top: it takes long
 
         if not isinstance(error, UnisonoError):
             raise
