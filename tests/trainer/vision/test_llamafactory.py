@@ -7,6 +7,7 @@ expects, with the number of tokens of the processors here.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ import yaml
 from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw
 from unisono.base.errors import DataError
+from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
+from unisono.trainer.data import Message
 from unisono.trainer.data.pictures.picture_template import picture_mark
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
+from unisono.trainer.plan.task_requests import RequestedModel
 from unisono.trainer.readers.llamafactory.reader import read_llamafactory
+from unisono.trainer.task.generation import ids_with_pictures
+from unisono.trainer.task.inference import open_requested
+from unisono.trainer.task.prompt_pictures import marked, see_file, sources_of
 
 pytestmark = [pytest.mark.processes]
 QUESTION, ANSWER = "what is this?", "a red square"
@@ -84,6 +91,21 @@ def test_a_run_with_its_template_trains(gallery: Gallery, rows: Path) -> None:
     data = {"template": "lf:qwen2_vl", "on_bad_row": "skip", "too_long": "balanced"}
     done = gallery.alone(gallery.plan("qwen2_5_vl", data=data, duration="3 steps"))
     assert done.losses[-1] < done.losses[0]
+
+
+def test_a_trained_model_is_question_ids_as_its_rows_ask(gallery: Gallery, rows: Path) -> None:
+    data = {"train": str(rows), "template": "lf:qwen2_vl"}
+    plan = gallery.plan("qwen2_5_vl", data=data, batch={"global": 1, "micro": 1}, duration="2 steps")
+    run = gallery.alone(plan).directory
+    opened = open_requested(RequestedModel(str(run), None), Reporter(None, fallback=sys.stderr), sees=True)
+    assert opened.processor is not None
+    (source,) = sources_of([str(rows.with_name("a.png"))], where="--image")
+    seen = see_file(source, opened.processor, opened.pixels, where="--image")
+    messages: list[Message] = [{"role": "user", "content": marked(QUESTION, 1)}]
+    question_ids = ids_with_pictures(opened, opened.chat_template()[0], messages, [seen.expansion])
+    trained = TokenTable.open(Path(plan.data.cache_dir), "train").row(0)[0].tolist()
+    assert question_ids == trained[: len(question_ids)]
+    assert len(trained) - len(question_ids) < 12  # the answer
 
 
 def test_a_picture_is_not_cut_by_its_cut(gallery: Gallery, rows: Path) -> None:
