@@ -19,7 +19,6 @@ from tests.vision_models import draw
 from unisono.base.errors import DataError
 from unisono.base.events import Reporter
 from unisono.trainer.config import RunConfig
-from unisono.trainer.data import Message
 from unisono.trainer.data.pictures.picture_template import picture_mark
 from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.token_table import TokenTable
@@ -101,7 +100,7 @@ def test_a_trained_model_is_question_ids_as_its_rows_ask(gallery: Gallery, rows:
     assert opened.processor is not None
     (source,) = sources_of([str(rows.with_name("a.png"))], where="--image")
     seen = see_file(source, opened.processor, opened.pixels, where="--image")
-    messages: list[Message] = [{"role": "user", "content": marked(QUESTION, 1)}]
+    messages: list[Any] = [{"role": "user", "content": marked(QUESTION, 1)}]
     question_ids = ids_with_pictures(opened, opened.chat_template()[0], messages, [seen.expansion])
     trained = TokenTable.open(Path(plan.data.cache_dir), "train").row(0)[0].tolist()
     assert question_ids == trained[: len(question_ids)]
