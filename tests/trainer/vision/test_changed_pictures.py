@@ -15,6 +15,8 @@ from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw
 from unisono.base.errors import DataError
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 _PICTURE = "pictures/9.png"  # of one row, and of no short one, which are read before the first step
 
 

@@ -22,6 +22,8 @@ from unisono.trainer.model.forward import Forward
 from unisono.trainer.model.frozen_vision import FrozenVision, PictureFeatures
 from unisono.trainer.model.multimodal import select_parts
 
+pytestmark = pytest.mark.processes  # pictures are decoded in them
+
 PARTS = (["language"], ["language", "projector"])
 _THREE_EPOCHS: dict[str, Any] = {
     "duration": "18 steps",
