@@ -52,7 +52,15 @@ ALSO = {"board": ("runs",), "export": ("out",), "generate": ("prompt",)}
 MORE = {"train": ["--dry-run"], "eval": ["--data", "rows.jsonl"], "generate": ["--max-tokens", "1"]}
 """Options that a command needs, or that make it shorter."""
 SEVERAL = ["--nodes", "2", "--node-rank", "0", "--head", "127.0.0.1:29911"]
-DIRECTORIES = {"out", "--output-dir", "folders", "runs", "output_dir", "checkpoint.storage"}
+DIRECTORIES = {
+    "out",
+    "--image-folders",
+    "--output-dir",
+    "folders",
+    "runs",
+    "output_dir",
+    "checkpoint.storage",
+}
 """Where a directory is what is asked for."""
 
 FUNCTIONS = {"--reward"}

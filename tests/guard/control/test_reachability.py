@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.needs import need, need_namespaces
@@ -45,6 +45,8 @@ def peers_of(count: int) -> list[Peer]:
 
 
 @given(count=st.integers(1, 400), most=st.integers(1, 20))
+@example(count=20, most=18)
+@example(count=18, most=16)
 @settings(deadline=None, max_examples=60)
 def test_every_node_is_dialled_by_neighbours_and_the_head_by_everybody(count: int, most: int) -> None:
     peers = peers_of(count)

@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from unisono.front.board.follow import FollowedRun, find_runs
 from unisono.front.board.page import NO_ICON, STATIC, page_html
 from unisono.front.board.regions import REGIONS, ROLLOUTS, Region, list_runs, read_picture, show_region
-from unisono.front.http_server import HttpConnection, address_of, host_name, origin_host, running_server
+from unisono.front.http_headers import host_name, origin_host
+from unisono.front.http_server import HttpConnection, address_of, running_server
 
 LOOK_S = 0.3
 _RUNS_EVERY = 10

@@ -18,7 +18,7 @@ import h11
 from unisono.base.errors import UsageError
 from unisono.base.files import open_plain
 from unisono.base.text import one_line
-from unisono.front.http_server import host_name
+from unisono.front.http_headers import host_name
 from unisono.front.serve.protocol import ApiError
 
 DEADLINE_S = 10.0

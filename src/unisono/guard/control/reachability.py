@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, Self, TypeVar
 
 from unisono.base.text import one_line
@@ -365,7 +366,7 @@ class DialLimits:
 
 def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS) -> list[Peer]:
     """The peers that a node dials: all others if they are few, else neighbors in a ring, one, two,
-    four, … places away, and the head.
+    four, … places away as far as half the ring, then the nearest ones left, and the head.
 
     So every node is dialled from both sides by `most` others, whatever the number of nodes. The
     head is dialled by all nodes, since all need it; by those that are not its neighbors with one
@@ -380,9 +381,10 @@ def choose_peers(nodes: Sequence[Peer], node_rank: int, *, most: int = MAX_PEERS
     if len(others) <= most:
         return others
     own_place = next(index for index, peer in enumerate(ordered) if peer.node_rank == node_rank)
-    steps = [way * (1 << power) for power in range((most + 1) // 2) for way in (1, -1)][:most]
-    places = dict.fromkeys((own_place + step) % len(ordered) for step in steps)
-    chosen = [ordered[index] for index in places if index != own_place]
+    half = len(ordered) // 2
+    distances = dict.fromkeys([*(1 << power for power in range(half.bit_length())), *range(1, half + 1)])
+    steps = dict.fromkeys(way * distance % len(ordered) for distance in distances for way in (1, -1))
+    chosen = [ordered[(own_place + step) % len(ordered)] for step in islice(steps, most)]
     head = ordered[0]
     if head.node_rank != node_rank and head not in chosen:
         chosen.append(Peer(head.node_rank, head.host, head.address, head.ports[:1], brief=True))

@@ -143,7 +143,11 @@ class HttpClient:
         try:
             with self._lock:
                 self._open.add(connection)
-            return self._answer(connection, method, path, body, deadline_s, most_bytes)
+            connection.connect()
+            connection.sock.settimeout(None)  # the timer ends what takes too long, and says so
+            if late.is_set():
+                raise TimeoutError
+            return self._answer(connection, method, path, body, most_bytes)
         except (OSError, http.client.HTTPException) as error:
             if late.is_set():
                 raise NoAnswer(f"no answer within {deadline_s:g} s", waited_s=deadline_s) from None
@@ -160,11 +164,8 @@ class HttpClient:
         method: str,
         path: str,
         body: Mapping[str, object] | None,
-        deadline_s: float,
         most_bytes: int,
     ) -> Reply:
-        connection.connect()
-        connection.sock.settimeout(deadline_s)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
