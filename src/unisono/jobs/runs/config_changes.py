@@ -139,6 +139,7 @@ RULES: dict[str, KeyRule] = {
     "data.check_template": _ROWS,
     "data.pixels": _ROWS,
     "data.media_dir": _ROWS,
+    "data.cache_bytes": KeyRule("line", "what is kept in memory; training does not change"),
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),
     "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
     "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),

@@ -457,6 +457,14 @@ class DataSection(Section):
             " rows, else the working directory"
         ),
     )
+    cache_bytes: BytesText | None = Field(
+        default=None,
+        description=(
+            "host memory of a node in which pictures of rows are kept: their pixels, or their features if the"
+            " vision part is not trained; null: a quarter of what is available for features, 256 MiB per rank"
+            " for pixels"
+        ),
+    )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split", "keep-answer", "balanced"] = Field(
         default="error",
