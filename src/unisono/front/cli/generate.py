@@ -454,7 +454,29 @@ def evaluate(
         ),
     ] = None,
     trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Execute your own reward and metric functions.")
+        bool,
+        typer.Option("--trust-code", help="Execute your own reward and metric functions, and task files."),
+    ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="TASK,…",
+            help="Evaluate benchmarks of lm-eval, by their names or task files, instead of --data.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --tasks: examples before each question; default: as each task has it.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="With --tasks: write questions in the chat template.")
     ] = False,
     metric: Annotated[
         list[str] | None,
@@ -476,7 +498,8 @@ def evaluate(
     chosen and rejected answers. With --rewards: the mean reward, and pass@k, the probability that
     one of k answers has at least the reward --threshold.
 
-    Each metric of the run's eval.metrics, or of --metric, has its mean over the answers.
+    Each metric of the run's eval.metrics, or of --metric, has its mean over the answers. With
+    --tasks: the figures of benchmarks.
 
     A LLaMA-Factory file with `do_predict` needs no --data: its rows are answered, and the answers
     are written to its output_dir.
@@ -484,6 +507,7 @@ def evaluate(
     import json
 
     from unisono.base.files import write_text
+    from unisono.front.cli.benchmarks import refuse_options_of_tasks
     from unisono.front.cli.llamafactory_file import read_inference_file
     from unisono.front.cli.reward_evaluation import (
         read_functions,
@@ -500,6 +524,23 @@ def evaluate(
     cache_dir = read_environment().cache_dir
     given = read_inference_file(target, overrides or [])
     model = replace(given.model if given else RequestedModel(target), step=step)
+    if tasks is not None:
+        from unisono.front.cli.benchmarks import refuse_other_options, show_tasks
+        from unisono.trainer.plan.task_requests import EvaluateTasksRequest
+
+        refuse_other_options(context)
+        request_of_tasks = EvaluateTasksRequest(
+            model=model,
+            tasks=tuple(name.strip() for name in tasks.split(",") if name.strip()),
+            shots=shots,
+            limit=limit,
+            chat=chat_template,
+            samples=out is not None,
+            trust_code=trust_code,
+        )
+        show_tasks(_run_task(request_of_tasks), out)
+        return
+    refuse_options_of_tasks(context)
     if metric and (rewards or reward):
         from unisono.base.errors import UsageError
 

@@ -305,6 +305,14 @@ class Forward:
             logits = self._logits(rows)
             return logits_log_probs(logits if temperature == 1 else logits / temperature, rows.labels)
 
+    def logits(self, rows: Rows) -> torch.Tensor:
+        """Returns the logits at the loss tokens: (N, V) float32."""
+        return self.within(lambda: self._precise_logits(rows))
+
+    def _precise_logits(self, rows: Rows) -> torch.Tensor:
+        with self._precision():
+            return self._logits(rows).float()
+
     def scores(self, rows: Rows) -> torch.Tensor:
         """Returns a reward model's score of each row, at its last token that is not padding: (R,)
         float32 with a gradient.
