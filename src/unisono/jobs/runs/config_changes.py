@@ -139,6 +139,7 @@ RULES: dict[str, KeyRule] = {
     "data.check_template": _ROWS,
     "data.pixels": _ROWS,
     "data.media_dir": _ROWS,
+    "data.image_hosts": _ROWS,
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),
     "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
     "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),

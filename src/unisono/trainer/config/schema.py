@@ -42,6 +42,7 @@ from unisono.trainer.config.sections import (
     DateText,
     DiffusionSection,
     DurationText,
+    HostText,
     NamesFile,
     NotNegative,
     Objective,
@@ -455,6 +456,13 @@ class DataSection(Section):
         description=(
             "the directory where relative paths of pictures in rows begin; null: that of the file with the"
             " rows, else the working directory"
+        ),
+    )
+    image_hosts: list[HostText] = Field(
+        default=[],
+        description=(
+            "hosts from which pictures that rows name by their http and https URLs are fetched, once; `HOST:PORT`"
+            " for other ports than 80 and 443; empty: such rows are bad"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")

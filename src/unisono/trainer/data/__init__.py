@@ -168,11 +168,12 @@ class PictureSource:
     """A picture of a row.
 
     Attributes:
-        file: its absolute path; None if the row has its bytes.
-        data: its bytes; None if it is a file.
+        file: its absolute path; None if the row has its bytes or its URL.
+        data: its bytes, if the row has them.
         name: for messages: the path as written, or what the row has instead.
         most_pixels: of the row itself: pixels to which a larger picture is reduced; None: no limit.
         least_pixels: likewise, to which a smaller picture is enlarged.
+        url: where it is fetched from, if the row has its URL.
     """
 
     file: str | None
@@ -180,6 +181,7 @@ class PictureSource:
     name: str
     most_pixels: int | None = None
     least_pixels: int | None = None
+    url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

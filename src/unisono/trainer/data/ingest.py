@@ -37,6 +37,7 @@ from unisono.trainer.data.formats import FLAGS, FormatName
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
     has_picture,
+    row_hosts,
     take_pictures,
     with_pictures,
 )
@@ -466,6 +467,7 @@ class Ingest:
             content_tag=tag,
             inserts=inserts,
             folders=[folder.absolute() for folder in folders],
+            hosts=row_hosts(self._data),
         )
 
     def _limit_of(self, source: RowSource) -> int | None:

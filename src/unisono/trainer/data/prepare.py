@@ -45,6 +45,7 @@ from unisono.trainer.config.sections import GRPO, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
+from unisono.trainer.data.pictures.row_pictures import row_hosts
 from unisono.trainer.data.pictures.store import PictureStore, changed_picture, read_pictures
 from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable
@@ -143,8 +144,9 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
     if processor is None:
         return {}
     bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
+    hosts = {"data.image_hosts": sorted(config.data.image_hosts)} if config.data.image_hosts else {}
     digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
-    return {"data.pixels": bounds, "data.media_dir": folder, **digests}
+    return {"data.pixels": bounds, "data.media_dir": folder, **hosts, **digests}
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
@@ -392,7 +394,12 @@ def _build(
         loaded = PictureProcessor(processor, trust_remote_code=config.model.trust_remote_code)
         for file in directory.iterdir():
             file.unlink()
-        store = PictureStore(loaded, config.data.pixels, cache_dir=directory.parent.parent)
+        store = PictureStore(
+            loaded,
+            config.data.pixels,
+            cache_dir=directory.parent.parent,
+            hosts=row_hosts(config.data),
+        )
         build(make(pictures=store))
 
 

@@ -9,7 +9,7 @@ Read are, of other programs:
   message
 - Unsloth and Qwen: parts with `image`, `min_pixels`, `max_pixels`
 
-A picture is a path, a data URL, or the bytes of an Arrow column.
+A picture is a path, a data URL, the URL of a named host, or the bytes of an Arrow column.
 """
 
 import base64
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from unisono.base.text import one_line
+from unisono.base.named_hosts import PORTS, FetchError, NamedHosts
+from unisono.base.text import one_line, redact
+from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data import (
     PICTURE,
     Completion,
@@ -46,6 +48,11 @@ _OTHER_MEDIA = {
 _SHOWN = 60
 
 
+def row_hosts(data: DataSection) -> NamedHosts:
+    """The hosts from which pictures of rows may be fetched."""
+    return NamedHosts(frozenset(data.image_hosts), "data.image_hosts", redirects_between=True)
+
+
 @dataclass(frozen=True, slots=True)
 class PictureColumns:
     """Where a source's rows have text and pictures.
@@ -56,6 +63,7 @@ class PictureColumns:
         contents: keys of a message that hold its text.
         inserts: whether pictures without a place belong at the beginning of the first user message.
         folders: where relative paths begin: the first one that has the file.
+        hosts: from which pictures may be fetched.
     """
 
     turns: Sequence[str]
@@ -63,6 +71,7 @@ class PictureColumns:
     contents: Sequence[str]
     inserts: bool
     folders: Sequence[Path]
+    hosts: NamedHosts
 
     @classmethod
     def of(
@@ -72,6 +81,7 @@ class PictureColumns:
         content_tag: str | None,
         inserts: bool,
         folders: Sequence[Path],
+        hosts: NamedHosts,
     ) -> "PictureColumns":
         """Those of a source.
 
@@ -80,6 +90,7 @@ class PictureColumns:
             content_tag: the key of a message's text, if the config has one.
             inserts: whether pictures may have no place.
             folders: where relative paths begin.
+            hosts: from which pictures may be fetched.
         """
 
         def named(names: Sequence[str]) -> list[str]:
@@ -87,7 +98,7 @@ class PictureColumns:
             return list(dict.fromkeys(column for column in columns if column is not None))
 
         contents = (content_tag,) if content_tag is not None else _CONTENTS
-        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders)
+        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders, hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +334,25 @@ class _RowReader:
         if scheme == "file":
             text = unquote(urlsplit(text).path)
         elif scheme:
-            raise RowError(
-                f"the picture {one_line(text, limit=_SHOWN)} is a URL",
-                "download it, and write the path of the file",
-            )
+            return self._of_url(text)
         if "\0" in text or len(text) > 4096:
             return _decoded_text(text, "base64 in the row")
         return PictureSource(str(self._file(text)), None, text)
+
+    def _of_url(self, text: str) -> PictureSource:
+        name, hosts = one_line(redact(text), limit=_SHOWN), self._columns.hosts
+        download = "download it, and write the path of the file"
+        try:
+            parts = urlsplit(text)
+            if parts.scheme.lower() not in PORTS:
+                raise RowError(f"the picture {name} is a URL that is not http or https", download)
+            hosts.admit(parts)
+        except FetchError as error:
+            fix = f"add its host to {hosts.key}, or {download}"
+            raise RowError(f"the picture {name} cannot be fetched: {error}", fix) from error
+        except ValueError as error:
+            raise RowError(f"the picture {name} is not a valid URL: {error}", download) from error
+        return PictureSource(None, None, name, url=text)
 
     def _file(self, named: str) -> Path:
         path = Path(named).expanduser()
