@@ -4,7 +4,7 @@ the writer.
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -51,8 +51,9 @@ from unisono.trainer.data.source_format import (
     RATING,
     SourceFormat,
     settle_format,
+    with_file_names,
 )
-from unisono.trainer.data.sources import RowSource
+from unisono.trainer.data.sources import RowSource, names_pictures
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, TokenWriter
 
 TooLong = Literal["error", "cut", "drop", "split", "balanced", "keep-answer"]
@@ -396,6 +397,7 @@ class Ingest:
         self.not_rendered: dict[int, list[str]] = {}
         self._with_control_tokens = self._with_inserted = 0
         self._picture_columns: PictureColumns | None = None
+        self._folders: dict[str, Path] = {}
         self._data = data
         self._encoder = encoder
         self._ledger = ledger
@@ -425,11 +427,13 @@ class Ingest:
         leading = list(_up_to_first(rows))
         if not leading:
             raise DataError.of(f"{path} has no rows", where=path, fix="use a file with rows")
+        source = replace(source, section=with_file_names(source, leading[-1]))
         settled = settle_format(source.section, leading[-1], objective=self._objective, key=source.key)
         source, name = replace(source, section=settled.section), settled.name
         self.formats += [settled.line] if settled.line else []
         names = self._names(source, name)
         self._picture_columns = self._columns_of_pictures(source, name)
+        self._folders = {file.name: file.path.parent for file in source.files}
         readable = self._readable(source, name, chain(leading, rows), names)
         while batch := list(islice(readable, _RATED_BATCH if self._objective in RATINGS else _BATCH)):
             self._read_batch(path, batch, settled)
@@ -459,9 +463,10 @@ class Ingest:
             return None
         section = source.section
         named = section.media_dir or self._data.media_dir
-        folders = [expand(named)] if named else [*dict.fromkeys(f.path.parent for f in source.files), Path()]
+        folders = [expand(named) if named else Path()]
         tag = None if section.tags is None else section.tags.content_tag
-        inserts = section.tags is None and name in ("messages", "prompt-completion")
+        has_no_places = name in ("messages", "prompt-completion") or names_pictures(source)
+        inserts = section.tags is None and has_no_places
         return PictureColumns.of(
             section.columns,
             content_tag=tag,
@@ -576,7 +581,7 @@ class Ingest:
     def _example(self, name: FormatName, row: RawRow, source: RowSource, names: RowNames) -> Example | BadRow:
         try:
             value = names.checked(row)
-            example = self._read_example(name, value, source)
+            example = self._read_example(name, replace(row, value=value), source)
             self._refuse_other_units(example)
         except RowError as error:
             return error.at(row.place)
@@ -586,7 +591,7 @@ class Ingest:
     def _reads_pictures(self) -> bool:
         return self._encoder.pictures is not None or not self._refuses_pictures
 
-    def _read_example(self, name: FormatName, value: Mapping[str, object], source: RowSource) -> Example:
+    def _read_example(self, name: FormatName, row: RawRow, source: RowSource) -> Example:
         """The example of a row, with its pictures.
 
         Raises:
@@ -594,19 +599,22 @@ class Ingest:
             RowError: if it cannot be read.
         """
         if self._picture_columns is not None and self._encoder.pictures is None:
-            if has_picture(value, self._picture_columns):
+            if has_picture(row.value, self._picture_columns):
                 raise PicturesFound
         elif self._picture_columns is not None:
-            return self._with_pictures(name, value, source, self._picture_columns)
-        return self._encoder.read_row(name, value, source.section)
+            return self._with_pictures(name, row, source, self._picture_columns)
+        return self._encoder.read_row(name, row.value, source.section)
 
     def _with_pictures(
-        self, name: FormatName, value: Mapping[str, object], source: RowSource, columns: PictureColumns
+        self, name: FormatName, row: RawRow, source: RowSource, columns: PictureColumns
     ) -> Example:
-        row = take_pictures(value, columns)
-        example = self._encoder.read_row(name, row.value, source.section)
-        self._with_inserted += row.inserted
-        return with_pictures(example, row) if row.pictures else example
+        if (source.section.media_dir or self._data.media_dir) is None:
+            beside = self._folders[row.place.file].absolute()
+            columns = replace(columns, folders=[beside, *columns.folders])
+        taken = take_pictures(row.value, columns)
+        example = self._encoder.read_row(name, taken.value, source.section)
+        self._with_inserted += taken.inserted and not names_pictures(source)
+        return with_pictures(example, taken) if taken.pictures else example
 
     def _refuse_other_units(self, example: Example) -> None:
         """Refuses rated answers where pairs are needed, and pairs where rated answers are; and
