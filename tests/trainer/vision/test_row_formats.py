@@ -186,7 +186,7 @@ def _write_metadata(folder: Path, rows: list[Row], kind: str) -> None:
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), file)
     elif kind == "csv":
-        cells = [list(rows[0]), *(row.values() for row in rows)]
+        cells = [list(rows[0]), *(list(row.values()) for row in rows)]
         file.write_text("".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in cells))
     else:
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -209,7 +209,7 @@ def test_each_metadata_file_names_the_pictures_of_its_own_folder(gallery: Galler
 
 
 def test_rows_of_a_metadata_file_without_their_pictures(gallery: Gallery, folder: Path) -> None:
-    rows = [{"file_name": name, "question": FIRST, "answer": ANSWERS[0]} for name in ("a.png", "none.png")]
+    rows: list[Row] = [{"file_name": name, "question": FIRST, "answer": ANSWERS[0]} for name in ("a.png", "none.png")]
     _write_metadata(folder, rows, "jsonl")
     with pytest.raises(DataError) as caught:
         _prepared(gallery, folder)

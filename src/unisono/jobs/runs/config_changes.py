@@ -140,6 +140,7 @@ RULES: dict[str, KeyRule] = {
     "data.pixels": _ROWS,
     "data.media_dir": _ROWS,
     "data.image_hosts": _ROWS,
+    "data.boxes": _ROWS,
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),
     "data.max_length": KeyRule("meaning", "rows are truncated and packed differently"),
     "data.packing": KeyRule("meaning", "sequences combine different rows, and a step has different rows"),

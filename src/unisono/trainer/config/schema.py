@@ -285,7 +285,7 @@ COLUMN_NAMES = (
         "text",
     ),
     *("system", "tools", "functions", "chosen", "rejected", "label"),
-    *("images", "image", "videos", "video", "audios", "audio"),
+    *("images", "image", "objects", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
 
@@ -463,6 +463,14 @@ class DataSection(Section):
         description=(
             "hosts from which pictures that rows name by their http and https URLs are fetched, once; `HOST:PORT`"
             " for other ports than 80 and 443; empty: such rows are bad"
+        ),
+    )
+    boxes: Literal["tokens", "list"] = Field(
+        default="tokens",
+        description=(
+            "how boxes of the column `objects` (ms-swift) are written. tokens: with those of the model's family,"
+            " e.g. `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`; list: `[x1, y1, x2, y2]`, as in ms-swift with"
+            " `QWENVL_BBOX_FORMAT=new`"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")

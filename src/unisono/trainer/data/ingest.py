@@ -19,6 +19,7 @@ from unisono.trainer.config.schema import DataSection
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, RATINGS
 from unisono.trainer.data import (
     BadRow,
+    Conversation,
     EmptyAnswerError,
     Example,
     Exchange,
@@ -34,8 +35,10 @@ from unisono.trainer.data import (
 )
 from unisono.trainer.data.encode import RowEncoder
 from unisono.trainer.data.formats import FLAGS, FormatName
+from unisono.trainer.data.pictures.boxes import with_boxes
 from unisono.trainer.data.pictures.row_pictures import (
     PictureColumns,
+    has_objects,
     has_picture,
     row_hosts,
     take_pictures,
@@ -550,7 +553,7 @@ class Ingest:
 
     def _read_batch(self, path: str, batch: list[tuple[Place, Example]], settled: SourceFormat) -> None:
         counts = self._ledger.sources[-1]
-        encoded_rows = self._encoded([example for _, example in batch])
+        encoded_rows = self._encoded_with_boxes([example for _, example in batch])
         if self._objective in RATINGS and len(batch) == 1:
             self._encoder.warnings.append(
                 f"{path}: the answer of {batch[0][0]} is its own mismatched answer, as no other row is in its"
@@ -566,6 +569,22 @@ class Ingest:
                 self._take_bad(encoded.at(location), counts)
             else:
                 self._take(location, encoded, counts)
+
+    def _encoded_with_boxes(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
+        """The units of the examples, of which the boxes are written as the model's family does."""
+        store = self._encoder.pictures
+        seen = [one for one in examples if isinstance(one, Conversation | Exchange)]
+        if store is None or all(one.objects is None for one in seen):
+            return self._encoded(examples)
+        store.decode(picture for one in seen for picture in one.pictures)
+        written: list[Example | RowError] = []
+        for example in examples:
+            try:
+                written.append(with_boxes(example, store, self._data.boxes))
+            except RowError as error:
+                written.append(error)
+        units = iter(self._encoded([one for one in written if not isinstance(one, RowError)]))
+        return [one if isinstance(one, RowError) else next(units) for one in written]
 
     def _encoded(self, examples: list[Example]) -> list[EncodedUnit | RowError]:
         """The units of the examples, as the objective needs them."""
@@ -601,6 +620,8 @@ class Ingest:
         if self._picture_columns is not None and self._encoder.pictures is None:
             if has_picture(row.value, self._picture_columns):
                 raise PicturesFound
+            if has_objects(row.value, self._picture_columns):
+                take_pictures(row.value, self._picture_columns)  # refuses boxes without a picture
         elif self._picture_columns is not None:
             return self._with_pictures(name, row, source, self._picture_columns)
         return self._encoder.read_row(name, row.value, source.section)

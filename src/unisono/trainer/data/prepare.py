@@ -146,7 +146,13 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
     bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
     hosts = {"data.image_hosts": sorted(config.data.image_hosts)} if config.data.image_hosts else {}
     digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
-    return {"data.pixels": bounds, "data.media_dir": folder, **hosts, **digests}
+    return {
+        "data.pixels": bounds,
+        "data.media_dir": folder,
+        "data.boxes": config.data.boxes,
+        **hosts,
+        **digests,
+    }
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:

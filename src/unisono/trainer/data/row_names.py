@@ -211,7 +211,7 @@ class RowNames:
         """Columns that the config names, and that the format has no use for."""
         readable = READABLE[self._name]
         for ours, theirs in self._section.columns.items():
-            if theirs is None or ours in readable or ours in MEDIA:
+            if theirs is None or ours in readable or ours in MEDIA or ours == "objects":
                 continue
             near = nearest(ours, sorted(readable))
             yield Problem(

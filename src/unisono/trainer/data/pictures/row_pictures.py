@@ -7,6 +7,7 @@ Read are, of other programs:
 - Hugging Face and TRL: parts `{"type": "image"}`, with the columns `images` or `image`, or with the
   picture in the part; or no place at all, then all pictures are at the beginning of the first user
   message
+- ms-swift: `<ref-object>` and `<bbox>` in texts, with the column `objects` (see boxes)
 - Unsloth and Qwen: parts with `image`, `min_pixels`, `max_pixels`
 
 A picture is a path, a data URL, the URL of a named host, or the bytes of an Arrow column.
@@ -14,6 +15,7 @@ A picture is a path, a data URL, the URL of a named host, or the bytes of an Arr
 
 import base64
 import binascii
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +26,9 @@ from unisono.base.named_hosts import PORTS, FetchError, NamedHosts
 from unisono.base.text import one_line, redact
 from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data import (
+    BOX,
     PICTURE,
+    REF,
     Completion,
     Conversation,
     Example,
@@ -32,8 +36,10 @@ from unisono.trainer.data import (
     Message,
     PictureSource,
     RowError,
+    RowObjects,
     Turn,
 )
+from unisono.trainer.data.pictures.boxes import TAGS, read_objects
 
 TAG = "<image>"
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
@@ -64,6 +70,7 @@ class PictureColumns:
         inserts: whether pictures without a place belong at the beginning of the first user message.
         folders: where relative paths begin: the first one that has the file.
         hosts: from which pictures may be fetched.
+        objects: the column with boxes.
     """
 
     turns: Sequence[str]
@@ -72,6 +79,7 @@ class PictureColumns:
     inserts: bool
     folders: Sequence[Path]
     hosts: NamedHosts
+    objects: str | None = "objects"
 
     @classmethod
     def of(
@@ -98,7 +106,8 @@ class PictureColumns:
             return list(dict.fromkeys(column for column in columns if column is not None))
 
         contents = (content_tag,) if content_tag is not None else _CONTENTS
-        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders, hosts)
+        objects = renamed.get("objects", "objects")
+        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders, hosts, objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +118,13 @@ class RowPictures:
         value: its columns, with PICTURE in their texts.
         pictures: in the order of their places.
         inserted: whether they had no places.
+        objects: of the places BOX and REF in its texts.
     """
 
     value: Mapping[str, object]
     pictures: tuple[PictureSource, ...]
     inserted: bool = False
+    objects: RowObjects | None = None
 
 
 def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPictures:
@@ -123,21 +134,24 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         RowError: if places and pictures do not match, or a picture is none.
     """
     listed = [picture for name in columns.pictures for picture in _listed(row.get(name), name)]
-    reader = _RowReader(listed, columns)
+    objects = None if columns.objects is None else read_objects(row.get(columns.objects))
+    reader = _RowReader(listed, columns, objects)
     value = {name: part for name, part in row.items() if name not in columns.pictures}
     for name in columns.turns:
         if name in value:
             value[name] = reader.turns(value[name])
+    reader.check_objects()
     unplaced = listed[reader.used :]
     if not unplaced:
-        return RowPictures(value, tuple(reader.pictures))
+        return RowPictures(value, tuple(reader.pictures), objects=objects)
     if reader.pictures or not columns.inserts:
         count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
         raise RowError(
             f"it has {count}, and {reader.used or 'no'} place{'s' * (reader.used != 1)} for them",
             f"write {TAG} in the text where each picture belongs",
         )
-    return RowPictures(value, tuple(reader.picture_of(one) for one in unplaced), inserted=True)
+    pictures = tuple(reader.picture_of(one) for one in unplaced)
+    return RowPictures(value, pictures, inserted=True, objects=objects)
 
 
 def with_pictures(example: Example, row: RowPictures) -> Example:
@@ -157,7 +171,7 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
             example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
         texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
         _check_places(texts, row)
-        return replace(example, pictures=row.pictures)
+        return replace(example, pictures=row.pictures, objects=row.objects)
     if not isinstance(example, Conversation):
         raise RowError(
             "it has pictures, and rows of this format have no messages for them",
@@ -166,7 +180,7 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
     _check_places([(message["role"], message["content"]) for message in example.messages], row)
-    return replace(example, pictures=row.pictures)
+    return replace(example, pictures=row.pictures, objects=row.objects)
 
 
 def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
@@ -211,9 +225,11 @@ class _RowReader:
         used: how many of them are of a column.
     """
 
-    def __init__(self, listed: Sequence[object], columns: PictureColumns) -> None:
+    def __init__(self, listed: Sequence[object], columns: PictureColumns, objects: RowObjects | None) -> None:
         self.pictures: list[PictureSource] = []
         self.used = 0
+        self._objects = objects
+        self._tags: Counter[str] = Counter()
         self._listed = listed
         self._columns = columns
 
@@ -227,6 +243,25 @@ class _RowReader:
             return [self.turns(one) for one in value]
         return value
 
+    def check_objects(self) -> None:
+        """Compares the places of names and boxes with those of the column.
+
+        Raises:
+            RowError: if they differ, or there is no picture.
+        """
+        if self._objects is None:
+            return
+        listed = {"<ref-object>": len(self._objects.refs), "<bbox>": len(self._objects.boxes)}
+        for tag, number in listed.items():
+            if self._tags[tag] != number:
+                key = "ref" if tag == "<ref-object>" else "bbox"
+                raise RowError(
+                    f"it has {self._tags[tag]} × {tag}, and objects has {number} in {key}",
+                    "write one place for each",
+                )
+        if any(listed.values()) and not self._listed and not self.pictures:
+            raise RowError("it has names or boxes in the column objects, and no picture", "add the picture")
+
     def _message(self, message: Mapping[str, object]) -> Mapping[str, object]:
         marked = dict(message)
         for key in self._columns.contents:
@@ -238,14 +273,23 @@ class _RowReader:
         return marked
 
     def _text(self, text: str) -> str:
-        if PICTURE in text:
-            raise RowError(f"its text has the character U+{ord(PICTURE):04X}", "remove it")
+        text = self._plain(text)
         if not self._listed:  # then it is text
             return text
         pieces = text.split(TAG)
         for _ in pieces[1:]:
             self._take_listed()
         return PICTURE.join(pieces)
+
+    def _plain(self, text: str) -> str:
+        """The text with marks for names and boxes; it must have none before."""
+        mark = next((mark for mark in (PICTURE, BOX, REF) if mark in text), None)
+        if mark is not None:
+            raise RowError(f"its text has the character U+{ord(mark):04X}", "remove it")
+        for tag, mark in TAGS.items() if self._objects is not None else ():
+            self._tags[tag] += text.count(tag)
+            text = text.replace(tag, mark)
+        return text
 
     def _part(self, part: object) -> str:
         if isinstance(part, str):
@@ -257,9 +301,7 @@ class _RowReader:
         kept = {key: value for key, value in part.items() if value is not None}  # Arrow fills them in
         kind = str(kept.get("type", "text" if "text" in kept else "image" if "image" in kept else None))
         if kind in ("text", "input_text") and isinstance(kept.get("text"), str):
-            if PICTURE in kept["text"]:
-                raise RowError(f"its text has the character U+{ord(PICTURE):04X}", "remove it")
-            return str(kept["text"])
+            return self._plain(kept["text"])
         if kind not in ("image", "image_url", "input_image"):
             other = _OTHER_MEDIA.get(kind, f"a part of the type {one_line(kind, limit=20)}")
             raise RowError(f"it has {other}, and text and pictures can be trained on", "remove the row")
@@ -409,6 +451,11 @@ def _has_parts(value: object, contents: Sequence[str]) -> bool:
             if isinstance(content, list) and any(map(_is_medium, content)):
                 return True
     return False
+
+
+def has_objects(row: Mapping[str, object], columns: PictureColumns) -> bool:
+    """Whether a row may have boxes."""
+    return columns.objects is not None and isinstance(row.get(columns.objects), dict | str)
 
 
 def _is_medium(part: object) -> bool:

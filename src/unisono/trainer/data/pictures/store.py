@@ -168,6 +168,26 @@ class PictureStore:
         self._numbers[decoded.digest, size] = len(self.pictures) - 1
         return len(self.pictures) - 1
 
+    def size(self, source: PictureSource) -> Size:
+        """The size of a decoded picture in its file, upright.
+
+        Raises:
+            PictureError: if it cannot be used.
+        """
+        self.number(source)
+        decoded = self._decoded[_key(source)]
+        assert isinstance(decoded, Decoded), "else it has no number"
+        return decoded.width, decoded.height
+
+    def seen_size(self, source: PictureSource) -> Size:
+        """The size of a decoded picture as the model gets it.
+
+        Raises:
+            PictureError: if it cannot be used.
+        """
+        picture = self.pictures[self.number(source)]
+        return self.processor.seen_size((picture.width, picture.height))
+
     def expansion(self, number: int) -> str:
         """The text that takes the place of a picture."""
         return self.processor.expansion((self.pictures[number].width, self.pictures[number].height))
