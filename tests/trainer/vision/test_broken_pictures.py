@@ -120,12 +120,13 @@ def test_a_decoder_that_dies_takes_no_other_picture_with_it(tmp_path: Path) -> N
         (_row("a.png", text="<image> and <image>"), "more places"),
         (_row("a.png", "a.png", text="<image> alone"), "2 pictures, and 1 place"),
         (_row(text="<image> of nothing"), "has no picture"),
-        (_row("https://example.com/a.png"), "is a URL"),
+        (_row("https://example.com/a.png"), "example.com is not among the hosts of data.image_hosts"),
         (_row("data:image/png;base64,@@@"), "not valid base64"),
         (_row("data:image/png,raw"), "not base64"),
-        ({**_row("a.png"), "videos": ["a.mp4"]}, "a video in the column videos"),
+        ({**_row("a.png"), "videos": ["a.mp4"]}, "it has 1 video, and no places for them"),
+        ({**_row("a.png"), "audios": ["a.wav"]}, "a recording in the column audios"),
     ],
-    ids=["no-place", "one-too-few", "one-too-many", "none", "url", "base64", "raw", "video"],
+    ids=["no-place", "one-too-few", "one-too-many", "none", "url", "base64", "raw", "video", "recording"],
 )  # fmt: skip
 def test_places_and_pictures_must_match(
     gallery: Gallery, tmp_path: Path, row: Mapping[str, Any], why: str | None

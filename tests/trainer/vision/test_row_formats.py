@@ -209,7 +209,9 @@ def test_each_metadata_file_names_the_pictures_of_its_own_folder(gallery: Galler
 
 
 def test_rows_of_a_metadata_file_without_their_pictures(gallery: Gallery, folder: Path) -> None:
-    rows: list[Row] = [{"file_name": name, "question": FIRST, "answer": ANSWERS[0]} for name in ("a.png", "none.png")]
+    rows: list[Row] = [
+        {"file_name": name, "question": FIRST, "answer": ANSWERS[0]} for name in ("a.png", "none.png")
+    ]
     _write_metadata(folder, rows, "jsonl")
     with pytest.raises(DataError) as caught:
         _prepared(gallery, folder)

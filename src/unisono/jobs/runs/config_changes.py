@@ -139,6 +139,7 @@ RULES: dict[str, KeyRule] = {
     "data.check_template": _ROWS,
     "data.pixels": _ROWS,
     "data.media_dir": _ROWS,
+    "data.frames": _ROWS,
     "data.image_hosts": _ROWS,
     "data.boxes": _ROWS,
     "data.resolution": KeyRule("meaning", "pictures have other sizes"),

@@ -42,6 +42,7 @@ from unisono.trainer.config.sections import (
     DateText,
     DiffusionSection,
     DurationText,
+    FramesSection,
     HostText,
     NamesFile,
     NotNegative,
@@ -457,6 +458,9 @@ class DataSection(Section):
             "the directory where relative paths of pictures in rows begin; null: that of the file with the"
             " rows, else the working directory"
         ),
+    )
+    frames: FramesSection = Field(
+        default=FramesSection(), description="which frames of the videos in rows are used; each is a picture"
     )
     image_hosts: list[HostText] = Field(
         default=[],

@@ -531,6 +531,16 @@ class PixelsSection(Section):
     )
 
 
+class FramesSection(Section):
+    """Which frames of the videos in rows are used."""
+
+    fps: Positive | None = Field(
+        default=2.0,
+        description="frames of a second, of a video file; null: `max` of them, whatever its duration",
+    )
+    max: int = Field(default=16, ge=1, description="frames of a video, evenly over its duration")
+
+
 class PicturesSection(Section):
     """What differs for the pictures of one source: keys of `diffusion` and `data.resolution`, and
     some that only a source has.

@@ -398,7 +398,7 @@ class Ingest:
         self.usable = UsableRows()
         self.formats: list[str] = []
         self.not_rendered: dict[int, list[str]] = {}
-        self._with_control_tokens = self._with_inserted = 0
+        self._with_control_tokens = self._with_inserted = self._with_videos = 0
         self._picture_columns: PictureColumns | None = None
         self._folders: dict[str, Path] = {}
         self._data = data
@@ -476,6 +476,7 @@ class Ingest:
             inserts=inserts,
             folders=[folder.absolute() for folder in folders],
             hosts=row_hosts(self._data),
+            frames=None if self._encoder.pictures is None else self._encoder.pictures.videos,
         )
 
     def _limit_of(self, source: RowSource) -> int | None:
@@ -528,6 +529,12 @@ class Ingest:
             messages.append(
                 f"{self._with_inserted} rows have no place for their pictures (e.g. <image>), which are at the"
                 " beginning of the first message of the user, as in TRL"
+            )
+        if self._with_videos and self._encoder.pictures is not None:
+            name = type(self._encoder.pictures.processor.processor).__name__
+            messages.append(
+                f"{self._with_videos} rows with videos: {name} has no tokens for videos, so their frames are"
+                f" pictures, one after the other, at most {self._data.frames.max} of each (data.frames)"
             )
         if self._with_control_tokens:
             rows = self._with_control_tokens
@@ -635,6 +642,7 @@ class Ingest:
         taken = take_pictures(row.value, columns)
         example = self._encoder.read_row(name, taken.value, source.section)
         self._with_inserted += taken.inserted and not names_pictures(source)
+        self._with_videos += bool(taken.videos)
         return with_pictures(example, taken) if taken.pictures else example
 
     def _refuse_other_units(self, example: Example) -> None:

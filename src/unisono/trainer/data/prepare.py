@@ -143,13 +143,16 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
     """What decides the tokens of pictures, if the model reads them."""
     if processor is None:
         return {}
-    bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
-    hosts = {"data.image_hosts": sorted(config.data.image_hosts)} if config.data.image_hosts else {}
+    data = config.data
+    bounds, folder = data.pixels.model_dump(mode="json"), data.media_dir
+    frames = data.frames.model_dump(mode="json")
+    hosts = {"data.image_hosts": sorted(data.image_hosts)} if data.image_hosts else {}
     digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
     return {
         "data.pixels": bounds,
         "data.media_dir": folder,
-        "data.boxes": config.data.boxes,
+        "data.boxes": data.boxes,
+        "data.frames": frames,
         **hosts,
         **digests,
     }
@@ -405,8 +408,10 @@ def _build(
             config.data.pixels,
             cache_dir=directory.parent.parent,
             hosts=row_hosts(config.data),
+            frames=config.data.frames,
         )
-        build(make(pictures=store))
+        with contextlib.closing(store.videos):
+            build(make(pictures=store))
 
 
 def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
@@ -422,7 +427,7 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
 
 def _with_same_pictures(lookup: CacheLookup) -> CacheLookup:
     """The lookup; a miss if a picture is not the one that was prepared. Its table is removed."""
-    why = changed_picture(read_pictures(lookup.directory)) if lookup.hit else None
+    why = changed_picture(lookup.directory) if lookup.hit else None
     if why is None:
         return lookup
     shutil.rmtree(lookup.directory, ignore_errors=True)

@@ -117,7 +117,7 @@ _QWEN = _Form(
     lambda box: f"<|box_start|>{_points(box)}<|box_end|>",
     ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
 )
-_FORMS = {
+FORMS = {
     "Qwen2VLProcessor": _QWEN,
     "Qwen2_5_VLProcessor": replace(_QWEN, in_pixels=True),
     "Qwen3VLProcessor": _QWEN,
@@ -188,7 +188,7 @@ def _form_of(store: PictureStore, form: BoxForm) -> _Form:
     """
     processor = store.processor.processor
     names = [kind.__name__ for kind in type(processor).__mro__]
-    known = next((_FORMS[name] for name in names if name in _FORMS), None)
+    known = next((FORMS[name] for name in names if name in FORMS), None)
     if known is None:
         name = next(name for name in names if name.endswith("Processor"))
         raise RowError(

@@ -21,12 +21,13 @@ from unisono.base.errors import IntegrityError
 from unisono.base.files import read_json, write_json
 from unisono.base.named_hosts import NamedHosts
 from unisono.base.text import one_line
-from unisono.trainer.config.sections import PixelsSection
+from unisono.trainer.config.sections import FramesSection, PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.pictures.decoder import Broken, Decoded, decode_all
 from unisono.trainer.data.pictures.decoding import BadPictureError, decoding, read_picture_file, upright_rgb
 from unisono.trainer.data.pictures.kept_bytes import KeptBytes, fetch_all
 from unisono.trainer.data.pictures.processor import PictureProcessor, Size, fitted_size
+from unisono.trainer.data.pictures.videos import VideoOrigin, VideoReader
 
 LIST_FILE = "pictures.json"
 
@@ -86,17 +87,27 @@ class PictureStore:
     Attributes:
         processor: of the model.
         pictures: so far.
+        videos: samples their frames.
     """
 
     def __init__(
-        self, processor: PictureProcessor, pixels: PixelsSection, *, cache_dir: Path, hosts: NamedHosts
+        self,
+        processor: PictureProcessor,
+        pixels: PixelsSection,
+        *,
+        cache_dir: Path,
+        hosts: NamedHosts,
+        frames: FramesSection,
     ) -> None:
-        """Has no pictures yet; those with URLs are fetched from `hosts`."""
+        """Has no pictures yet; those with URLs are fetched from `hosts`, and `frames` of videos are
+        pictures.
+        """
         self.processor = processor
         self.pictures: list[TablePicture] = []
         self._pixels = pixels
         self._kept = KeptBytes(cache_dir / "pictures")
         self._hosts = hosts
+        self.videos = VideoReader(frames, self._kept, processor)
         self._decoded: dict[str, Decoded | Broken] = {}
         self._files: dict[str, str] = {}  # of those that were fetched
         self._numbers: dict[tuple[str, Size], int] = {}
@@ -200,7 +211,8 @@ class PictureStore:
     def write(self, directory: Path) -> None:
         """Writes pictures.json of a table."""
         pictures = [asdict(one) for one in self.pictures]
-        body = {"schema": 1, "image_ids": list(self.processor.image_ids), "pictures": pictures}
+        body: dict[str, object] = {"schema": 1, "image_ids": list(self.processor.image_ids)}
+        body |= {"pictures": pictures, "videos": [asdict(one) for one in self.videos.origins.values()]}
         write_json(directory / LIST_FILE, body)
 
 
@@ -251,11 +263,17 @@ def read_image_ids(table: Path) -> list[int]:
     return ids
 
 
-def changed_picture(pictures: Sequence[TablePicture]) -> str | None:
-    """Why the first picture is not the one that was prepared; None if all are.
+def changed_picture(table: Path) -> str | None:
+    """Why the first picture of a table, or the first video with frames in it, is not the one that
+    was prepared; None if all are.
 
     Of a file whose size and time are the same the contents are not read again.
     """
+    pictures = read_pictures(table)
+    videos = read_json(table / LIST_FILE).get("videos", []) if pictures else []
+    for video in (VideoOrigin(**entry) for entry in videos):
+        if not video.is_same:
+            return f"the video {video.name} has changed"
     for picture in pictures:
         try:
             status = Path(picture.file).stat()
