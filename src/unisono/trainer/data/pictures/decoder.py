@@ -119,8 +119,7 @@ class DecoderProcess:
         except OSError:
             line = b""
         if not line:
-            self._process = None
-            code = process.wait()
+            code = self._ended(process)
             how = f"took more than {CPU_S:g} s of CPU time" if code == -24 else f"ended its process ({code})"
             return Broken(f"decoding it {how}")
         answer: dict[str, Any] = json.loads(line)
@@ -133,13 +132,17 @@ class DecoderProcess:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is None:
-            return
-        stdin, stdout = _pipes(self._process)
-        with contextlib.suppress(OSError):
-            stdin.close()  # it ends with its input
+        if self._process is not None:
+            self._ended(self._process)
+
+    def _ended(self, process: "subprocess.Popen[bytes]") -> int:
+        """The exit code of a process, which ends with its input."""
+        self._process = None
+        stdin, stdout = _pipes(process)
+        with contextlib.suppress(OSError):  # it has ended already
+            stdin.close()
         stdout.close()
-        self._process.wait()
+        return process.wait()
 
 
 def _pipes(process: "subprocess.Popen[bytes]") -> tuple[IO[bytes], IO[bytes]]:
