@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.trainer.vision.conftest import Gallery
 from unisono.base.errors import DataError
+from unisono.trainer.data.pictures.boxes import FORMS
 from unisono.trainer.data.token_table import TokenTable
 
 pytestmark = pytest.mark.processes  # pictures are decoded in them
@@ -123,6 +124,23 @@ def test_shares_the_picture_of_a_box_and_lists_of_numbers(gallery: Gallery, fold
     objects = {"ref": ["sheep"], "bbox": [[0.1, 0.2, 0.3, 0.4], [0.5, 0.5, 1, 1]], "bbox_type": "norm1"}
     seen = _text(gallery, folder, model, _row(*turns, images=images, objects=objects), boxes="list")
     assert '[{"bbox_2d": [100, 200, 300, 400]}, {"bbox_2d": [500, 500, 1000, 1000]}]' in seen
+
+
+def test_rows_of_a_template_of_llamafactory_have_the_same_boxes(gallery: Gallery, folder: Path) -> None:
+    model = _model(gallery, folder, "qwen3_vl")
+    row = _row(*_SEEN, images=["dog.png"], objects=_OBJECTS)
+
+    text = _text(gallery, folder, model, row, template="lf:qwen3_vl_nothink")
+
+    assert "<|object_ref_start|>a dog<|object_ref_end|><|box_start|>(221,423),(569,886)<|box_end|>" in text
+
+
+def test_the_form_of_internvl_is_that_of_ms_swift() -> None:
+    form = FORMS["InternVLProcessor"]
+
+    assert form.ref.format("sheep") == "<ref>sheep</ref>"
+    assert form.box([101, 201, 150, 266]) == "<box>[[101, 201, 150, 266]]</box>"
+    assert not form.in_pixels
 
 
 _BAD: dict[str, tuple[dict[str, Any], str]] = {

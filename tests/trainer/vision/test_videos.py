@@ -98,7 +98,7 @@ def test_a_video_is_its_sampled_frames_as_pictures(gallery: Gallery, folder: Pat
     assert wanted[1] == [0, 60, 140, 220]
     assert plan.data.ledger["pictures"] == 4
     (warning,) = [line for line in plan.data.warnings if "with videos" in line]
-    assert warning.startswith("1 rows with videos: LlavaProcessor has no tokens for videos")
+    assert warning.startswith("rows with videos: 1; LlavaProcessor has no tokens for videos")
 
 
 def test_frames_of_a_second_are_those_of_llamafactory(gallery: Gallery, folder: Path) -> None:
@@ -121,6 +121,16 @@ def test_a_run_trains_on_pictures_and_videos_and_never_cuts_one(gallery: Gallery
     with pytest.raises(DataError) as caught:
         _plan(gallery, folder, row, frames={"fps": None, "max": 2}, max_length=40, too_long="cut")
     assert "a picture is never cut" in caught.value.problems[0].why
+
+
+def test_rows_of_a_template_of_llamafactory_have_the_same_frames(gallery: Gallery, folder: Path) -> None:
+    plan = _plan(gallery, folder, _row(["film.gif"]), template="lf:llava", frames={"max": 2})
+
+    ids, brightness = _seen(plan)
+    assert brightness == [0, 220]
+    assert plan.data.ledger["pictures"] == 2
+    mark = max(set(ids), key=ids.count)
+    assert ids.count(mark) == 2 * 16  # tokens of each picture
 
 
 @pytest.mark.parametrize("family", ["idefics3", "gemma3"])

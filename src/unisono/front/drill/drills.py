@@ -259,7 +259,7 @@ DRILLS: tuple[Drill, ...] = (
     _picture_drill("picture_removed", "a picture of a row is removed", PictureRemoved),
     _picture_drill("picture_truncated", "a picture of a row is truncated", PictureTruncated),
     _picture_drill(
-        "picture_replaced", "a picture of a row is replaced by one of another size", PictureReplaced
+        "picture_replaced", "a picture of a row is replaced by one of a different size", PictureReplaced
     ),
     Drill(
         "disk_full",

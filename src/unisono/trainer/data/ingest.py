@@ -533,7 +533,7 @@ class Ingest:
         if self._with_videos and self._encoder.pictures is not None:
             name = type(self._encoder.pictures.processor.processor).__name__
             messages.append(
-                f"{self._with_videos} rows with videos: {name} has no tokens for videos, so their frames are"
+                f"rows with videos: {self._with_videos}; {name} has no tokens for videos, so their frames are"
                 f" pictures, one after the other, at most {self._data.frames.max} of each (data.frames)"
             )
         if self._with_control_tokens:
