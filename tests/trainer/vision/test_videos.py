@@ -4,6 +4,7 @@ Run: pytest tests/trainer/vision/test_videos.py
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": (_row(["empty"]), "the directory has no .png"),
     "text": (_row(["text.mp4"]), "it is not a GIF, WebP, MP4, MOV, MKV, WebM or AVI video"),
     "playlist": (_row(["list.m3u8"]), "it is not a GIF, WebP, MP4"),
+    "pipe": (_row(["pipe.gif"]), "the video pipe.gif cannot be used"),
     "truncated": (_row(["half.gif"]), "the video half.gif cannot be used: it is truncated or damaged"),
     "one too many": (_row(["film.gif"], "what?", "it"), "it has 1 video, and no places for them"),
     "places": (_row(["film.gif"], "<video><video>?", "it"), "it has 1 video, and more places for them"),
@@ -179,6 +181,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_broken_video_makes_its_row_bad(gallery: Gallery, folder: Path, name: str) -> None:
     (folder / "empty").mkdir(exist_ok=True)
     (folder / "text.mp4").write_text("no video")
+    if not (folder / "pipe.gif").exists():
+        os.mkfifo(folder / "pipe.gif")  # nothing may wait for a writer
     (folder / "list.m3u8").write_text("#EXTM3U\nfile:///etc/passwd\n")
     data = (folder / "film.gif").read_bytes()
     (folder / "half.gif").write_bytes(data[: len(data) // 2])

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from unisono.base.files import open_plain
 from unisono.base.text import one_line
 from unisono.trainer.data.pictures.decoding import MOST_PIXELS, BadPictureError, upright_rgb
 from unisono.trainer.data.pictures.kept_bytes import KeptBytes
@@ -53,7 +54,7 @@ def keep_frames(request: FrameRequest) -> list[Path]:
     kept = KeptBytes(Path(request.directory))
     path = Path(request.path)
     try:
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             head = stream.read(16)
         frames = _animated(path, request) if _is_animation(head) else _filmed(path, head, request)
         return [kept.keep(_png(frame)) for frame in frames]
@@ -97,7 +98,7 @@ def _animated(path: Path, request: FrameRequest) -> Iterator[Any]:
     from PIL import Image
 
     try:
-        with Image.open(path, formats=("GIF", "WEBP")) as image:
+        with open_plain(path) as file, Image.open(file, formats=("GIF", "WEBP")) as image:
             animation: Any = image  # a still picture has one frame
             total = int(getattr(animation, "n_frames", 1))
             _refuse_large(animation.width, animation.height, total)
@@ -144,7 +145,7 @@ def _length(path: Path, container: str) -> tuple[int, float | None]:
     """
     import av
 
-    with path.open("rb") as file, av.open(file, format=container) as opened:
+    with open_plain(path) as file, av.open(file, format=container) as opened:
         if not opened.streams.video:
             raise BadPictureError("it has no pictures, only sound")
         stream = opened.streams.video[0]
@@ -168,7 +169,7 @@ def _decoded(path: Path, container: str, numbers: Sequence[int]) -> Iterator[Any
     import av
 
     chosen = set(numbers)
-    with path.open("rb") as file, av.open(file, format=container) as opened:
+    with open_plain(path) as file, av.open(file, format=container) as opened:
         for number, frame in enumerate(opened.decode(opened.streams.video[0])):
             if number in chosen:
                 image = frame.to_image()
