@@ -43,6 +43,8 @@ from unisono.trainer.config.sections import (
     DateText,
     DiffusionSection,
     DurationText,
+    FramesSection,
+    HostText,
     NamesFile,
     NotNegative,
     Objective,
@@ -285,7 +287,7 @@ COLUMN_NAMES = (
         "text",
     ),
     *("system", "tools", "functions", "chosen", "rejected", "label"),
-    *("images", "image", "videos", "video", "audios", "audio"),
+    *("images", "image", "objects", "videos", "video", "audios", "audio"),
 )
 """Our names of columns; the last ones only to be switched off."""
 
@@ -464,6 +466,24 @@ class DataSection(Section):
             "host memory of a node in which pictures of rows are kept: their pixels, or their features if the"
             " vision part is not trained; null: a quarter of what is available for features, 256 MiB per rank"
             " for pixels"
+        ),
+    )
+    frames: FramesSection = Field(
+        default=FramesSection(), description="which frames of the videos in rows are used; each is a picture"
+    )
+    image_hosts: list[HostText] = Field(
+        default=[],
+        description=(
+            "hosts from which pictures that rows name by their http and https URLs are fetched, once; `HOST:PORT`"
+            " for other ports than 80 and 443; empty: such rows are bad"
+        ),
+    )
+    boxes: Literal["tokens", "list"] = Field(
+        default="tokens",
+        description=(
+            "how boxes of the column `objects` (ms-swift) are written. tokens: with those of the model's family,"
+            " e.g. `<|box_start|>(x1,y1),(x2,y2)<|box_end|>`; list: `[x1, y1, x2, y2]`, as in ms-swift with"
+            " `QWENVL_BBOX_FORMAT=new`"
         ),
     )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")

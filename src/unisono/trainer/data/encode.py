@@ -52,7 +52,7 @@ from unisono.trainer.data.text_encoder import TextEncoder, Tokens
 from unisono.trainer.data.thoughts import has_keys, placed, stripped
 from unisono.trainer.data.token_table import Encoded, EncodedUnit, share_of
 
-ENCODER_VERSION = 5
+ENCODER_VERSION = 6
 """Part of the cache's key: incremented whenever the same rows could give different tokens or a
 different loss mask.
 """

@@ -45,6 +45,7 @@ from unisono.trainer.config.sections import GRPO, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
+from unisono.trainer.data.pictures.row_pictures import row_hosts
 from unisono.trainer.data.pictures.store import PictureStore, changed_picture, read_pictures
 from unisono.trainer.data.sources import RowSource, find_sources
 from unisono.trainer.data.token_table import TokenTable
@@ -142,9 +143,19 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
     """What decides the tokens of pictures, if the model reads them."""
     if processor is None:
         return {}
-    bounds, folder = config.data.pixels.model_dump(mode="json"), config.data.media_dir
+    data = config.data
+    bounds, folder = data.pixels.model_dump(mode="json"), data.media_dir
+    frames = data.frames.model_dump(mode="json")
+    hosts = {"data.image_hosts": sorted(data.image_hosts)} if data.image_hosts else {}
     digests = {f"the processor's {name}": value for name, value in processor_digests(processor).items()}
-    return {"data.pixels": bounds, "data.media_dir": folder, **digests}
+    return {
+        "data.pixels": bounds,
+        "data.media_dir": folder,
+        "data.boxes": data.boxes,
+        "data.frames": frames,
+        **hosts,
+        **digests,
+    }
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
@@ -392,8 +403,15 @@ def _build(
         loaded = PictureProcessor(processor, trust_remote_code=config.model.trust_remote_code)
         for file in directory.iterdir():
             file.unlink()
-        store = PictureStore(loaded, config.data.pixels, cache_dir=directory.parent.parent)
-        build(make(pictures=store))
+        store = PictureStore(
+            loaded,
+            config.data.pixels,
+            cache_dir=directory.parent.parent,
+            hosts=row_hosts(config.data),
+            frames=config.data.frames,
+        )
+        with contextlib.closing(store.videos):
+            build(make(pictures=store))
 
 
 def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
@@ -409,7 +427,7 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
 
 def _with_same_pictures(lookup: CacheLookup) -> CacheLookup:
     """The lookup; a miss if a picture is not the one that was prepared. Its table is removed."""
-    why = changed_picture(read_pictures(lookup.directory)) if lookup.hit else None
+    why = changed_picture(lookup.directory) if lookup.hit else None
     if why is None:
         return lookup
     shutil.rmtree(lookup.directory, ignore_errors=True)
