@@ -184,13 +184,3 @@ def test_the_model_of_a_run_without_pictures_is_as_before(gallery: Gallery, fold
     assert not plan.model.reads_pictures
     assert plan.data.pictures is None
     assert "pictures" not in plan.data.ledger
-
-
-@pytest.mark.parametrize(("objective", "why"), [("dpo", "objective dpo trains on text only")])
-def test_other_objectives_refuse_pictures(gallery: Gallery, folder: Path, objective: str, why: str) -> None:
-    row = {"prompt": FIRST, "chosen": "yes", "rejected": "no", "images": ["a.png"]}
-
-    with pytest.raises(DataError) as caught:
-        gallery.plan("llava", objective=objective, data={"train": str(_written(folder, row))})
-
-    assert why in caught.value.problems[0].why

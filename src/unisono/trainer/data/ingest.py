@@ -460,7 +460,7 @@ class Ingest:
         named = section.media_dir or self._data.media_dir
         folders = [expand(named)] if named else [*dict.fromkeys(f.path.parent for f in source.files), Path()]
         tag = None if section.tags is None else section.tags.content_tag
-        inserts = section.tags is None and name in ("messages", "prompt-completion")
+        inserts = section.tags is None and name in ("messages", "prompt-completion", "preference")
         return PictureColumns.of(
             section.columns,
             content_tag=tag,
@@ -714,13 +714,13 @@ def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLon
     Raises:
         RowError: then.
     """
-    row = unit.sides[0]
-    if not row.pictures or len(row.ids) <= max_length or too_long in ("error", "drop"):
+    longest = max(len(side.ids) for side in _decisive(unit))
+    if not unit.sides[0].pictures or longest <= max_length or too_long in ("error", "drop"):
         return
-    if too_long == "cut" and row.pictures_end <= max_length:
+    if too_long == "cut" and unit.sides[0].pictures_end <= max_length:
         return
     raise RowError(
-        f"it has {len(row.ids)} tokens, max_length is {max_length}, and a picture is never cut",
+        f"it has {longest} tokens, max_length is {max_length}, and a picture is never cut",
         "raise data.max_length, lower data.pixels.max, or set data.too_long: drop",
     )
 

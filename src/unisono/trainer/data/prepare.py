@@ -41,7 +41,7 @@ from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_j
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig, sources_of
-from unisono.trainer.config.sections import GRPO, lf_name, rows_of
+from unisono.trainer.config.sections import GRPO, WITH_PICTURES, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
@@ -400,7 +400,7 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
     """Why rows with pictures are refused; "" if they are not."""
     if processor is None:
         return "this model reads text only"
-    if config.objective != "sft":
+    if config.objective not in WITH_PICTURES:
         return f"objective {config.objective} trains on text only"
     if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
         return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"

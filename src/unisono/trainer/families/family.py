@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # tasks without torch use `Files` and `Preparation`
     import torch
 
     from unisono.trainer.checkpoint.manifest import FileEntry
-    from unisono.trainer.model.forward import Forward
+    from unisono.trainer.model.forward import Forward, PictureProbe
     from unisono.trainer.model.load import LoadedModel
     from unisono.trainer.model.result_outputs import ResultOutputs
 
@@ -123,6 +123,9 @@ class ContentsLoader(Protocol):
     def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> Any:
         """Those of rows in an evaluation, the same in each."""
 
+    def unpredicted(self, numbers: Sequence[int], /) -> int:
+        """How many tokens of some rows stand for contents; no loss counts them."""
+
 
 class Sampler(Protocol):
     """Draws sample pictures with the model that is being trained."""
@@ -157,6 +160,11 @@ class Training(Protocol):
         self, plan: RunPlan, loaded: "LoadedModel", root: "torch.nn.Module | None"
     ) -> "Forward":
         """The forward of a run; `root` is the model whose weights are sharded."""
+
+    def probe(self, plan: RunPlan, device: "torch.device") -> "PictureProbe | None":
+        """Rows with pictures on which implementations of a forward are compared; None without
+        any.
+        """
 
     def open_contents(
         self, plan: RunPlan, forward: "Forward", device: "torch.device", *, draws: bool

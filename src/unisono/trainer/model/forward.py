@@ -378,8 +378,19 @@ class Forward:
         """What gives the hidden states of rows: the decoder; for pictures the module around it and
         the vision part.
         """
+        pictures = self._pictures_of(rows)
+        return self._body if pictures is None else _seeing(self._seer, pictures)
+
+    def _pictures_of(self, rows: Rows) -> PictureInputs | None:
+        """The pictures of rows; in full if features of them are kept of a different model."""
         pictures = rows.pictures
-        return self._body if pictures is None else _seeing(with_vision(self.loaded.base), pictures)
+        if pictures is None or pictures.kept is None or pictures.kept.vision.module is self._seer:
+            return pictures
+        return pictures.in_full()
+
+    @cached_property
+    def _seer(self) -> Any:
+        return with_vision(self.loaded.base)
 
     @cached_property
     def _body(self) -> Any:
@@ -398,8 +409,8 @@ class Forward:
 
     def _whole(self, rows: Rows) -> Callable[..., Any]:
         """What gives the logits of rows."""
-        base = self.loaded.base
-        return base if rows.pictures is None else _seeing(base, rows.pictures)
+        base, pictures = self.loaded.base, self._pictures_of(rows)
+        return base if pictures is None else _seeing(base, pictures)
 
     def _merged(self, rows: Rows) -> Merged | None:
         """Which tokens are computed; None for all."""

@@ -29,6 +29,7 @@ from unisono.trainer.data import (
     Exchange,
     Message,
     PictureSource,
+    Preference,
     RowError,
     Turn,
 )
@@ -36,6 +37,8 @@ from unisono.trainer.data import (
 TAG = "<image>"
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
 """Columns with text, in the order of a conversation."""
+_SIDES = ("chosen", "rejected")
+"""Columns with answers to the same prompt, which they may repeat with its pictures."""
 _CONTENTS = ("content", "value")
 _OTHER_MEDIA = {
     "video": "a video",
@@ -52,6 +55,7 @@ class PictureColumns:
 
     Attributes:
         turns: columns with text, in the order of a conversation.
+        sides: columns with text of which each continues these.
         pictures: columns with pictures.
         contents: keys of a message that hold its text.
         inserts: whether pictures without a place belong at the beginning of the first user message.
@@ -59,6 +63,7 @@ class PictureColumns:
     """
 
     turns: Sequence[str]
+    sides: Sequence[str]
     pictures: Sequence[str]
     contents: Sequence[str]
     inserts: bool
@@ -87,7 +92,7 @@ class PictureColumns:
             return list(dict.fromkeys(column for column in columns if column is not None))
 
         contents = (content_tag,) if content_tag is not None else _CONTENTS
-        return cls(named(_TURNS), named(("images", "image")), contents, inserts, folders)
+        return cls(named(_TURNS), named(_SIDES), named(("images", "image")), contents, inserts, folders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,15 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
     for name in columns.turns:
         if name in value:
             value[name] = reader.turns(value[name])
+    sides = {name: reader.copy() for name in columns.sides if name in value}
+    for name, of_side in sides.items():
+        value[name] = of_side.turns(value[name])
+    if sides:
+        reader, *others = sides.values()
+        if any(other.pictures != reader.pictures for other in others):
+            raise RowError(
+                "chosen and rejected have different pictures", "write the same messages before both answers"
+            )
     unplaced = listed[reader.used :]
     if not unplaced:
         return RowPictures(value, tuple(reader.pictures))
@@ -135,18 +149,29 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     Raises:
         RowError: if it has no messages, or its own text has the mark.
     """
-    if isinstance(example, Completion):
-        turns: list[Message] = [
-            {"role": "user", "content": example.prompt},
-            {"role": "assistant", "content": example.completion},
-        ]
-        example = Conversation(turns)
+    if isinstance(example, Preference):
+        return replace(example, answers=[_conversation_with(answer, row) for answer in example.answers])
     if isinstance(example, Exchange):
         if row.inserted:
             example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
         texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
         _check_places(texts, row)
         return replace(example, pictures=row.pictures)
+    return _conversation_with(example, row)
+
+
+def _conversation_with(example: Example, row: RowPictures) -> Conversation:
+    """The messages of an example with the pictures of its row.
+
+    Raises:
+        RowError: if it has none, or its own text has the mark.
+    """
+    if isinstance(example, Completion):
+        turns: list[Message] = [
+            {"role": "user", "content": example.prompt},
+            {"role": "assistant", "content": example.completion},
+        ]
+        example = Conversation(turns)
     if not isinstance(example, Conversation):
         raise RowError(
             "it has pictures, and rows of this format have no messages for them",
@@ -205,6 +230,12 @@ class _RowReader:
         self.used = 0
         self._listed = listed
         self._columns = columns
+
+    def copy(self) -> "_RowReader":
+        """One that continues after the same places."""
+        copied = _RowReader(self._listed, self._columns)
+        copied.pictures, copied.used = list(self.pictures), self.used
+        return copied
 
     def turns(self, value: object) -> object:
         """The text, message, or list of messages with marks."""
@@ -376,7 +407,7 @@ def has_picture(row: Mapping[str, object], columns: PictureColumns) -> bool:
     """Whether a row may have one: a value in a column of pictures, or a part of a message."""
     if any(row.get(name) for name in columns.pictures):
         return True
-    return any(_has_parts(row.get(name), columns.contents) for name in columns.turns)
+    return any(_has_parts(row.get(name), columns.contents) for name in (*columns.turns, *columns.sides))
 
 
 def _has_parts(value: object, contents: Sequence[str]) -> bool:

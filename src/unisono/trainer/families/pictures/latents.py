@@ -328,6 +328,11 @@ class PictureLoader:
             ]
         )
 
+    def unpredicted(self, pictures: Sequence[int]) -> int:
+        """None: no token stands for a picture."""
+        del pictures
+        return 0
+
     def load_evaluation(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
         """The uses of evaluation pictures: each with several noises at timesteps that are spread
         evenly, and its caption as it is.

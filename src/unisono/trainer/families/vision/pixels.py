@@ -78,6 +78,10 @@ class PixelLoader:
         """Those of rows in an evaluation."""
         return self.load(numbers, seeds, [])
 
+    def unpredicted(self, numbers: Sequence[int], /) -> int:
+        """The tokens of some rows that stand for features."""
+        return sum(self._pictures[picture].features for row in numbers for picture in self._of_rows[row])
+
     def _tensors(self, number: int) -> Tensors:
         if number in self._kept:
             self._kept.move_to_end(number)
