@@ -21,7 +21,8 @@ from unisono.trainer.families.vision.sight import (
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.forward import Forward, PictureProbe
 from unisono.trainer.model.forward import choose_forward as choose_text_forward
-from unisono.trainer.model.load import LoadedModel, load_for_training
+from unisono.trainer.model.frozen_vision import reached_by_pictures
+from unisono.trainer.model.load import DTYPES, LoadedModel, load_for_training
 from unisono.trainer.model.result_logits import ResultLogits
 from unisono.trainer.plan import RunPlan
 
@@ -41,8 +42,8 @@ _SHARE = 0.25  # of the host memory that is available, for features of all ranks
 
 
 def load(plan: RunPlan, device: torch.device) -> LoadedModel:
-    """The model with its vision part, which is frozen."""
-    return load_for_training(
+    """The model with its vision part; of sharded weights it is known what pictures alone reach."""
+    loaded = load_for_training(
         plan.config,
         directory=Path(plan.model.directory),
         tokenizer_directory=locate_tokenizer(plan.config),
@@ -50,6 +51,12 @@ def load(plan: RunPlan, device: torch.device) -> LoadedModel:
         device=device,
         keeps_parts=True,
     )
+    if plan.mesh.shards_weights:
+        sample = {name: value.to(device) for name, value in _processor(plan).inputs(drawn()).items()}
+        enabled = plan.dtype != "float32"
+        with torch.autocast(device.type, dtype=DTYPES[plan.dtype], enabled=enabled):
+            loaded.of_pictures = reached_by_pictures(loaded.base, loaded.trainable, sample)
+    return loaded
 
 
 def choose_forward(plan: RunPlan, loaded: LoadedModel, root: torch.nn.Module | None) -> Forward:
