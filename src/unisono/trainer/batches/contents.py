@@ -72,10 +72,6 @@ class TableContents:
         positions = int(self.table.row_lengths()[list(units)].sum())
         return ContentsMicro(**vars(micro), contents=contents, positions=positions)
 
-    def unpredicted(self, units: Sequence[int]) -> int:
-        """The tokens on the first side of some units that stand for contents."""
-        return self.loader.unpredicted(self.table.columns["stored"][list(units)].tolist())
-
     def first(self, limit: int) -> list[int]:
         """The numbers of the first rows, as the loader counts them."""
         numbers: list[int] = self.table.columns["stored"][:limit].tolist()

@@ -117,7 +117,8 @@ class TableRows:
         if table.sides > 1:
             units = self.units_of(sequences)
             tokens = sum(len(table.row(unit)[0]) for unit in units)
-            unpredicted = 0 if self.contents is None else self.contents.unpredicted(units)
+            ids = () if self.contents is None else self.contents.loader.feature_ids
+            unpredicted = sum(int(np.isin(table.row(unit)[0], ids).sum()) for unit in units) if ids else 0
         return Counts(
             units=int((table.sequence_ends[chosen + 1] - table.sequence_ends[chosen]).sum()),
             loss_tokens=int(table.sequence_loss_tokens()[chosen].sum()),

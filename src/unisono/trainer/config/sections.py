@@ -266,7 +266,7 @@ RATINGS = ("kto",)
 PREFERENCE = (*PAIRS, *RATINGS)
 """All objectives of preference rows."""
 
-WITH_PICTURES = ("sft", "dpo", "kto", "orpo", "simpo")
+WITH_PICTURES = ("sft", "dpo", "kto", "orpo", "simpo", GRPO)
 """Objectives whose rows may have pictures."""
 
 USED: dict[str, tuple[str, ...]] = {

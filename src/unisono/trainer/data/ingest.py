@@ -41,6 +41,7 @@ from unisono.trainer.data.pictures.row_pictures import (
     with_pictures,
 )
 from unisono.trainer.data.pictures.store import PictureError, TablePicture
+from unisono.trainer.data.prompt_rows import prompt_turns
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
 from unisono.trainer.data.source_format import (
@@ -286,6 +287,8 @@ _BATCH = 512  # rows that go through the tokenizer together
 _RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
+_INSERTS: tuple[FormatName, ...] = ("messages", "prompt-completion", "preference", "prompt")
+"""Formats of rows whose pictures may have no place, as in TRL."""
 
 
 def _numbers() -> "array[int]":
@@ -460,7 +463,7 @@ class Ingest:
         named = section.media_dir or self._data.media_dir
         folders = [expand(named)] if named else [*dict.fromkeys(f.path.parent for f in source.files), Path()]
         tag = None if section.tags is None else section.tags.content_tag
-        inserts = section.tags is None and name in ("messages", "prompt-completion", "preference")
+        inserts = section.tags is None and name in _INSERTS
         return PictureColumns.of(
             section.columns,
             content_tag=tag,
@@ -591,11 +594,14 @@ class Ingest:
             PicturesFound: if it has some, and the encoder reads none.
             RowError: if it cannot be read.
         """
-        if self._picture_columns is not None and self._encoder.pictures is None:
-            if has_picture(value, self._picture_columns):
+        columns = self._picture_columns
+        if columns is not None and name == "prompt":  # its other columns are for rewards
+            columns = replace(columns, turns=prompt_turns(value, source.section.columns), sides=())
+        if columns is not None and self._encoder.pictures is None:
+            if has_picture(value, columns):
                 raise PicturesFound
-        elif self._picture_columns is not None:
-            return self._with_pictures(name, value, source, self._picture_columns)
+        elif columns is not None:
+            return self._with_pictures(name, value, source, columns)
         return self._encoder.read_row(name, value, source.section)
 
     def _with_pictures(

@@ -402,6 +402,10 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
         return "this model reads text only"
     if config.objective not in WITH_PICTURES:
         return f"objective {config.objective} trains on text only"
+    if config.objective == GRPO and config.rollout.engine == "vllm":
+        return "rollout.engine: vllm gets prompts of text"
+    if config.objective == GRPO and config.rollout.environment is not None:
+        return "conversations in rollout.environment are of text"
     if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
         return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
     return ""

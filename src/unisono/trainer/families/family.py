@@ -111,6 +111,10 @@ class ContentsLoader(Protocol):
     tokens, both splits together.
     """
 
+    @property
+    def feature_ids(self) -> Sequence[int]:
+        """The tokens of which each stands for a part of contents; no loss counts them."""
+
     def load(self, numbers: Sequence[int], seeds: Sequence[int], steps: Sequence[int], /) -> Any:
         """The contents of some rows in training, ready for a forward.
 
@@ -122,9 +126,6 @@ class ContentsLoader(Protocol):
 
     def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> Any:
         """Those of rows in an evaluation, the same in each."""
-
-    def unpredicted(self, numbers: Sequence[int], /) -> int:
-        """How many tokens of some rows stand for contents; no loss counts them."""
 
 
 class Sampler(Protocol):

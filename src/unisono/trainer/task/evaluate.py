@@ -61,7 +61,7 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if data.pictures is not None and opened.processor is None:
         opened = open_requested(request.model, report, answers=False, sees=True)
-    of_table = _rows_of(opened, data, table)
+    of_table = table_rows(opened, data, table)
     if config.objective in PREFERENCE:
         figures, rows = preference_figures(opened, config, of_table, sequences, report, each=request.each)
     else:
@@ -93,7 +93,7 @@ def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[Dat
     return data, TokenTable.open(Path(data.cache_dir), "train")
 
 
-def _rows_of(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
+def table_rows(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
     """The rows of a table, with their pictures."""
     rows = TableRows(table, opened.device)
     if data.pictures is not None:

@@ -23,18 +23,19 @@ from urllib.parse import unquote, urlsplit
 from unisono.base.text import one_line
 from unisono.trainer.data import (
     PICTURE,
+    PICTURE_TAG,
     Completion,
     Conversation,
     Example,
     Exchange,
     Message,
+    OpenPrompt,
     PictureSource,
     Preference,
     RowError,
     Turn,
 )
 
-TAG = "<image>"
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
 """Columns with text, in the order of a conversation."""
 _SIDES = ("chosen", "rejected")
@@ -138,7 +139,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
         raise RowError(
             f"it has {count}, and {reader.used or 'no'} place{'s' * (reader.used != 1)} for them",
-            f"write {TAG} in the text where each picture belongs",
+            f"write {PICTURE_TAG} in the text where each picture belongs",
         )
     return RowPictures(value, tuple(reader.picture_of(one) for one in unplaced), inserted=True)
 
@@ -151,6 +152,12 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     """
     if isinstance(example, Preference):
         return replace(example, answers=[_conversation_with(answer, row) for answer in example.answers])
+    if isinstance(example, OpenPrompt):
+        prompt, count = example.prompt, len(row.pictures)
+        if row.inserted:
+            prompt = PICTURE * count + prompt if isinstance(prompt, str) else _with_first(prompt, count)
+        _check_places([("user", prompt)] if isinstance(prompt, str) else _texts_of(prompt), row)
+        return replace(example, prompt=prompt, pictures=row.pictures)
     if isinstance(example, Exchange):
         if row.inserted:
             example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
@@ -179,8 +186,13 @@ def _conversation_with(example: Example, row: RowPictures) -> Conversation:
         )
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
-    _check_places([(message["role"], message["content"]) for message in example.messages], row)
+    _check_places(_texts_of(example.messages), row)
     return replace(example, pictures=row.pictures)
+
+
+def _texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Roles and contents."""
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
@@ -194,11 +206,11 @@ def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
     if len(roles) != len(row.pictures):
         raise RowError(
             f"of its {len(row.pictures)} pictures {len(roles)} have a place in messages that are read",
-            f"write {TAG} in the text of messages",
+            f"write {PICTURE_TAG} in the text of messages",
         )
     if "assistant" in roles:
         raise RowError(
-            "a picture is in an answer, and models write text", f"move {TAG} to a message of the user"
+            "a picture is in an answer, and models write text", f"move {PICTURE_TAG} to a message of the user"
         )
 
 
@@ -206,7 +218,9 @@ def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
     """The messages with places at the beginning of the first one of the user."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise RowError("it has pictures, and no message of the user", f"write {TAG} where they belong")
+        raise RowError(
+            "it has pictures, and no message of the user", f"write {PICTURE_TAG} where they belong"
+        )
     marked: Message = messages[first] | {"content": PICTURE * count + messages[first]["content"]}
     return [*messages[:first], marked, *messages[first + 1 :]]
 
@@ -262,7 +276,7 @@ class _RowReader:
             raise RowError(f"its text has the character U+{ord(PICTURE):04X}", "remove it")
         if not self._listed:  # then it is text
             return text
-        pieces = text.split(TAG)
+        pieces = text.split(PICTURE_TAG)
         for _ in pieces[1:]:
             self._take_listed()
         return PICTURE.join(pieces)
@@ -301,7 +315,7 @@ class _RowReader:
             raise RowError(
                 f"it has {len(self._listed) or 'no'} picture{'s' * (len(self._listed) != 1)}, and more places"
                 " for them",
-                f"add the pictures to the column images, or remove {TAG}",
+                f"add the pictures to the column images, or remove {PICTURE_TAG}",
             )
         self.pictures.append(self.picture_of(self._listed[self.used]))
         self.used += 1

@@ -293,7 +293,10 @@ class PictureLoader:
 
     Attributes:
         timesteps: number of timesteps of the noise schedule.
+        feature_ids: none: no token stands for a part of a picture.
     """
+
+    feature_ids: Sequence[int] = ()
 
     def __init__(
         self,
@@ -327,11 +330,6 @@ class PictureLoader:
                 for i, seed, step in zip(pictures, seeds, steps, strict=True)
             ]
         )
-
-    def unpredicted(self, pictures: Sequence[int]) -> int:
-        """None: no token stands for a picture."""
-        del pictures
-        return 0
 
     def load_evaluation(self, pictures: Sequence[int], seeds: Sequence[int]) -> PictureBatch:
         """The uses of evaluation pictures: each with several noises at timesteps that are spread

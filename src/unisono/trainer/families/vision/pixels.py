@@ -49,6 +49,11 @@ class PixelLoader:
         self._kept: OrderedDict[int, Tensors] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def feature_ids(self) -> Sequence[int]:
+        """The tokens of which each stands for a feature."""
+        return self.processor.image_ids
+
     def pictures_of(self, row: int) -> list[int]:
         """The numbers of the pictures of a row, as in the file of tokens."""
         return self._of_rows[row]
@@ -77,10 +82,6 @@ class PixelLoader:
     def load_evaluation(self, numbers: Sequence[int], seeds: Sequence[int], /) -> PictureInputs | None:
         """Those of rows in an evaluation."""
         return self.load(numbers, seeds, [])
-
-    def unpredicted(self, numbers: Sequence[int], /) -> int:
-        """The tokens of some rows that stand for features."""
-        return sum(self._pictures[picture].features for row in numbers for picture in self._of_rows[row])
 
     def _tensors(self, number: int) -> Tensors:
         if number in self._kept:
