@@ -204,7 +204,7 @@ def test_prompts_of_rewards_have_pictures_too(gallery: Gallery, folder: Path, na
         "objective": "grpo", "rewards": ["exact"], "rollout": {"group": 2, "max_new_tokens": 5},
         "batch": {"global": 2, "micro": 1},
     }  # fmt: skip
-    file = _written(folder, _PROMPTS[name] | {"images": ["a.png"], "solution": "red"})
+    file = _written(folder, {**_PROMPTS[name], "images": ["a.png"], "solution": "red"})
 
     plan = gallery.plan("llava", data={"train": str(file), "packing": False}, **more)
 
@@ -216,7 +216,7 @@ def test_prompts_of_rewards_have_pictures_too(gallery: Gallery, folder: Path, na
     )
     assert processor.processor.tokenizer.decode(table.row(0)[0]) == wanted
     assert read_picture_numbers(Path(plan.data.cache_dir)) == [[0]]
-    record = table.record(0)
+    record: dict[str, Any] = table.record(0)
     assert record["columns"]["images"] == [str(folder / "a.png")]
     assert record["columns"]["solution"] == "red"
     assert "<image>" + FIRST in json.dumps(record["prompt"])
