@@ -83,3 +83,38 @@ def test_the_commands_of_the_page_work_one_after_the_other(folder: Path) -> None
     assert "answers compared  24" in measured
     _run(folder, "export", "runs/pictures", "OUT", "--merge")
     assert (folder / "OUT" / "processor_config.json").is_file()
+
+
+def test_a_file_of_prompts_has_pictures_as_rows_have_them(folder: Path) -> None:
+    parts = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "What is this?"}]
+    rows: list[dict[str, object]] = [
+        {"prompt": "What is this?", "images": ["pictures/1.png"]},
+        {"messages": [{"role": "user", "content": "<image>What is this?"}], "images": ["pictures/1.png"]},
+        {"messages": [{"role": "user", "content": parts}]},
+        {"prompt": "What is this?"},
+        {"prompt": "What is this?", "image": "pictures/2.png"},
+    ]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["generate", "model", "--file", "prompts.jsonl", "--max-tokens", "8", "--out", "answers.jsonl"]
+    _run(folder, *words)
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert answers[0]["prompt"][0]["content"] == "<image: pictures/1.png>What is this?"
+    assert answers[0]["answer"] == answers[1]["answer"] == answers[2]["answer"]
+    assert answers[3]["prompt"] == "What is this?"
+    alone = _run(
+        folder, "generate", "model", "What is this?", "--image", "pictures/1.png", "--max-tokens", "8"
+    )
+    assert answers[0]["answer"] in alone
+
+    rows[3] = {"prompt": "What is this?", "images": ["pictures/missing.png"]}
+    rows[4] = {"prompt": "<image> or <image>?", "images": ["pictures/1.png"]}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    refused = front_server.run(
+        [sys.executable, "-m", "unisono", *words[:-1], "new.jsonl"], cwd=folder, env=env
+    )
+    assert refused.returncode == 2, refused.stderr
+    assert "prompts.jsonl:4" in refused.stderr
+    assert "prompts.jsonl:5" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -66,12 +66,13 @@ def _vision(directory: Path, parts: Sequence[str], **settings: float) -> FrozenV
 def test_from_the_second_epoch_the_vision_part_is_not_run_and_no_bit_changes(
     gallery: Gallery, family: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, other, third = (gallery.plan(family, train_parts=parts, **_THREE_EPOCHS) for _ in range(3))
+    plan, third = (gallery.plan(family, train_parts=parts, **_THREE_EPOCHS) for _ in range(2))
+    little = {**_THREE_EPOCHS, "data": {"packing": False, "cache_bytes": "1 KB"}}
+    other = gallery.plan(family, train_parts=parts, **little)
     counts = _Counts(monkeypatch)
 
     kept = gallery.alone(plan)
     once = counts.times - 1  # and for the test of `of`
-    monkeypatch.setattr(vision_model, "_SHARE", 0)
     again = gallery.alone(other)
     monkeypatch.setattr(Forward, "frozen_vision", lambda *_: None)
     plain = gallery.alone(third)

@@ -306,12 +306,14 @@ class PromptAnswer:
     Attributes:
         pictures: of the prompt; None: it has none.
         stored: the row in the file of tokens, if it has pictures.
+        row: of the table.
     """
 
     prompt: list[int]
     answer: list[int]
     pictures: PictureInputs | None = None
     stored: int = -1
+    row: int = -1
 
 
 def question_of(table: TokenTable, row: int) -> PromptAnswer | None:
@@ -327,4 +329,4 @@ def question_of(table: TokenTable, row: int) -> PromptAnswer | None:
         start -= 1
     if start == 0 or start == end:
         return None
-    return PromptAnswer(ids[:start].tolist(), ids[start:end].tolist())
+    return PromptAnswer(ids[:start].tolist(), ids[start:end].tolist(), row=row)

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from unisono.base.text import Duration, nearest, one_line
+from unisono.trainer.config.answer_functions import MetricSection, function_contradictions, function_names
 from unisono.trainer.config.limits import refused_values
 from unisono.trainer.config.optimizers import OPTIMIZERS, optimizer_named
 from unisono.trainer.config.rollout_sections import (
@@ -66,7 +67,7 @@ from unisono.trainer.config.sections import (
     keys_of,
     lf_name,
 )
-from unisono.trainer.config.yaml_file import Takes
+from unisono.trainer.config.yaml_file import Takes, words_in
 
 _ROUNDING = 1e-6  # of a sum of probabilities, which people write with few digits
 
@@ -457,6 +458,14 @@ class DataSection(Section):
             " rows, else the working directory"
         ),
     )
+    cache_bytes: BytesText | None = Field(
+        default=None,
+        description=(
+            "host memory of a node in which pictures of rows are kept: their pixels, or their features if the"
+            " vision part is not trained; null: a quarter of what is available for features, 256 MiB per rank"
+            " for pixels"
+        ),
+    )
     max_length: int = Field(default=1024, ge=8, description="tokens of a row, and of a packed sequence")
     too_long: Literal["error", "cut", "drop", "split", "keep-answer", "balanced"] = Field(
         default="error",
@@ -728,6 +737,13 @@ class EvalSection(Section):
             " references"
         ),
     )
+    metrics: list[MetricSection] = Field(
+        default=[],
+        description=(
+            "metrics of answers that are generated for all evaluation rows in each evaluation, before step 1,"
+            " too: functions like those of `rewards`, each with its mean"
+        ),
+    )
     samples: int = Field(
         default=0,
         ge=0,
@@ -746,11 +762,15 @@ class CheckpointSection(Section):
         default="200 steps", description="a period; the end of the run is always saved"
     )
     keep: int = Field(default=3, ge=1, description="number of recent checkpoints to keep")
-    best: Literal["eval_loss", "reward_accuracy", "reward"] | None = Field(
+    best: Annotated[
+        Literal["eval_loss", "reward_accuracy", "reward"] | str | None,
+        Takes("`eval_loss`, `reward_accuracy`, `reward`, the name of a metric in `eval.metrics`, or null"),
+    ] = Field(
         default=None,
         description=(
             "the best checkpoint by this metric is kept, too, and becomes the result; reward_accuracy: share"
-            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective: grpo`"
+            " of pairs whose chosen answer has the higher reward; reward: the mean reward of `objective:"
+            " grpo`; a metric of `eval.metrics`: higher is better"
         ),
     )
     storage: StorageText | None = Field(
@@ -1075,6 +1095,7 @@ def contradictions(config: RunConfig) -> list[str]:
         problems
         + _objective_contradictions(config)
         + _grpo_contradictions(config)
+        + _metric_contradictions(config)
         + _source_contradictions(config.data)
         + _picture_contradictions(config)
     )
@@ -1270,6 +1291,27 @@ def _grpo_contradictions(config: RunConfig) -> list[str]:
     )
 
 
+def _metric_contradictions(config: RunConfig) -> list[str]:
+    names, best = function_names(config.eval.metrics), config.checkpoint.best
+    problems = [
+        f"eval.metrics.{number}: the name {name} is taken by a figure of evaluations; rename the function"
+        for number, name in enumerate(names)
+        if name in _TAKEN_NAMES
+    ]
+    known = words_in(CheckpointSection.model_fields["best"].annotation)
+    if best is not None and best not in (*known, *names):
+        listed = ", ".join(f"`{name}`" for name in [*known, *names])
+        problems.append(
+            f"checkpoint.best: {one_line(best, limit=60)} is not a metric of this run; set it to {listed}"
+        )
+    if names and not has_evaluation(config.data):
+        problems.append("eval.metrics: there is no evaluation data; set `data.eval`")
+    for number, metric in enumerate(config.eval.metrics):
+        problems += function_contradictions(metric, f"eval.metrics.{number}")
+    return problems
+
+
+_TAKEN_NAMES = ("loss", "exact_match", "perplexity")
 _FORMATS_WITH_TAGS = ("sharegpt", "openai", "preference")
 
 

@@ -30,12 +30,13 @@ from unisono.trainer.batches.source import (
     agree_on,
 )
 from unisono.trainer.batches.table import EvaluationRows, TableSource
+from unisono.trainer.config.answer_functions import function_names
 from unisono.trainer.model.engine import GeneratedAnswer
 from unisono.trainer.model.forward import Forward, PictureInputs, Rows
 from unisono.trainer.objectives.advantages import RewardSums, group_advantages, is_equal, penalize
 from unisono.trainer.objectives.agreement import sum_or_fail
 from unisono.trainer.objectives.environments.episodes import EpisodePlayer
-from unisono.trainer.objectives.rewards.calls import RewardError, reward_names
+from unisono.trainer.objectives.rewards.calls import RewardError
 from unisono.trainer.objectives.rewards.pool import RewardPool
 from unisono.trainer.objectives.rewards.verdicts import verdict_on
 from unisono.trainer.objectives.rollout_files import note_failures, read_rollout, write_rollout
@@ -88,7 +89,7 @@ class RolloutSource(BatchSource):
         self._tokenizer = forward.loaded.tokenizer
         self._section, self._grpo, self._seed = config.rollout, config.grpo, config.seed
         of_environment = [] if player is None or player.reward_name is None else [player.reward_name]
-        self._names = [*reward_names(config.rewards), *of_environment]
+        self._names = [*function_names(config.rewards), *of_environment]
         self._groups: dict[int, list[AnswerGroup]] = {}  # by step, those of the present rollout
         self._times = _Times(0.0, 0.0)
         self._ends = EndTokens.of(prompts, forward)

@@ -478,7 +478,7 @@ def _uneven(nodes: list[NodePlace]) -> list[str]:
 def _silent(given: PlanInputs, mesh: Mesh) -> list[str]:
     """A warning if answers are enabled and cannot be generated: see `RunPlan.answers`."""
     names = sorted({device.name for device in given.devices})
-    requested = [key for key in ("exact_match", "samples") if getattr(given.config.eval, key)]
+    requested = [key for key in ("exact_match", "metrics", "samples") if getattr(given.config.eval, key)]
     if not mesh.forwards_together or len(names) == 1 or given.data.eval is None:
         return []
     return [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
 from unisono.guard.supervise.task_requests import TaskRequest
+from unisono.trainer.config.answer_functions import MetricSection
 from unisono.trainer.config.rollout_sections import RewardSection
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.config.sections import Thinking
@@ -388,6 +389,8 @@ class EvaluateRequest(TaskRequest[Evaluated]):
     Attributes:
         limit: only the first rows.
         each: whether a preference run gives the figures of each row.
+        metrics: of answers; empty: those of the run.
+        trust_code: execute functions of the user's own files.
     """
 
     task: ClassVar = "eval"
@@ -396,6 +399,8 @@ class EvaluateRequest(TaskRequest[Evaluated]):
     cache_dir: Path
     limit: int | None = None
     each: bool = False
+    metrics: tuple[MetricSection, ...] = ()
+    trust_code: bool = False
 
 
 class RewardsEvaluated(TypedDict):

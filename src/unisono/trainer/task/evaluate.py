@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from unisono.base.errors import DataError
+from unisono.base.errors import DataError, EndedByVerdict, Problem
 from unisono.base.events import Reporter
 from unisono.base.files import expand, fault_of, write_json, write_text
 from unisono.base.text import plain
 from unisono.trainer.batches.seeds import seed_torch
 from unisono.trainer.batches.table import PromptAnswer, TableRows, question_of
+from unisono.trainer.config.own_code import own_code_digests
 from unisono.trainer.config.schema import AdapterSection, DataSection, ModelSection, RunConfig
 from unisono.trainer.config.sections import GRPO, PAIRS, PREFERENCE, Objective, PreferenceSection, keys_of
 from unisono.trainer.data import grouped
@@ -35,6 +36,10 @@ from unisono.trainer.model.generate import GREEDY, generate
 from unisono.trainer.model.load import DTYPES, LoadedModel, load_base, load_for_training
 from unisono.trainer.model.quantization import is_quantized, quantized_load
 from unisono.trainer.objectives import objective_of
+from unisono.trainer.objectives.rewards.calls import RewardError, Scored
+from unisono.trainer.objectives.rewards.pool import RewardPool
+from unisono.trainer.objectives.rewards.verdicts import verdict_on
+from unisono.trainer.objectives.text_scores import bleu, exact_match, rouge_l, similarity
 from unisono.trainer.plan import DataSummary
 from unisono.trainer.plan.task_requests import (
     Evaluated,
@@ -44,15 +49,15 @@ from unisono.trainer.plan.task_requests import (
     PrepareRequest,
     SamplingParams,
 )
-from unisono.trainer.task.inference import InferenceModel, decode, open_requested
-from unisono.trainer.training.evaluation import bleu, exact_match, rouge_l, similarity
+from unisono.trainer.task.inference import InferenceModel, decode, open_requested, refuse_code
+from unisono.trainer.training.answer_metrics import GeneratedRow, metric_means
 
 _TOKENS = 8_192  # per forward
 
 
 def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     """Evaluates; `figures` has rows, tokens, loss_tokens, loss, perplexity, questions, exact_match,
-    rouge_l, bleu.
+    rouge_l, bleu, and `metric_` with the name of each metric.
     """
     require_rows(request.data)
     opened = open_requested(request.model, report, answers=False)
@@ -65,7 +70,13 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     if config.objective in PREFERENCE:
         figures, rows = preference_figures(opened, config, of_table, sequences, report, each=request.each)
     else:
-        figures, rows = answer_figures(opened, of_table, sequences, report)
+        figures, rows = answer_figures(
+            opened,
+            of_table,
+            sequences,
+            report,
+            metrics=_metrics(request, opened, config, report),
+        )
     return {
         "description": opened.target.description,
         "ledger": data.ledger,
@@ -104,29 +115,94 @@ def table_rows(opened: InferenceModel, data: DataSummary, table: TokenTable) -> 
 
 
 def answer_figures(
-    opened: InferenceModel, of_table: TableRows, sequences: Sequence[int], report: Reporter
+    opened: InferenceModel,
+    of_table: TableRows,
+    sequences: Sequence[int],
+    report: Reporter,
+    *,
+    metrics: RewardPool | None,
 ) -> tuple[dict[str, float | None], list[Mapping[str, object]]]:
     """Loss and scores of answers, and the answers."""
     table = of_table.table
     figures = losses(opened, of_table, sequences, report)
     rows = [int(row) for sequence in sequences for row in table.rows_of(sequence)]
     questions = _questions(of_table, rows)
-    answers = answer_all(opened, [question for _, question in questions], report)
+    tokens = answer_all(opened, [question for _, question in questions], report)
+    answers = [text_of(opened, ids) for ids in tokens]
     references = [text_of(opened, question.answer) for _, question in questions]
     pairs = list(zip(answers, references, strict=True))
     figures |= {"questions": len(pairs), "exact_match": None, "rouge_l": None, "bleu": None}
     if pairs:
         figures |= {"exact_match": exact_match(pairs), "rouge_l": rouge_l(pairs), "bleu": bleu(pairs)}
-    return figures, [
+    prompts = [decode(opened.tokenizer, question.prompt) for _, question in questions]
+    ids = [table.row_id(row) for row, _ in questions]
+    lines: list[dict[str, object]] = [
         {
-            "row": table.row_id(row),
-            "prompt": decode(opened.tokenizer, question.prompt),
+            "row": row,
+            "prompt": prompt,
             "answer": answer,
             "reference": reference,
             "exact_match": answer == reference,
         }
-        for (row, question), (answer, reference) in zip(questions, pairs, strict=True)
+        for row, prompt, (answer, reference) in zip(ids, prompts, pairs, strict=True)
     ]
+    if metrics is not None:
+        generated = [
+            GeneratedRow(row, prompt, answer, of_answer, reference)
+            for row, prompt, of_answer, (answer, reference) in zip(ids, prompts, tokens, pairs, strict=True)
+        ]
+        scored = _scored(metrics, generated)
+        figures |= {f"metric_{name}": mean for name, mean in metric_means(scored, metrics.names).items()}
+        for line, one in zip(lines, scored, strict=True):
+            line["metrics"] = one.rewards[0]
+    return figures, list(lines)
+
+
+def _metrics(
+    request: EvaluateRequest, opened: InferenceModel, config: RunConfig, report: Reporter
+) -> RewardPool | None:
+    """The functions to measure answers with: those requested, else those of the run; None if there
+    are none.
+
+    Raises:
+        UsageError: if one that is requested is code that is not trusted.
+    """
+    plan = opened.target.plan
+    metrics = list(request.metrics) or (list(plan.config.eval.metrics) if plan is not None else [])
+    untrusted = [] if request.trust_code else [one.use for one in metrics if one.is_own]
+    if request.metrics and untrusted:
+        refuse_code(untrusted, where="--metric")
+    if untrusted:
+        report.warning(
+            "metrics",
+            f"{', '.join(untrusted)} of the run is not measured: it is code that has not been trusted",
+            fix="read it, and pass --trust-code",
+        )
+        metrics = [one for one in metrics if one.use not in untrusted]
+    if not metrics:
+        return None
+    section = config.eval.model_copy(update={"metrics": metrics})
+    digests = own_code_digests(config.model_copy(update={"eval": section}))
+    return RewardPool(
+        metrics, digests, lambda text: report.phase("reward", f"waiting for {text}"), key="eval.metrics"
+    )
+
+
+def _scored(metrics: RewardPool, rows: Sequence[GeneratedRow]) -> list[Scored]:
+    """What functions give for answers.
+
+    Raises:
+        EndedByVerdict: if one fails whose `on_error` is `error`.
+    """
+    with metrics:
+        try:
+            return metrics.score([row.call() for row in rows])
+        except RewardError as error:
+            verdict = verdict_on(error.failure, what="metric")
+            fix = "fix the function, or set its on_error to skip or a number: --metric '{use: …, on_error: skip}'"
+            raise EndedByVerdict(
+                Problem(verdict.summary, verdict.evidence[0].where, fix=fix), verdict=verdict
+            ) from error
 
 
 def _questions(of_table: TableRows, rows: Sequence[int]) -> list[tuple[int, PromptAnswer]]:
@@ -332,16 +408,17 @@ def _groups(table: TokenTable, sequences: Sequence[int]) -> Iterator[list[int]]:
     return grouped(((sequence, int(lengths[sequence])) for sequence in sequences), most=_TOKENS)
 
 
-def answer_all(opened: InferenceModel, questions: Sequence[PromptAnswer], report: Reporter) -> list[str]:
-    """Greedy answers, up to twice as long as the longest reference."""
+def answer_all(
+    opened: InferenceModel, questions: Sequence[PromptAnswer], report: Reporter
+) -> list[list[int]]:
+    """Greedy answers, as tokens, up to twice as long as the longest reference."""
     if not questions:
         return []
     limit = 2 * max(len(question.answer) for question in questions) + 8
     special = set(opened.tokenizer.all_special_ids)
     stops = opened.stops(opened.template) | ({question.answer[-1] for question in questions} & special)
     limits = [max(0, min(limit, opened.context - len(question.prompt))) for question in questions]
-    answers = _generate(opened, questions, limits, stops, GREEDY, report)
-    return [text_of(opened, answer) for answer in answers]
+    return _generate(opened, questions, limits, stops, GREEDY, report)
 
 
 def _generate(

@@ -7,15 +7,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from unisono.base.errors import DataError, Problem, UnisonoError, UsageError
 from unisono.base.events import Reporter
-from unisono.base.files import expand, fault_of
 from unisono.guard.supervise.codec import decode_message
-from unisono.trainer.data import PICTURE, BadRow, Message, PictureSource, RawRow, RowError, RowFile
-from unisono.trainer.data.readers import kind_of, read_rows
+from unisono.trainer.data import PICTURE, Message, RowError
 from unisono.trainer.data.template import ChatTemplate
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import PictureInputs
@@ -47,6 +45,7 @@ from unisono.trainer.task.inference import (
     open_requested,
     prompt_ids,
 )
+from unisono.trainer.task.prompt_files import SHOWN, Prompt, read_prompts
 from unisono.trainer.task.prompt_pictures import (
     SeenPicture,
     inputs_of,
@@ -56,51 +55,7 @@ from unisono.trainer.task.prompt_pictures import (
     with_expansions,
 )
 
-_SHOWN = 20  # problems of a file
 _ATTACH = "/image"
-_COLUMNS = ("messages", "prompt", "text")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt.
-
-    Attributes:
-        where: for messages: `prompts.jsonl:3`, or empty for the command line.
-        content: a text, or the messages of a conversation.
-        pictures: of its messages, in order.
-    """
-
-    where: str
-    content: str | list[Message]
-    pictures: tuple[PictureSource, ...] = ()
-
-
-def read_prompts(file: str) -> list[Prompt]:
-    """The prompts of a file: one per line in txt; `prompt` (or `text`) or `messages` in jsonl,
-    json, csv, parquet, arrow.
-
-    Raises:
-        DataError: with every row that is not a prompt.
-    """
-    path = expand(file)
-    fault = fault_of(path, file)
-    if fault is not None:
-        raise DataError.of(fault.what, where="--file", why=fault.why, fix=fault.fix)
-    prompts: list[Prompt] = []
-    problems: list[Problem] = []
-    for row in read_rows(RowFile(path, file, kind_of(file) or "txt")):
-        parsed = _prompt_of(row)
-        prompts.append(parsed) if isinstance(parsed, Prompt) else problems.append(parsed)
-    if problems:
-        raise DataError(*problems[:_SHOWN])
-    if not prompts:
-        raise DataError.of(
-            f"there is no prompt in {file}",
-            where=file,
-            fix="write one per line, or one JSON object per line with `prompt`",
-        )
-    return prompts
 
 
 def encode_prompts(
@@ -153,7 +108,7 @@ def encode_prompts(
             if p
         ]
     if problems:
-        raise DataError(*problems[:_SHOWN])
+        raise DataError(*problems[:SHOWN])
     return ids, template
 
 
@@ -213,45 +168,6 @@ def tokens_of_text(opened: InferenceModel, text: str, *, most: int | None = None
     return ids
 
 
-def _prompt_of(row: RawRow | BadRow) -> Prompt | Problem:
-    if isinstance(row, BadRow):
-        return Problem(row.why, row.where, "", row.fix)
-    where = str(row.place)
-    content = next((row.value[name] for name in _COLUMNS if row.value.get(name) is not None), None)
-    if isinstance(content, str):
-        return (
-            Prompt(where, content)
-            if content.strip()
-            else Problem("the prompt is empty", where, "", "write one, or remove the row")
-        )
-    if isinstance(content, list):
-        return _conversation(where, content)
-    return Problem(
-        "the row has no prompt",
-        where,
-        f"it has {', '.join(list(row.value)[:6]) or 'nothing'}",
-        "add a column `prompt` (text) or `messages` (a list of {role, content})",
-    )
-
-
-def _conversation(where: str, turns: list[Any]) -> Prompt | Problem:
-    if not turns or not all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    ):
-        return Problem(
-            "`messages` is not a list of {role, content}", where, "", "write [{role: user, content: …}]"
-        )
-    if turns[-1]["role"] == "assistant":
-        return Problem(
-            "the conversation ends with an answer",
-            where,
-            "there is no question to answer",
-            "remove the last message; `unisono eval` compares answers with references",
-        )
-    return Prompt(where, turns)
-
-
 def _length_problem(
     opened: InferenceModel, prompt: Prompt, ids: list[int], max_new_tokens: int
 ) -> Problem | None:
@@ -277,6 +193,35 @@ def _length_problem(
 _USUAL_TOKENS = 256
 
 
+class PromptPictures(Sequence[PictureInputs | None]):
+    """The pictures of prompts as a model gets them, made when they are needed."""
+
+    def __init__(self, opened: InferenceModel, prompts: Sequence[Prompt]) -> None:
+        self._opened = opened
+        self._prompts = prompts
+
+    def expansions(self) -> list[list[str]]:
+        """The text that takes the place of each picture of each prompt.
+
+        Raises:
+            UsageError: if a picture cannot be used.
+        """
+        return [[one.expansion for one in self._see(prompt)] for prompt in self._prompts]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, number: Any, /) -> Any:
+        """The pictures of one prompt."""
+        return _inputs(self._opened, self._see(self._prompts[number]))
+
+    def _see(self, prompt: Prompt) -> list[SeenPicture]:
+        where, processor = prompt.where or "--image", self._opened.processor
+        if processor is None:
+            return []
+        return [see_file(one, processor, self._opened.pixels, where=where) for one in prompt.pictures]
+
+
 def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     """Answers one prompt, or a file of them.
 
@@ -285,16 +230,16 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
     prompts = _prompts(request)
     sees = any(prompt.pictures for prompt in prompts)
     if sees and request.raw:
-        raise UsageError.of("--raw has no messages for pictures", where="--image", fix="omit --raw")
+        raise UsageError.of("--raw has no messages for pictures", where="--raw", fix="omit --raw")
     opened = open_requested(request.model, report, sees=sees)
-    pictures = [_see(opened, prompt) for prompt in prompts]
+    pictures = PromptPictures(opened, prompts)
     ids, template = encode_prompts(
         opened,
         prompts,
         raw=request.raw,
         system=request.system,
         max_new_tokens=request.max_tokens or 1,
-        expansions=[[one.expansion for one in seen] for seen in pictures],
+        expansions=pictures.expansions(),
     )
     limit = request.max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
     if template is None and not request.raw:
@@ -317,7 +262,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
                 sampling=request.sampling,
                 on_token=None if stream is None else _sender(stream, report),
                 is_done=is_done,
-                pictures=[_inputs(opened, seen) for seen in pictures],
+                pictures=pictures if sees else (),
             )
         else:
             answers = answer_prompts(
@@ -337,17 +282,6 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
         "description": opened.target.description,
         "answers": [_answer(opened, p, a, limit, stops) for p, a in zip(prompts, answers, strict=True)],
     }
-
-
-def _see(opened: InferenceModel, prompt: Prompt) -> list[SeenPicture]:
-    """The pictures of a prompt.
-
-    Raises:
-        UsageError: if one cannot be used.
-    """
-    if opened.processor is None:
-        return []
-    return [see_file(one, opened.processor, opened.pixels, where="--image") for one in prompt.pictures]
 
 
 def _inputs(opened: InferenceModel, pictures: Sequence[SeenPicture]) -> PictureInputs | None:

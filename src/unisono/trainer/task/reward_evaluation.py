@@ -36,7 +36,7 @@ from unisono.trainer.plan.task_requests import (
     SamplingParams,
 )
 from unisono.trainer.task.evaluate import evaluation_config, require_rows, table_rows
-from unisono.trainer.task.inference import InferenceModel, open_requested
+from unisono.trainer.task.inference import InferenceModel, open_requested, refuse_code
 from unisono.trainer.task.target import requested_target
 
 _ROWS = 512  # answers that are computed together
@@ -126,7 +126,7 @@ class _EvaluatedPrompts:
             )
         if not request.trust_code:
             uses = [reward.use for reward in rewards if reward.is_own]
-            _refuse_code([*uses, *([environment.use] if environment else [])])
+            refuse_code([*uses, *([environment.use] if environment else [])], where="--rewards")
         if request.data is not None:
             require_rows(request.data)
             return cls(trained, rewards, request.data, request.data)
@@ -147,25 +147,6 @@ class _EvaluatedPrompts:
     def split(self) -> Split:
         """The split of the token table that has the prompts."""
         return "eval" if self.data is None else "train"
-
-
-def _refuse_code(uses: Sequence[str]) -> None:
-    """Refuses functions and classes of the user's own, without --trust-code.
-
-    Raises:
-        UsageError: if there is one.
-    """
-    problems = [
-        Problem(
-            f"{use} is code that has not been trusted",
-            "--rewards",
-            "a process of the evaluation would execute the file, with your rights",
-            "read it, and pass --trust-code",
-        )
-        for use in uses
-    ]
-    if problems:
-        raise UsageError(*problems)
 
 
 def _config(opened: InferenceModel, source: _EvaluatedPrompts, request: EvaluateRewardsRequest) -> RunConfig:

@@ -21,7 +21,8 @@ from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 from unisono.trainer.model.forward import PictureInputs
 from unisono.trainer.model.frozen_vision import FrozenVision, KeptPictures
 
-_IN_MEMORY_BYTES = 1 << 28
+PIXEL_BYTES = 1 << 28
+"""Of pixels in memory where the config does not say how many."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,6 +33,7 @@ class PixelLoader:
     Attributes:
         processor: of the model.
         vision: if set, it keeps the features of pictures, whose pixels are then loaded once.
+        most_bytes: of pixels in memory, besides those of the picture loaded last.
     """
 
     def __init__(self, table: Path, processor: PictureProcessor, device: torch.device) -> None:
@@ -46,6 +48,7 @@ class PixelLoader:
         self.processor = processor
         self._device = device
         self.vision: FrozenVision | None = None
+        self.most_bytes = PIXEL_BYTES
         self._kept: OrderedDict[int, Tensors] = OrderedDict()
         self._bytes = 0
 
@@ -96,7 +99,7 @@ class PixelLoader:
             return made
         self._kept[number] = made
         self._bytes += _bytes_of(made)
-        while self._bytes > _IN_MEMORY_BYTES and len(self._kept) > 1:
+        while self._bytes > self.most_bytes and len(self._kept) > 1:
             self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
         return made
 

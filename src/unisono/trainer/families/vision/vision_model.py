@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from unisono.base.text import parse_bytes
 from unisono.guard.facts.limits import available_memory
 from unisono.trainer.config.schema import RunConfig
 from unisono.trainer.data.pictures.processor import PictureProcessor
@@ -99,10 +100,18 @@ def open_contents(
     processor = loader.processor
     sample = {name: value.to(device) for name, value in processor.inputs(drawn()).items()}
     loader.vision = forward.frozen_vision(sample)
+    ranks = max(len(plan.on_node(node.node_rank)) for node in plan.nodes)
+    limit = plan.config.data.cache_bytes
     if loader.vision is not None:
-        ranks = max(len(plan.on_node(node.node_rank)) for node in plan.nodes)
-        loader.vision.most_bytes = int(_SHARE * available_memory() / ranks)
+        loader.vision.most_bytes = _node_bytes(limit) // ranks
+    if limit is not None:
+        loader.most_bytes = 0 if loader.vision is not None else parse_bytes(limit) // ranks
     return loader, None
+
+
+def _node_bytes(limit: str | None) -> int:
+    """Bytes of features on a node: `data.cache_bytes`, else a share of what is available."""
+    return parse_bytes(limit) if limit is not None else int(_SHARE * available_memory())
 
 
 def outputs(model: Any, plan: RunPlan, examples: Callable[[], list[list[int]]]) -> ResultLogits:
