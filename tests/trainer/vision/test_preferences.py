@@ -448,13 +448,17 @@ def test_bad_pairs_are_named(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
-def test_two_ranks_give_the_losses_of_one(gallery: Gallery, pairs: Path, family: str) -> None:
-    kinds: tuple[dict[str, Any], ...] = ({"data": {"packing": True}}, {"batch": {"global": 2, "micro": 1}})
+@pytest.mark.parametrize(("family", "way"), [("llava", "ddp"), ("qwen3_vl", "fsdp")])
+def test_two_ranks_give_the_losses_of_one(gallery: Gallery, pairs: Path, family: str, way: str) -> None:
+    kinds: tuple[dict[str, Any], ...] = (
+        {"data": {"packing": True}},
+        {"batch": {"global": 2, "micro": 1}},
+        {"train_parts": ["language", "projector", "vision"], "batch": {"global": 4, "micro": 1}},
+    )
     alone = [gallery.alone(plan_of(gallery, family, pairs, **more)) for more in kinds]
 
     together = gallery.together(
-        [plan_of(gallery, family, pairs, world=2, strategy="ddp", **more) for more in kinds]
+        [plan_of(gallery, family, pairs, world=2, strategy=way, **more) for more in kinds]
     )
 
     for one, two in zip(alone, together, strict=True):

@@ -56,19 +56,19 @@ class PictureColumns:
 
     Attributes:
         turns: columns with text, in the order of a conversation.
-        sides: columns with text of which each continues these.
         pictures: columns with pictures.
         contents: keys of a message that hold its text.
         inserts: whether pictures without a place belong at the beginning of the first user message.
         folders: where relative paths begin: the first one that has the file.
+        sides: columns with text of which each continues `turns`.
     """
 
     turns: Sequence[str]
-    sides: Sequence[str]
     pictures: Sequence[str]
     contents: Sequence[str]
     inserts: bool
     folders: Sequence[Path]
+    sides: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -93,7 +93,8 @@ class PictureColumns:
             return list(dict.fromkeys(column for column in columns if column is not None))
 
         contents = (content_tag,) if content_tag is not None else _CONTENTS
-        return cls(named(_TURNS), named(_SIDES), named(("images", "image")), contents, inserts, folders)
+        pictures = named(("images", "image"))
+        return cls(named(_TURNS), pictures, contents, inserts, folders, named(_SIDES))
 
 
 @dataclass(frozen=True, slots=True)
