@@ -182,7 +182,7 @@ def test_its_pairs_with_pictures_train_by_its_own_file(gallery: Gallery, rows: P
         }
     ] * 4
     (rows.parent / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
-    config = read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="dpo")).config
+    config: Any = read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="dpo")).config
     assert not read_llamafactory(llamafactory(rows.parent, dataset="pairs", stage="dpo")).problems
     data = {
         "train": config["data"]["train"],
