@@ -148,10 +148,11 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
-    """Of prompts: the room for an answer."""
+    """Of prompts: the room for an answer, and whether they may have pictures."""
     if config.objective != GRPO:
         return {}
-    room = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room: Ingredients = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room |= {"rollout.engine": config.rollout.engine} if config.rollout.engine != "own" else {}
     return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
 
 
