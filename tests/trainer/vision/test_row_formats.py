@@ -17,6 +17,7 @@ from tests.trainer.vision.broken import PNG, saved
 from tests.trainer.vision.conftest import Gallery
 from tests.vision_models import draw
 from unisono.base.errors import DataError
+from unisono.trainer.data.pictures.processor import PictureProcessor
 from unisono.trainer.data.pictures.store import read_pictures
 from unisono.trainer.data.token_table import TokenTable, read_picture_numbers
 
@@ -252,11 +253,36 @@ def test_the_model_of_a_run_without_pictures_is_as_before(gallery: Gallery, fold
     assert "pictures" not in plan.data.ledger
 
 
-@pytest.mark.parametrize(("objective", "why"), [("dpo", "objective dpo trains on text only")])
-def test_other_objectives_refuse_pictures(gallery: Gallery, folder: Path, objective: str, why: str) -> None:
-    row = {"prompt": FIRST, "chosen": "yes", "rejected": "no", "images": ["a.png"]}
+_PROMPTS: dict[str, Row] = {
+    "text": {"prompt": f"<image>{FIRST}"},
+    "without-place": {"prompt": FIRST},
+    "messages": {"prompt": _turns(f"<image>{FIRST}")},
+    "trl-parts": {"prompt": _turns(_part(FIRST, type="image"))},
+    "question": {"question": f"<image>{FIRST}", "answer": "a <image> of nothing"},
+    "with-answer": {"messages": _turns(f"<image>{FIRST}", ANSWERS[0])},
+    "alpaca": {"instruction": f"<image>{FIRST}", "output": ANSWERS[0]},
+}
 
-    with pytest.raises(DataError) as caught:
-        gallery.plan("llava", objective=objective, data={"train": str(_written(folder, row))})
 
-    assert why in caught.value.problems[0].why
+@pytest.mark.parametrize("name", _PROMPTS)
+def test_prompts_of_rewards_have_pictures_too(gallery: Gallery, folder: Path, name: str) -> None:
+    more: dict[str, Any] = {
+        "objective": "grpo", "rewards": ["exact"], "rollout": {"group": 2, "max_new_tokens": 5},
+        "batch": {"global": 2, "micro": 1},
+    }  # fmt: skip
+    file = _written(folder, {**_PROMPTS[name], "images": ["a.png"], "solution": "red"})
+
+    plan = gallery.plan("llava", data={"train": str(file), "packing": False}, **more)
+
+    table = TokenTable.open(Path(plan.data.cache_dir), "train")
+    processor = PictureProcessor(gallery.model("llava"))
+    template = processor.processor.tokenizer.chat_template or processor.template
+    wanted = processor.processor.tokenizer.apply_chat_template(
+        _turns("<image>" * 16 + FIRST), chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert processor.processor.tokenizer.decode(table.row(0)[0]) == wanted
+    assert read_picture_numbers(Path(plan.data.cache_dir)) == [[0]]
+    record: dict[str, Any] = table.record(0)
+    assert record["columns"]["images"] == [str(folder / "a.png")]
+    assert record["columns"]["solution"] == "red"
+    assert "<image>" + FIRST in json.dumps(record["prompt"])

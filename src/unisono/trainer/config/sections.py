@@ -275,6 +275,9 @@ RATINGS = ("kto",)
 PREFERENCE = (*PAIRS, *RATINGS)
 """All objectives of preference rows."""
 
+WITH_PICTURES = ("sft", "dpo", "kto", "orpo", "simpo", GRPO)
+"""Objectives whose rows may have pictures."""
+
 USED: dict[str, tuple[str, ...]] = {
     "dpo": ("loss", "beta", "label_smoothing", "sft_weight", "reference"),
     "kto": ("beta", "desirable_weight", "undesirable_weight", "sft_weight", "reference"),

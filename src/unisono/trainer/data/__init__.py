@@ -163,6 +163,10 @@ text.
 """
 
 
+PICTURE_TAG = "<image>"
+"""Stands in texts of rows where a picture is."""
+
+
 @dataclass(frozen=True, slots=True)
 class PictureSource:
     """A picture of a row.
@@ -309,19 +313,28 @@ class OpenPrompt:
     """A prompt that the model answers itself.
 
     Attributes:
-        prompt: text, or messages that end before the answer.
+        prompt: text, or messages that end before the answer; PICTURE stands for a picture.
         columns: the other columns of the row, as JSON.
         tools: function schemas.
+        pictures: those of the prompt, in order.
     """
 
     prompt: str | list[Message]
     columns: str
     tools: list[Any] | None = None
+    pictures: tuple[PictureSource, ...] = ()
 
     @property
     def record(self) -> str:
-        """What rewards get of it, as JSON: prompt and columns."""
-        return f'{{"prompt": {json.dumps(self.prompt, ensure_ascii=False)}, "columns": {self.columns}}}'
+        """What rewards get of it, as JSON: prompt and columns; of pictures PICTURE_TAG in the
+        prompt, and a column `images` with their files, or what the row has instead.
+        """
+        prompt, columns = json.dumps(self.prompt, ensure_ascii=False), self.columns
+        if self.pictures:
+            names = [picture.file or picture.name for picture in self.pictures]
+            prompt = prompt.replace(PICTURE, PICTURE_TAG)
+            columns = json.dumps(json.loads(columns) | {"images": names}, ensure_ascii=False)
+        return f'{{"prompt": {prompt}, "columns": {columns}}}'
 
 
 Example = Conversation | Completion | Text | Exchange | Preference | OpenPrompt

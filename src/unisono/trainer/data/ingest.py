@@ -45,6 +45,7 @@ from unisono.trainer.data.pictures.row_pictures import (
     with_pictures,
 )
 from unisono.trainer.data.pictures.store import PictureError, TablePicture
+from unisono.trainer.data.prompt_rows import prompt_turns
 from unisono.trainer.data.readers import read_rows
 from unisono.trainer.data.row_names import RowNames
 from unisono.trainer.data.source_format import (
@@ -291,6 +292,8 @@ _BATCH = 512  # rows that go through the tokenizer together
 _RATED_BATCH = 1000  # rated answers get the answers of other rows of their batch, as LLaMA-Factory's
 _SHOWN_PROBLEMS = 20
 _REPORT_EVERY_S = 0.5
+_INSERTS: tuple[FormatName, ...] = ("messages", "prompt-completion", "preference", "prompt")
+"""Formats of rows whose pictures may have no place, as in TRL."""
 
 
 def _numbers() -> "array[int]":
@@ -468,8 +471,7 @@ class Ingest:
         named = section.media_dir or self._data.media_dir
         folders = [expand(named) if named else Path()]
         tag = None if section.tags is None else section.tags.content_tag
-        has_no_places = name in ("messages", "prompt-completion") or names_pictures(source)
-        inserts = section.tags is None and has_no_places
+        inserts = section.tags is None and (name in _INSERTS or names_pictures(source))
         return PictureColumns.of(
             section.columns,
             content_tag=tag,
@@ -624,13 +626,17 @@ class Ingest:
             PicturesFound: if it has some, and the encoder reads none.
             RowError: if it cannot be read.
         """
-        if self._picture_columns is not None and self._encoder.pictures is None:
-            if has_picture(row.value, self._picture_columns):
+        columns = self._picture_columns
+        if columns is not None and name == "prompt":  # its other columns are for rewards
+            turns = prompt_turns(row.value, source.section.columns)
+            columns = replace(columns, turns=turns, sides=(), objects=None)
+        if columns is not None and self._encoder.pictures is None:
+            if has_picture(row.value, columns):
                 raise PicturesFound
-            if has_objects(row.value, self._picture_columns):
-                take_pictures(row.value, self._picture_columns)  # refuses boxes without a picture
-        elif self._picture_columns is not None:
-            return self._with_pictures(name, row, source, self._picture_columns)
+            if has_objects(row.value, columns):
+                take_pictures(row.value, columns)  # refuses boxes without a picture
+        elif columns is not None:
+            return self._with_pictures(name, row, source, columns)
         return self._encoder.read_row(name, row.value, source.section)
 
     def _with_pictures(
@@ -753,13 +759,13 @@ def _refuse_cut_pictures(unit: EncodedUnit, *, max_length: int, too_long: TooLon
     Raises:
         RowError: then.
     """
-    row = unit.sides[0]
-    if not row.pictures or len(row.ids) <= max_length or too_long in ("error", "drop"):
+    longest = max(len(side.ids) for side in _decisive(unit))
+    if not unit.sides[0].pictures or longest <= max_length or too_long in ("error", "drop"):
         return
-    if too_long == "cut" and row.pictures_end <= max_length:
+    if too_long == "cut" and unit.sides[0].pictures_end <= max_length:
         return
     raise RowError(
-        f"it has {len(row.ids)} tokens, max_length is {max_length}, and a picture is never cut",
+        f"it has {longest} tokens, max_length is {max_length}, and a picture is never cut",
         "raise data.max_length, lower data.pixels.max, or set data.too_long: drop",
     )
 

@@ -41,7 +41,7 @@ from unisono.base.files import expand, fsync_dir, read_json, whole_file, write_j
 from unisono.base.text import Duration
 from unisono.trainer.config.named_templates import lf_version, local_day
 from unisono.trainer.config.schema import RunConfig, sources_of
-from unisono.trainer.config.sections import GRPO, lf_name, rows_of
+from unisono.trainer.config.sections import GRPO, WITH_PICTURES, lf_name, rows_of
 from unisono.trainer.data import flat_total
 from unisono.trainer.data.encode import ENCODER_VERSION
 from unisono.trainer.data.pictures.processor import PictureProcessor, processor_digests
@@ -159,10 +159,11 @@ def _picture_ingredients(config: RunConfig, processor: Path | None) -> Ingredien
 
 
 def _answer_ingredients(config: RunConfig) -> Ingredients:
-    """Of prompts: the room for an answer."""
+    """Of prompts: the room for an answer, and whether they may have pictures."""
     if config.objective != GRPO:
         return {}
-    room = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room: Ingredients = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    room |= {"rollout.engine": config.rollout.engine} if config.rollout.engine != "own" else {}
     return room | ({"rollout.environment": "any"} if config.rollout.environment is not None else {})
 
 
@@ -418,8 +419,12 @@ def _why_no_pictures(config: RunConfig, processor: Path | None) -> str:
     """Why rows with pictures are refused; "" if they are not."""
     if processor is None:
         return "this model reads text only"
-    if config.objective != "sft":
+    if config.objective not in WITH_PICTURES:
         return f"objective {config.objective} trains on text only"
+    if config.objective == GRPO and config.rollout.engine == "vllm":
+        return "rollout.engine: vllm gets prompts of text"
+    if config.objective == GRPO and config.rollout.environment is not None:
+        return "conversations in rollout.environment are of text"
     if lf_name(config.data.template) is not None and config.data.control_tokens == "escape":
         return f"data.control_tokens: with {config.data.template} it would escape the tokens of pictures, too"
     return ""

@@ -374,13 +374,6 @@ def _meshes(given: PlanInputs) -> list[Mesh]:
             why="peft's DoRA computes norms of full matrices, and cannot dequantize sharded ones",
             fix="set adapter.kind to lora or rslora, or parallel.strategy to ddp",
         )
-    if given.model.reads_pictures and not unsharded:
-        raise ConfigError.of(
-            "parallel.strategy is fsdp, and rows have pictures",
-            where="parallel.strategy",
-            why="ranks without pictures in a micro batch would not enter a sharded vision part, for which others wait",
-            fix="set parallel.strategy to ddp",
-        )
     has_full = not family_of(given.model).can_shard or needs_full or quantized_dora
     return unsharded if has_full and unsharded else meshes
 

@@ -28,6 +28,7 @@ from unisono.trainer.data import grouped
 from unisono.trainer.data.token_table import TokenTable
 from unisono.trainer.families import rows_of
 from unisono.trainer.families.vision.pixels import PixelLoader
+from unisono.trainer.families.vision.sight import probe_of
 from unisono.trainer.model.directory import locate_model, locate_tokenizer
 from unisono.trainer.model.engine import answer_prompts
 from unisono.trainer.model.forward import Forward, choose_forward
@@ -65,12 +66,13 @@ def run(request: EvaluateRequest, report: Reporter) -> Evaluated:
     sequences = list(range(min(request.limit or table.sequences, table.sequences)))
     if data.pictures is not None and opened.processor is None:
         opened = open_requested(request.model, report, answers=False, sees=True)
+    of_table = table_rows(opened, data, table)
     if config.objective in PREFERENCE:
-        figures, rows = preference_figures(opened, config, table, sequences, report, each=request.each)
+        figures, rows = preference_figures(opened, config, of_table, sequences, report, each=request.each)
     else:
         figures, rows = answer_figures(
             opened,
-            _rows_of(opened, data, table),
+            of_table,
             sequences,
             report,
             metrics=_metrics(request, opened, config, report),
@@ -102,7 +104,7 @@ def _prepared(config: RunConfig, cache_dir: Path, report: Reporter) -> tuple[Dat
     return data, TokenTable.open(Path(data.cache_dir), "train")
 
 
-def _rows_of(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
+def table_rows(opened: InferenceModel, data: DataSummary, table: TokenTable) -> TableRows:
     """The rows of a table, with their pictures."""
     rows = TableRows(table, opened.device)
     if data.pictures is not None:
@@ -276,7 +278,7 @@ def losses(
 def preference_figures(
     opened: InferenceModel,
     config: RunConfig,
-    table: TokenTable,
+    rows: TableRows,
     sequences: Sequence[int],
     report: Reporter,
     *,
@@ -285,7 +287,7 @@ def preference_figures(
     """Loss and metrics of a preference objective, as a run's evaluation has them; and if `each`
     those of every pair or rated answer.
     """
-    objective, rows = objective_of(config), TableRows(table, opened.device)
+    objective, table = objective_of(config), rows.table
     counts = rows.counts(sequences)
     groups = [[sequence] for sequence in sequences] if each else list(_groups(table, sequences))
     unit = "pairs" if config.objective in PAIRS else "rows"
@@ -362,7 +364,12 @@ def _reference_forward(opened: InferenceModel, report: Reporter) -> Iterator[For
         loaded.model.requires_grad_(False)  # the fast layers are those of a frozen model
     loaded.model.eval()
     forward = choose_forward(
-        loaded, dtype=opened.dtype, quick_adapter=False, gradient_checkpointing=False, trains=False
+        loaded,
+        dtype=opened.dtype,
+        quick_adapter=False,
+        gradient_checkpointing=False,
+        trains=False,
+        pictures=None if opened.processor is None else probe_of(opened.processor, opened.device),
     )
     loaded.model.eval()
     with forward.without_adapter() if named == "auto" and switches_off else contextlib.nullcontext():
@@ -379,6 +386,7 @@ def _starting_model(opened: InferenceModel, config: RunConfig) -> LoadedModel:
             tokenizer_directory=locate_tokenizer(config),
             dtype=opened.dtype,
             device=opened.device,
+            keeps_parts=opened.processor is not None,
         )
 
 
@@ -389,6 +397,7 @@ def _named_model(opened: InferenceModel, named: str, config: RunConfig) -> Loade
         dtype=DTYPES[opened.dtype],
         trust_remote_code=config.model.trust_remote_code,
         quantized=quantized_load(None, directory, dtype=opened.dtype, device=opened.device),
+        keeps_parts=opened.processor is not None,
     ).to(opened.device)
     return LoadedModel(base, base, opened.tokenizer, {}, base.num_parameters())
 

@@ -439,6 +439,8 @@ def _add_up(
         run.generator_watch.torch_was_seeded()
         if number == len(micros):
             run.gradient_sync.before_last_backward()
+        if is_counted and micro.rows.pictures is not None:
+            run.gradient_sync.note_pictures()
         if len(micro.rows.labels) or forwards_all:
             part = objective.loss(run.forward, micro, counts=batches.counts, known=known)
             loss = routers.added_to(part.loss, is_counted=is_counted)
@@ -448,7 +450,8 @@ def _add_up(
                 sums += part.sums
             else:
                 loss = loss * 0.0
-            loss.backward()
+            if loss.requires_grad:  # not of text, if only what reads pictures is trained
+                loss.backward()
             total += loss.detach()
             if isinstance(part, OwnPart):
                 origin = torch.maximum(origin, part.origin_of_nan())

@@ -80,11 +80,11 @@ def set_up(
     sharded = shard_model(loaded, device_mesh(plan.mesh, device)) if plan.mesh.shards_weights else None
     family = training_of(plan)
     forward = family.choose_forward(plan, loaded, sharded.module if sharded else None)
-    if sharded is not None:
-        sharded.reshard()
     loaded.model.train()
     is_main = group.is_main
     contents, sampler = family.open_contents(plan, forward, device, draws=is_main)
+    if sharded is not None:
+        sharded.reshard()
     for rows in tables.values():
         rows.add_contents(contents, seed=plan.config.seed, global_batch=plan.global_batch)
     rank = RunRank(group, plan, device, files.root, report, beats, loaded, stop)

@@ -31,13 +31,16 @@ from unisono.trainer.config.schema import DataSection
 from unisono.trainer.data import (
     BOX,
     PICTURE,
+    PICTURE_TAG,
     REF,
     Completion,
     Conversation,
     Example,
     Exchange,
     Message,
+    OpenPrompt,
     PictureSource,
+    Preference,
     RowError,
     RowObjects,
     Turn,
@@ -45,10 +48,12 @@ from unisono.trainer.data import (
 from unisono.trainer.data.pictures.boxes import TAGS, read_objects
 from unisono.trainer.data.pictures.videos import VideoReader
 
-TAG, VIDEO_TAG = "<image>", "<video>"
-_TAG = re.compile(f"({TAG}|{VIDEO_TAG})")
+VIDEO_TAG = "<video>"
+_TAG = re.compile(f"({PICTURE_TAG}|{VIDEO_TAG})")
 _TURNS = ("history", "messages", "conversations", "instruction", "input", "prompt", "output", "completion")
 """Columns with text, in the order of a conversation."""
+_SIDES = ("chosen", "rejected")
+"""Columns with answers to the same prompt, which they may repeat with its pictures."""
 _CONTENTS = ("content", "value")
 _OF_VIDEOS = ("video", "video_url", "input_video")
 _OF_SAMPLING = (
@@ -80,6 +85,7 @@ class PictureColumns:
         objects: the column with boxes.
         videos: columns with videos.
         frames: samples their frames; None as long as no row was found to have one.
+        sides: columns with text of which each continues `turns`.
     """
 
     turns: Sequence[str]
@@ -91,6 +97,7 @@ class PictureColumns:
     objects: str | None = "objects"
     videos: Sequence[str] = ()
     frames: VideoReader | None = None
+    sides: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -121,7 +128,8 @@ class PictureColumns:
         contents = (content_tag,) if content_tag is not None else _CONTENTS
         objects = renamed.get("objects", "objects")
         pictures, videos = named(("images", "image")), named(("videos", "video"))
-        return cls(named(_TURNS), pictures, contents, inserts, folders, hosts, objects, videos, frames)
+        places = contents, inserts, folders, hosts
+        return cls(named(_TURNS), pictures, *places, objects, videos, frames, named(_SIDES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,15 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
     for name in columns.turns:
         if name in value:
             value[name] = reader.turns(value[name])
+    sides = {name: reader.copy() for name in columns.sides if name in value}
+    for name, of_side in sides.items():
+        value[name] = of_side.turns(value[name])
+    if sides:
+        reader, *others = sides.values()
+        if any(other.pictures != reader.pictures for other in others):
+            raise RowError(
+                "chosen and rejected have different pictures", "write the same messages before both answers"
+            )
     reader.check_objects()
     reader.check_films()
     unplaced = listed[reader.used :]
@@ -167,7 +184,7 @@ def take_pictures(row: Mapping[str, object], columns: PictureColumns) -> RowPict
         count = f"{len(listed)} picture{'s' * (len(listed) > 1)}"
         raise RowError(
             f"it has {count}, and {reader.used or 'no'} place{'s' * (reader.used != 1)} for them",
-            f"write {TAG} in the text where each picture belongs",
+            f"write {PICTURE_TAG} in the text where each picture belongs",
         )
     pictures = tuple(reader.picture_of(one) for one in unplaced)
     return RowPictures(value, pictures, inserted=True, objects=objects)
@@ -179,18 +196,37 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
     Raises:
         RowError: if it has no messages, or its own text has the mark.
     """
-    if isinstance(example, Completion):
-        turns: list[Message] = [
-            {"role": "user", "content": example.prompt},
-            {"role": "assistant", "content": example.completion},
-        ]
-        example = Conversation(turns)
+    if isinstance(example, Preference):
+        if row.objects is not None:
+            raise RowError("it has boxes, which preferences do not read", "write them as text")
+        return replace(example, answers=[_conversation_with(answer, row) for answer in example.answers])
+    if isinstance(example, OpenPrompt):
+        prompt, count = example.prompt, len(row.pictures)
+        if row.inserted:
+            prompt = PICTURE * count + prompt if isinstance(prompt, str) else _with_first(prompt, count)
+        _check_places([("user", prompt)] if isinstance(prompt, str) else _texts_of(prompt), row)
+        return replace(example, prompt=prompt, pictures=row.pictures)
     if isinstance(example, Exchange):
         if row.inserted:
             example = replace(example, prompt=_with_first_turn(example.prompt, len(row.pictures)))
         texts = [(turn.role, turn.content) for turn in (*example.prompt, *example.answers)]
         _check_places(texts, row)
         return replace(example, pictures=row.pictures, objects=row.objects)
+    return _conversation_with(example, row)
+
+
+def _conversation_with(example: Example, row: RowPictures) -> Conversation:
+    """The messages of an example with the pictures of its row.
+
+    Raises:
+        RowError: if it has none, or its own text has the mark.
+    """
+    if isinstance(example, Completion):
+        turns: list[Message] = [
+            {"role": "user", "content": example.prompt},
+            {"role": "assistant", "content": example.completion},
+        ]
+        example = Conversation(turns)
     if not isinstance(example, Conversation):
         raise RowError(
             "it has pictures, and rows of this format have no messages for them",
@@ -198,8 +234,13 @@ def with_pictures(example: Example, row: RowPictures) -> Example:
         )
     if row.inserted:
         example = replace(example, messages=_with_first(example.messages, len(row.pictures)))
-    _check_places([(message["role"], message["content"]) for message in example.messages], row)
+    _check_places(_texts_of(example.messages), row)
     return replace(example, pictures=row.pictures, objects=row.objects)
+
+
+def _texts_of(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Roles and contents."""
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
@@ -213,11 +254,11 @@ def _check_places(texts: Sequence[tuple[str, str]], row: RowPictures) -> None:
     if len(roles) != len(row.pictures):
         raise RowError(
             f"of its {len(row.pictures)} pictures {len(roles)} have a place in messages that are read",
-            f"write {TAG} in the text of messages",
+            f"write {PICTURE_TAG} in the text of messages",
         )
     if "assistant" in roles:
         raise RowError(
-            "a picture is in an answer, and models write text", f"move {TAG} to a message of the user"
+            "a picture is in an answer, and models write text", f"move {PICTURE_TAG} to a message of the user"
         )
 
 
@@ -225,7 +266,9 @@ def _with_first(messages: Sequence[Message], count: int) -> list[Message]:
     """The messages with places at the beginning of the first one of the user."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise RowError("it has pictures, and no message of the user", f"write {TAG} where they belong")
+        raise RowError(
+            "it has pictures, and no message of the user", f"write {PICTURE_TAG} where they belong"
+        )
     marked: Message = messages[first] | {"content": PICTURE * count + messages[first]["content"]}
     return [*messages[:first], marked, *messages[first + 1 :]]
 
@@ -259,6 +302,14 @@ class _RowReader:
         self._tags: Counter[str] = Counter()
         self._listed = listed
         self._columns = columns
+
+    def copy(self) -> "_RowReader":
+        """One that continues after the same places."""
+        copied = _RowReader(self._listed, self._films, self._columns, self._objects)
+        copied.pictures, copied.used = list(self.pictures), self.used
+        copied.videos, copied._used_films = self.videos, self._used_films
+        copied._tags = Counter(self._tags)
+        return copied
 
     def turns(self, value: object) -> object:
         """The text, message, or list of messages with marks."""
@@ -318,7 +369,7 @@ class _RowReader:
         text = self._plain(text)
         pieces = []
         for piece in _TAG.split(text):
-            if piece == TAG and self._listed:  # else it is text
+            if piece == PICTURE_TAG and self._listed:  # else it is text
                 self._take_listed()
                 pieces.append(PICTURE)
             elif piece == VIDEO_TAG and self._films:
@@ -404,7 +455,7 @@ class _RowReader:
             raise RowError(
                 f"it has {len(self._listed) or 'no'} picture{'s' * (len(self._listed) != 1)}, and more places"
                 " for them",
-                f"add the pictures to the column images, or remove {TAG}",
+                f"add the pictures to the column images, or remove {PICTURE_TAG}",
             )
         self.pictures.append(self.picture_of(self._listed[self.used]))
         self.used += 1
@@ -531,7 +582,7 @@ def has_picture(row: Mapping[str, object], columns: PictureColumns) -> bool:
     """Whether a row may have one: a value in a column of pictures, or a part of a message."""
     if any(row.get(name) for name in (*columns.pictures, *columns.videos)):
         return True
-    return any(_has_parts(row.get(name), columns.contents) for name in columns.turns)
+    return any(_has_parts(row.get(name), columns.contents) for name in (*columns.turns, *columns.sides))
 
 
 def _has_parts(value: object, contents: Sequence[str]) -> bool:
