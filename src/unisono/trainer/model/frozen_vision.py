@@ -151,7 +151,9 @@ class FrozenVision:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
             return False
         pairs = [(tree_leaves(value), tree_leaves(again[name])) for name, value in direct.items()]
-        return all(len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in pairs)
+        return bool(pairs) and all(
+            len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in pairs
+        )
 
     def _computed(self, tensors: Tensors) -> PictureFeatures:
         others = {name: value.cpu() for name, value in tensors.items() if not name.startswith(_PIXELS)}
@@ -170,7 +172,7 @@ class FrozenVision:
     def _run(self, tensors: Tensors) -> dict[str, Any]:
         """The fields of the vision part's output that are used, for one picture."""
         names = inspect.signature(self.module.get_image_features).parameters
-        given = {name: value for name, value in tensors.items() if name in names}
+        given = in_dtype_of(self.module, {name: v for name, v in tensors.items() if name in names})
         output = self.module.get_image_features(**given, return_dict=True)
         self._kind = type(output)
         return {name: output[name] for name in _USED if output.get(name) is not None}
@@ -246,6 +248,16 @@ class KeptPictures:
     def tensors(self) -> list[Tensors]:
         """Those of each picture, for a model that gets pixels."""
         return [self.pixels(n) for n in self.numbers]
+
+
+def in_dtype_of(module: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model with pixels in its dtype, to which some models do not convert
+    them.
+    """
+    return {
+        name: value.to(module.dtype) if name.startswith(_PIXELS) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
 
 
 def _frozen_modules(module: Any, others: set[torch.nn.Module]) -> dict[str, torch.nn.Module]:

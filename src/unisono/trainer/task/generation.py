@@ -49,6 +49,7 @@ from unisono.trainer.task.inference import (
 )
 from unisono.trainer.task.prompt_pictures import (
     SeenPicture,
+    expansions_of,
     inputs_of,
     marked,
     see_file,
@@ -294,7 +295,7 @@ def run_generate(request: GenerateRequest, report: Reporter) -> Generated:
         raw=request.raw,
         system=request.system,
         max_new_tokens=request.max_tokens or 1,
-        expansions=[[one.expansion for one in seen] for seen in pictures],
+        expansions=[expansions_of(seen) for seen in pictures],
     )
     limit = request.max_tokens or min(_USUAL_TOKENS, opened.context - max(map(len, ids)))
     if template is None and not request.raw:
@@ -488,8 +489,9 @@ class ModelChat:
             self._report.send(encode_news(RefusedTurn(why, problem.fix)))
             return
         self._attached.append(seen)
-        tokens = len(encode_prompt(self._opened.tokenizer, seen.expansion, special=False))
-        self._report.send(encode_news(Attached(seen.width, seen.height, tokens)))
+        text = expansions_of([*self._pictures, *self._attached])[-1]
+        tokens = len(encode_prompt(self._opened.tokenizer, text, special=False))
+        self._report.send(encode_news(Attached(*seen.image.size, tokens)))
 
     def answer(self, text: str) -> None:
         """Answers a message, with the pictures that are attached; if it cannot be answered, it is
@@ -499,9 +501,7 @@ class ModelChat:
         pictures = [*self._pictures, *self._attached]
         self._interrupt.pressed = False
         try:
-            ids = ids_with_pictures(
-                self._opened, self._template, self._messages, [one.expansion for one in pictures]
-            )
+            ids = ids_with_pictures(self._opened, self._template, self._messages, expansions_of(pictures))
         except RowError as error:
             self._refuse(error.why, error.fix)
             return
