@@ -245,8 +245,8 @@ class _Vision(_Text):
         if pictures is None:
             return super().size(data)
         return (
-            f"{super().size(data)} · {show_count(pictures.number)} pictures of {pictures.median_tokens:,} tokens"
-            f" (median; 99 %: {pictures.p99_tokens:,}, most: {pictures.most_tokens:,})"
+            f"{super().size(data)} · {show_count(pictures.number)} pictures: rows have {pictures.median_tokens:,}"
+            f" tokens of them (median; 99 %: {pictures.p99_tokens:,}, most: {pictures.most_tokens:,})"
         )
 
 
