@@ -13,7 +13,7 @@ from unisono.base.files import write_json
 from unisono.trainer.config import RunConfig
 from unisono.trainer.plan import RunPlan
 
-RATES = {"gemma4": 5e-4, "qwen3_5": 5e-4}
+RATES = {"gemma4": 2e-4, "qwen3_5": 5e-4}
 """Learning rates where some gradients are nearly zero, since attention is saturated: Adam makes their
 roundings as large as others.
 """

@@ -235,9 +235,10 @@ def _without_other_media(directory: Path) -> Any | None:
     """
     import transformers
 
-    kind = getattr(transformers, _class_named(directory), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.ProcessorMixin)):
+    named = getattr(transformers, _class_named(directory), None)
+    if not (isinstance(named, type) and issubclass(named, transformers.ProcessorMixin)):
         return None
+    kind: Any = named
 
     class PicturesOnly(kind):  # type: ignore[misc, valid-type]  # whichever it is
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
