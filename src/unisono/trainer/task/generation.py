@@ -491,7 +491,8 @@ class ModelChat:
         self._attached.append(seen)
         text = expansions_of([*self._pictures, *self._attached])[-1]
         tokens = len(encode_prompt(self._opened.tokenizer, text, special=False))
-        self._report.send(encode_news(Attached(*seen.image.size, tokens)))
+        width, height = seen.image.size
+        self._report.send(encode_news(Attached(width, height, tokens)))
 
     def answer(self, text: str) -> None:
         """Answers a message, with the pictures that are attached; if it cannot be answered, it is

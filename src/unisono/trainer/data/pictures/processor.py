@@ -240,7 +240,7 @@ def _without_other_media(directory: Path) -> Any | None:
         return None
     kind: Any = named
 
-    class PicturesOnly(kind):  # type: ignore[misc, valid-type]  # whichever it is
+    class PicturesOnly(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             """Accepts that a processor of other media is None."""
             if argument is None and argument_name not in ("image_processor", "tokenizer"):
