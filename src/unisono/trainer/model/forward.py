@@ -29,7 +29,6 @@ from peft.utils import ModulesToSaveWrapper
 from unisono.base.errors import ModelError
 from unisono.base.text import library_words, one_line
 from unisono.trainer.config.schema import RouterLossSection
-from unisono.trainer.data.pictures.processor import ROW_COUNTS
 from unisono.trainer.model.attention import (
     FLAT_ATTENTION,
     Ends,
@@ -67,6 +66,7 @@ from unisono.trainer.model.parts import parts_of
 from unisono.trainer.model.quantization import PackedHead, quantized_layers, times_transposed
 from unisono.trainer.model.routers import Routers, find_routers
 from unisono.trainer.model.state_layers import pad_rows, row_numbers, state_layers, unpad_rows
+from unisono.trainer.plan.families import ROW_COUNTS
 
 Layout = Literal["flat", "padded"]
 Head = Literal["chunked", "model"]

@@ -250,6 +250,10 @@ class _Vision(_Text):
         )
 
 
+ROW_COUNTS = "batch_num_images"
+"""The tensor of a model that is told which pictures are of one row; here one value for each
+picture: 1 if it is the only one.
+"""
 TEXT, PICTURES, VISION = _Text(), _Pictures(), _Vision()
 _OTHERS: tuple[FamilyFacts, ...] = (PICTURES,)
 """All families but TEXT."""

@@ -15,14 +15,11 @@ from unisono.base.text import library_words, one_line
 from unisono.trainer.config.sections import PixelsSection
 from unisono.trainer.data import PictureSource, RowError
 from unisono.trainer.data.tokenizer import digest_file
+from unisono.trainer.plan.families import ROW_COUNTS
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _EXTRA = "pip install 'unisono[vision]'"
-ROW_COUNTS = "batch_num_images"
-"""The tensor of a model that is told which pictures are of one row; here one value for each
-picture: 1 if it is the only one.
-"""
 _TRIED = (200, 100)
 
 Size = tuple[int, int]
